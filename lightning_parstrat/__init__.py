@@ -1,0 +1,35 @@
+"""Parallel training strategies for PyTorch Lightning, chosen by a Trainer flag.
+
+Importing the package registers ``ddp_tuned`` and ``zero1_custom`` and imports neither torch nor Lightning: the strategy
+classes are loaded when they are first used (PEP 562).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_parstrat._autoload import register_on_import
+from lightning_parstrat._version import __version__
+
+if TYPE_CHECKING:
+    from lightning_parstrat.strategies.ddp import TunedDDPStrategy
+    from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
+
+__all__ = ["TunedDDPStrategy", "ZeRO1Strategy", "__version__"]
+
+_LAZY = {
+    "TunedDDPStrategy": "lightning_parstrat.strategies.ddp",
+    "ZeRO1Strategy": "lightning_parstrat.strategies.zero1",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+register_on_import()

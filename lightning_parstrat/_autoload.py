@@ -1,0 +1,95 @@
+"""Registers the strategies as soon as Lightning's strategies module has been imported, and not before.
+
+``import torch`` loads every entry point of the group ``torch.backends`` (its plugin mechanism) and calls it; ours is
+:func:`autoload`. It imports neither torch nor Lightning: it leaves a finder on ``sys.meta_path`` that registers the
+names right after Lightning's strategies module has executed, and then removes itself. So
+``Trainer(strategy="zero1_custom")`` works in a script that never heard of this package.
+
+Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (ours) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, all plugins); then
+``import lightning_parstrat`` registers the names.
+"""
+
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+
+
+def autoload() -> None:
+    """Entry point that torch calls at the end of ``import torch``; never raises."""
+    # The work is done by importing the package (see `__init__`), which torch did to get at this function.
+
+
+def register_on_import() -> None:
+    """Registers the strategy names now where Lightning is imported already, and else when it is.
+
+    Called by ``import lightning_parstrat``, hence also by torch's plugin mechanism; calling it again does no harm.
+    """
+    waiting = set()
+    for name in _REGISTRIES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "StrategyRegistry"):
+            _register(module)
+        else:
+            waiting.add(name)
+    if waiting and not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _StrategiesFinder(waiting))
+
+
+def _register(module: ModuleType) -> None:
+    """Registers the names in the registry of ``module``; a failure is a warning, never an error in user code."""
+    try:
+        from lightning_parstrat.strategies.registry import register_strategies
+
+        register_strategies(module)
+    except Exception as error:
+        warnings.warn(
+            f"lightning_parstrat could not register its strategies with {module.__name__!r}: {error!r}", stacklevel=2
+        )
+
+
+class _StrategiesFinder(MetaPathFinder):
+    """Wraps the loader of Lightning's strategies module, so that registration follows its execution."""
+
+    def __init__(self, waiting: set[str]) -> None:
+        self._waiting = waiting
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._waiting:
+            return None
+        self._waiting.discard(fullname)
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _RegisteringLoader(spec.loader)
+                return spec
+        return None
+
+
+class _RegisteringLoader(Loader):
+    """Executes the module as its own loader would, then registers the names in it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # From here on the module must look as if its own loader alone had been at work.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)

@@ -1,0 +1,1 @@
+"""Pure algorithms: no communication, no Lightning, no I/O."""

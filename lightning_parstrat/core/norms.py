@@ -1,0 +1,50 @@
+"""Gradient norms over shards: a partial result per rank, its combination, and the factor that clips.
+
+For the p-norm every rank contributes ``sum |g|^p`` (for the maximum norm, ``max |g|``) of what it owns; the sum (the
+maximum) over ranks gives the norm of the whole, since every element is owned exactly once.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """This rank's contribution to the norm of all gradients.
+
+    Args:
+        gradients: The gradients this rank owns, any shapes and floating or complex dtypes; may be empty.
+        norm_type: p > 0, or ``math.inf``.
+        dtype: What to sum in, the same on every rank; see :func:`accumulation_dtype`.
+        device: Where the result is put.
+
+    Returns:
+        A 0-d tensor: ``sum |g|^p``, or ``max |g|`` for infinity; 0 where this rank owns nothing.
+
+    Raises:
+        ValueError: ``norm_type`` is not positive.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
+    present = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
+    if not present:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(present, norm_type, dtype=dtype)])
+    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+
+
+def total_norm(combined: Tensor, norm_type: float) -> Tensor:
+    """The norm of the whole from the sum (for infinity, the maximum) of all ranks' partial norms."""
+    return combined if math.isinf(norm_type) else combined.pow(1.0 / norm_type)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm; at most 1."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def accumulation_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """float64 where any gradient has 64-bit components, else float32: 16-bit sums of squares overflow."""
+    return torch.float64 if {torch.float64, torch.complex128} & set(dtypes) else torch.float32

@@ -1,0 +1,39 @@
+"""What a user may choose about sharding, checked where it is written down."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+PartitionChoice = Literal["auto", "element", "parameter"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPolicy:
+    """How parameters are bucketed and owned.
+
+    Args:
+        bucket_cap_mb: Size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier; larger ones pay
+            the latency of a collective less often.
+        partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
+            rank, which optimizers that look at whole matrices need; ``"auto"`` chooses by the optimizer.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    bucket_cap_mb: float = 8.0
+    partition: PartitionChoice = "auto"
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.bucket_cap_mb, (int, float)) and not isinstance(self.bucket_cap_mb, bool)
+        if not number or not math.isfinite(self.bucket_cap_mb) or self.bucket_cap_mb <= 0:
+            raise ValueError(
+                f"Invalid bucket_cap_mb: {self.bucket_cap_mb!r}. Must be a positive number of MiB, such as 8."
+            )
+        if self.partition not in get_args(PartitionChoice):
+            raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(PartitionChoice)}.")
+
+    @property
+    def bucket_cap_bytes(self) -> int:
+        """The cap in bytes, at least one."""
+        return max(1, int(self.bucket_cap_mb * 2**20))

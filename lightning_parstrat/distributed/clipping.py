@@ -1,0 +1,52 @@
+"""Gradient clipping over shards: the norm costs one scalar all-reduce and no gather."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+from lightning_parstrat.distributed.optimizer import OptimizerSharding
+
+
+@torch.no_grad()
+def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales the shards' gradients so that the norm of the whole gradient is at most ``max_norm``.
+
+    Collective: one all-reduce of a scalar, and two passes over this rank's shards. Equal to
+    ``torch.nn.utils.clip_grad_norm_`` over the optimizer's full parameters, on every rank. Nothing waits on the host.
+
+    Args:
+        optimizer: A sharded optimizer after its backward.
+        max_norm: The largest norm allowed.
+        norm_type: p > 0, or ``math.inf``.
+
+    Returns:
+        The norm before clipping, a 0-d tensor on the parameters' device.
+    """
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    sharding.finish_gradients()
+    gradients = [shard.grad for shard in sharding.shards() if shard.grad is not None]
+    norm = _norm_over_ranks(sharding, gradients, norm_type)
+    if gradients:
+        torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+    return norm
+
+
+@torch.no_grad()
+def clip_gradients_by_value(optimizer: Optimizer, max_value: float) -> None:
+    """Clamps every element of the shards' gradients to ``[-max_value, max_value]``. Waits for the gradients."""
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    sharding.finish_gradients()
+    torch.nn.utils.clip_grad_value_(sharding.shards(), max_value)
+
+
+def _norm_over_ranks(sharding: OptimizerSharding, gradients: list[Tensor], norm_type: float) -> Tensor:
+    flats = [bucket.flat for bucket in sharding.buckets]
+    dtype = accumulation_dtype(flat.dtype for flat in flats)
+    combined = partial_norm(gradients, norm_type, dtype, flats[0].device)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    sharding.reducer.collectives.all_reduce(combined, op=op).wait()
+    return total_norm(combined, norm_type)

@@ -1,0 +1,268 @@
+"""Gradients leave while backward runs: ready hooks, launches in a fixed order, and a flush at the end of backward.
+
+Every rank reduce-scatters the same buckets in the same order, whatever order its gradients arrive in. A bucket leaves
+as soon as all gradients it expects have arrived and its predecessors have left. What autograd has not delivered by the
+end of backward is settled by one small all-reduce of flags: buckets that no rank touched are not sent, and a gradient
+that came after its bucket had left (or unexpectedly) makes all ranks send that bucket once more and add the result.
+
+Two rounds, both in index order, keep the ranks in step:
+
+1. the buckets that expect gradients (a set all ranks agree on), during backward and, where some are missing, after it;
+2. the buckets in which any rank has gradients left over.
+"""
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parstrat.distributed.buckets import ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.collectives import Collectives, Work
+
+IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
+"""A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
+More than one, because the optimizers of a GAN take turns."""
+
+
+class _Reduction(NamedTuple):
+    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for."""
+
+    bucket: ParameterBucket
+    shard: Tensor
+    work: Work
+    post_scale: float
+
+
+class _Agreement(NamedTuple):
+    """Flags of all ranks under way, combined by maximum: gradients per parameter, leftovers per bucket, expectation."""
+
+    flags: Tensor
+    work: Work
+
+
+class GradientReducer:
+    """Reduces the gradients of bucketed parameters to the shards of their owners.
+
+    Collective: all ranks must run the same sequence of synchronised backwards and of :meth:`finish` calls. A backward
+    costs one reduce-scatter per touched bucket and one all-reduce of 4 bytes per parameter and bucket.
+
+    Args:
+        collectives: Carry the gradients.
+        control: Carries the flags; its group works on host memory.
+    """
+
+    def __init__(self, collectives: Collectives, control: Collectives) -> None:
+        self.collectives = collectives
+        self.control = control
+        self.buckets: list[ParameterBucket] = []
+        self._slots: list[ParameterSlot] = []
+        self._hooks: list[RemovableHandle] = []
+        self._loss_hook: RemovableHandle | None = None
+        self._synchronize = True
+        self._running = False
+        self._graph_task: int | None = None
+        self._queue: list[ParameterBucket] = []
+        self._launched = 0
+        self._missing: dict[ParameterBucket, int] = {}
+        self._reductions: list[_Reduction] = []
+        self._first_of_backward = 0
+        self._abandoned: list[_Reduction] = []
+        self._agreement: _Agreement | None = None
+
+    def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Takes charge of further buckets; call it between steps, on all ranks alike."""
+        self.buckets += buckets
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self._slots.append(slot)
+                hook = partial(self._on_gradient_ready, slot)
+                self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Removes all hooks and forgets what is under way. Not collective: it may follow an exception on one rank."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._remove_loss_hook()
+        self._reductions.clear()
+        self._agreement = None
+        self._running = False
+
+    @property
+    def synchronize(self) -> bool:
+        """Whether a backward that began now would send gradients."""
+        return self._synchronize
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward accumulates local gradients in ``param.grad`` and sends nothing."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    def prepare_backward(self, loss: Tensor) -> None:
+        """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
+
+        The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
+        task of a reentrant activation checkpoint, and run too early.
+        """
+        self._settle()
+        self._remove_loss_hook()
+        self._abandon_unfinished_backward()
+        if not self._synchronize:
+            return
+        self._begin()
+        if loss.requires_grad:
+            self._loss_hook = loss.register_hook(self._on_loss_gradient)  # type: ignore[no-untyped-call]
+
+    def finish(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``."""
+        self._settle()
+        self._abandon_unfinished_backward()
+        pending, self._reductions = self._reductions, []
+        for reduction in pending:
+            reduction.work.wait()
+            bucket = reduction.bucket
+            if reduction.post_scale != 1.0:
+                reduction.shard.mul_(reduction.post_scale)
+            if bucket.shard_gradient is None:
+                bucket.shard_gradient = reduction.shard
+            else:
+                bucket.shard_gradient.add_(reduction.shard)
+        for bucket in buckets:
+            bucket.attach_gradients()
+
+    def zero(self, buckets: Sequence[ParameterBucket], set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients of ``buckets``; reductions still under way are waited for first."""
+        if self._reductions or self._agreement is not None:
+            self.finish(buckets)
+        for bucket in buckets:
+            bucket.zero_gradients(set_to_none)
+
+    def _begin(self) -> None:
+        """Fixes which gradients this backward waits for. All ranks come to the same answer."""
+        self._running = True
+        self._graph_task = None
+        self._queue = []
+        self._launched = 0
+        self._first_of_backward = len(self._reductions)
+        self._missing.clear()
+        for bucket in self.buckets:
+            expected = 0
+            for slot in bucket.slots:
+                slot.arrived = False
+                awaited = slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
+                slot.expected = awaited and slot.parameter.requires_grad
+                expected += slot.expected
+            if expected:
+                self._queue.append(bucket)
+                self._missing[bucket] = expected
+
+    def _on_loss_gradient(self, _: Tensor) -> None:
+        self._enter_backward()
+
+    def _enter_backward(self) -> None:
+        self._graph_task = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+
+    def _on_gradient_ready(self, slot: ParameterSlot, _: nn.Parameter) -> None:
+        """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
+        if not self._running:
+            if not self._synchronize:
+                return
+            # A backward that nobody announced: the user called `loss.backward()`.
+            self._settle()
+            self._begin()
+        if self._graph_task is None:
+            self._enter_backward()
+        if not slot.expected or torch._C._current_graph_task_id() != self._graph_task:
+            # Within a reentrant checkpoint this may be a part of the gradient: it waits for the flush.
+            return
+        self._missing[slot.bucket] -= 1
+        if self._missing[slot.bucket] == 0:
+            self._launch_complete_buckets()
+
+    def _launch_complete_buckets(self) -> None:
+        while self._launched < len(self._queue) and self._missing[self._queue[self._launched]] <= 0:
+            self._launched += 1
+            self._launch(self._queue[self._launched - 1])
+
+    @torch.no_grad()
+    def _launch(self, bucket: ParameterBucket) -> None:
+        buffer = bucket.pack_gradients()
+        mean = 1.0 / self.collectives.world_size
+        post_scale = mean
+        if buffer.dtype == torch.float16 and mean != 1.0:
+            # A sum over ranks overflows in float16 where the mean does not.
+            buffer.mul_(mean)
+            post_scale = 1.0
+        shard = torch.empty(bucket.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
+        work = self.collectives.reduce_scatter(buffer, shard)
+        self._reductions.append(_Reduction(bucket, shard, work, post_scale))
+
+    def _flush(self) -> None:
+        """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
+        self._running = False
+        self._remove_loss_hook()
+        waiting = set(self._queue[self._launched :])
+        arrived = [slot.arrived or self._has_gradient(slot) for slot in self._slots]
+        left_over = [
+            bucket not in waiting and any(self._has_gradient(slot) for slot in bucket.slots) for bucket in self.buckets
+        ]
+        expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
+        flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
+        self._agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
+        if waiting:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Ends the round: sends what any rank has gradients for, and learns which parameters were used at all."""
+        if self._agreement is None:
+            return
+        agreement, self._agreement = self._agreement, None
+        agreement.work.wait()
+        flags: list[int] = agreement.flags.tolist()
+        if flags[-2] != -flags[-1]:
+            raise RuntimeError(
+                "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
+                " ranks when backward begins."
+            )
+        for slot, used in zip(self._slots, flags, strict=False):
+            slot.used = slot.used or bool(used)
+            if slot.parameter.requires_grad:
+                slot.idle_backwards = 0 if used else slot.idle_backwards + 1
+        touched = self._touched_buckets(flags)
+        for bucket in self._queue[self._launched :]:
+            if bucket in touched:
+                self._launch(bucket)
+        self._launched = len(self._queue)
+        left_over = flags[len(self._slots) : -2]
+        for bucket, needed in zip(self.buckets, left_over, strict=True):
+            if needed:
+                self._launch(bucket)
+
+    def _touched_buckets(self, flags: Sequence[int]) -> set[ParameterBucket]:
+        return {slot.bucket for slot, used in zip(self._slots, flags, strict=False) if used}
+
+    def _has_gradient(self, slot: ParameterSlot) -> bool:
+        return slot.parameter.grad is not None and slot.parameter.requires_grad
+
+    def _abandon_unfinished_backward(self) -> None:
+        """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""
+        if self._running:
+            self._running = False
+            self._abandoned += self._reductions[self._first_of_backward :]
+            del self._reductions[self._first_of_backward :]
+
+    def _remove_loss_hook(self) -> None:
+        if self._loss_hook is not None:
+            self._loss_hook.remove()
+            self._loss_hook = None

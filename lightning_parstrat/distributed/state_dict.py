@@ -1,0 +1,176 @@
+"""Sharded optimizer state to and from the ordinary torch ``state_dict``.
+
+Gathering goes over host memory, one tensor at a time, so that a device never holds more than a shard of it; loading
+takes each rank's part of a whole state. Both directions keep torch's own format, which knows nothing of ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from lightning_parstrat.distributed.buckets import ParameterSlot
+from lightning_parstrat.distributed.optimizer import OptimizerSharding, shard_value
+
+StateDict = dict[Any, Any]
+
+
+class _Entry(NamedTuple):
+    """One entry of a shard's state: a tensor that lies like the shard (then its dtype), or any other value."""
+
+    dtype: torch.dtype | None
+    value: Any
+
+
+def gather_state_dict(optimizer: Optimizer, destination: int | None = 0) -> StateDict:
+    """The optimizer's whole state in torch's own format, its tensors in host memory.
+
+    Collective. Each rank sends its shard of the state once; the destination receives one tensor after the other, and
+    its host holds the whole state at the end.
+
+    Args:
+        optimizer: A sharded optimizer.
+        destination: The rank that gets it; None for every rank, which sends the whole state to all of them.
+
+    Returns:
+        The whole state on the destination; on other ranks the parameter groups, with an empty state.
+    """
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    group = sharding.reducer.control.group
+    slots = [sharding.slots[parameter] for parameter in _grouped_parameters(optimizer) if parameter in sharding.slots]
+    state = _gather_states(optimizer, slots, group, 0 if destination is None else destination)
+    if destination is None:
+        state = _broadcast_object(state, group)
+    by_parameter: dict[Tensor, StateDict] = {
+        slot.parameter: state[index] for index, slot in enumerate(slots) if index in state
+    }
+    state_dict = _pack(optimizer, by_parameter)
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = post_hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
+    """Loads the whole state, of which this rank keeps its shards. Not collective.
+
+    Args:
+        optimizer: A sharded optimizer.
+        state_dict: In torch's own format, whole tensors, from any strategy and world size.
+        load: The original ``load_state_dict``, bound to the optimizer.
+
+    Raises:
+        ValueError: The groups do not match the optimizer's.
+    """
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    saved_groups = state_dict["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            "The loaded optimizer state does not match the optimizer: it has parameter groups of sizes"
+            f" {saved_sizes}, the optimizer has {sizes}."
+        )
+    state: dict[Any, Any] = {}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        kept = []
+        for parameter, identifier in zip(group["params"], saved["params"], strict=True):
+            slot = sharding.slots.get(parameter)
+            if slot is None or slot.shard is None:
+                continue
+            kept.append(identifier)
+            if identifier in state_dict["state"]:
+                entries = state_dict["state"][identifier]
+                state[identifier] = {key: shard_value(value, slot) for key, value in entries.items()}
+        groups.append({**saved, "params": kept})
+    with sharding.shard_groups(optimizer):
+        load({**state_dict, "state": state, "param_groups": groups})
+
+
+def _gather_states(
+    optimizer: Optimizer, slots: list[ParameterSlot], group: dist.ProcessGroup, destination: int
+) -> dict[int, StateDict]:
+    """Whole state by position in ``slots``, on the destination; nothing elsewhere."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard in optimizer.state}
+    described: list[Any] | None = [None] * world_size if rank == destination else None
+    dist.gather_object(own, described, group=group, group_dst=destination)
+    if described is None:
+        for index, entries in own.items():
+            for key in (key for key, entry in entries.items() if entry.dtype is not None):
+                dist.send(_own_part(optimizer, slots[index], key), group=group, group_dst=destination)
+        return {}
+    whole: dict[int, StateDict] = {}
+    for source, index, key, entry in _listed(described):
+        state, slot = whole.setdefault(index, {}), slots[index]
+        if entry.dtype is None:
+            state.setdefault(key, entry.value)
+            continue
+        if key not in state:
+            state[key] = torch.empty_strided(slot.parameter.shape, slot.strides, dtype=entry.dtype)
+        piece = slot.owned_by(source)
+        target = slot.storage_order(state[key])[piece.parameter_start : piece.parameter_start + piece.numel]
+        if source == rank:
+            target.copy_(_own_part(optimizer, slot, key))
+        else:
+            dist.recv(target, group=group, group_src=source)
+    return whole
+
+
+def _listed(described: list[dict[int, dict[str, _Entry]]]) -> Iterator[tuple[int, int, str, _Entry]]:
+    """Source rank, slot, key and entry, in the order in which each rank sends."""
+    for source, states in enumerate(described):
+        for index, entries in states.items():
+            for key, entry in entries.items():
+                yield source, index, key, entry
+
+
+def _describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, _Entry]:
+    """What this rank holds for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
+    shard = slot.shard
+    if shard is None:
+        raise AssertionError("state was found for a shard that does not exist")
+    entries = {}
+    for key, value in optimizer.state[shard].items():
+        if isinstance(value, Tensor) and value.shape == shard.shape:
+            entries[key] = _Entry(value.dtype, None)
+        else:
+            entries[key] = _Entry(None, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value))
+    return entries
+
+
+def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
+    """This rank's part of a sharded entry: 1-D in storage order, in host memory."""
+    if slot.shard is None or slot.piece is None:
+        raise AssertionError("state was found for a shard that does not exist")
+    value: Tensor = optimizer.state[slot.shard][key].detach()
+    whole = slot.piece.numel == slot.place.numel
+    return (slot.storage_order(value) if whole else value).cpu().contiguous()
+
+
+def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
+    """Torch's own packing: positions instead of parameters."""
+    parameters = _grouped_parameters(optimizer)
+    position = {parameter: index for index, parameter in enumerate(parameters)}
+    groups = [
+        {**group, "params": [position[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
+    packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    return {"state": packed, "param_groups": groups}
+
+
+def _grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    holder = [value]
+    dist.broadcast_object_list(holder, group=group, group_src=0)
+    return holder[0]

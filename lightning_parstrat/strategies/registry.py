@@ -1,0 +1,57 @@
+"""The strategy names, and the lazy callables behind them."""
+
+from types import ModuleType
+from typing import Any
+
+_LAUNCHERS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork"))
+_UNUSED = (("", None), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True))
+
+
+def create_tuned_ddp(**init_args: Any) -> Any:
+    """Returns a :class:`~lightning_parstrat.TunedDDPStrategy`; importing it is left until it is asked for."""
+    from lightning_parstrat.strategies.ddp import TunedDDPStrategy
+
+    return TunedDDPStrategy(**init_args)
+
+
+def create_zero1(**init_args: Any) -> Any:
+    """Returns a :class:`~lightning_parstrat.ZeRO1Strategy`; importing it is left until it is asked for."""
+    from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
+
+    return ZeRO1Strategy(**init_args)
+
+
+def refuse_legacy_namespace(**_: Any) -> Any:
+    """Raises for a Trainer of the package ``pytorch_lightning``, whose classes are not those of ``lightning``."""
+    raise ImportError(
+        "The strategies of lightning_parstrat work with the Trainer of `lightning.pytorch`, not with that of"
+        " `pytorch_lightning`: write `from lightning.pytorch import Trainer` (and LightningModule) instead."
+    )
+
+
+def register_strategies(module: ModuleType) -> None:
+    """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module; twice does no harm.
+
+    The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch: ``ddp_tuned`` and
+    ``zero1_custom``, each with the launcher suffixes ``_spawn``, ``_fork``, ``_notebook``, and each of these with
+    ``_find_unused_parameters_true`` and ``_false``. ``zero1_custom`` finds unused parameters in any case.
+
+    Args:
+        module: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``, fully imported.
+    """
+    legacy = not module.__name__.startswith("lightning.")
+    for launcher, start_method in _LAUNCHERS:
+        for unused, find_unused in _UNUSED:
+            ddp_args = {} if find_unused is None else {"find_unused_parameters": find_unused}
+            for name, create, description, init_args in (
+                ("ddp_tuned", create_tuned_ddp, "DDP with tuned gradient buckets", ddp_args),
+                ("zero1_custom", create_zero1, "ZeRO-1: optimizer state sharded over the ranks", {}),
+            ):
+                module.StrategyRegistry.register(
+                    f"{name}{launcher}{unused}",
+                    refuse_legacy_namespace if legacy else create,
+                    description=f"{description} (`start_method={start_method!r}`)",
+                    override=True,
+                    start_method=start_method,
+                    **init_args,
+                )

@@ -1,0 +1,255 @@
+"""``zero1_custom``: DDP's results with the optimizer state sharded over the ranks."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.policy import PartitionChoice, ShardingPolicy
+from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups
+from lightning_parstrat.distributed.engine import ShardedDataParallel, broadcast_buffers, broadcast_module
+from lightning_parstrat.distributed.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.state_dict import gather_state_dict
+from lightning_parstrat.strategies.precision import shard_precision
+
+
+class _ProcessStrategy(DDPStrategy):
+    """DDP's processes, samplers and devices, without the arguments of torch's DDP wrapper.
+
+    Args:
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: How ranks find each other; by default detected.
+        checkpoint_io: How checkpoint files are written.
+        precision_plugin: Set by the Trainer's ``precision``.
+        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
+            suits the device.
+        timeout: How long a collective may take before the run ends with an error.
+        start_method: How the processes are launched.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+
+class ZeRO1Strategy(_ProcessStrategy):
+    """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1).
+
+    Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
+    bytes travel as under DDP. Unused parameters need no flag.
+
+    Args:
+        bucket_cap_mb: Size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready; smaller buckets
+            overlap better, larger ones pay latency less often.
+        partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each whole on one rank,
+            which optimizers that look at whole matrices (Muon, Adafactor, Shampoo) need; ``"auto"`` takes ``"element"``
+            for torch's element-wise optimizers and ``"parameter"`` for every other.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    def __init__(self, bucket_cap_mb: float = 8.0, partition: PartitionChoice = "auto", **kwargs: Any) -> None:
+        self._policy = ShardingPolicy(bucket_cap_mb=bucket_cap_mb, partition=partition)
+        self._engine: ShardedDataParallel | None = None
+        self._broadcast_buffers_next = True
+        super().__init__(**kwargs)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
+
+    @override
+    def setup_distributed(self) -> None:
+        """Joins the process group, and makes sure that it has the ranks the Trainer was told of."""
+        super().setup_distributed()
+        joined = dist.get_world_size()
+        if joined != self.world_size:
+            raise MisconfigurationException(
+                f"The process group has {joined} ranks, but the Trainer was told of {self.world_size}"
+                f" (num_nodes={self.num_nodes} times {self.num_processes} devices). Launch as many processes as"
+                " `num_nodes * devices`, or correct these two arguments."
+            )
+
+    @override
+    def configure_ddp(self) -> None:
+        """Gives all ranks the same module; there is no wrapper around it."""
+        broadcast_module(self._module, self._groups.parameters)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers, and shards them."""
+        super().setup_optimizers(trainer)
+        self._close_engine()
+        optimizers = [_unwrapped(optimizer) for optimizer in self.optimizers]
+        trained = [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
+        self._engine = ShardedDataParallel(self._module, trained, self._policy, self._groups)
+        self._broadcast_buffers_next = True
+        # Lightning's wrappers imitate the class that the optimizers had when they were wrapped.
+        self.optimizers = optimizers
+        rank_zero_info(describe(self._engine))
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        """Lets the precision plugin clip and unscale shards.
+
+        Done here rather than when the plugin is set, so that what is pickled for spawned processes is the user's.
+        """
+        if self._engine is not None:
+            shard_precision(self.precision_plugin)
+        super().setup_precision_plugin()
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it, gradients accumulate locally and nothing is sent."""
+        if self._engine is None:
+            yield
+            return
+        with self._engine.no_sync():
+            yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's training step."""
+        self._broadcast_buffers()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's validation step."""
+        self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Gets ready to send gradients while backward runs."""
+        if self._engine is not None:
+            self._engine.prepare_backward(closure_loss)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective."""
+        optimizer = _unwrapped(optimizer)
+        if isinstance(optimizer, ShardedOptimizer):
+            return gather_state_dict(optimizer, destination=0)
+        return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes the checkpoint on rank 0; a parameter is written as itself, not with the bucket it lies in."""
+        if self.is_global_zero and self._engine is not None:
+            checkpoint = self._engine.with_own_storage(checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def teardown(self) -> None:
+        """Gives the parameters ordinary storage again. Not collective."""
+        self._close_engine()
+        super().teardown()
+
+    @property
+    def _module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("the strategy was used before a module was connected to it")
+        return self.lightning_module
+
+    @property
+    def _groups(self) -> ProcessGroups:
+        return process_groups(self._timeout)
+
+    def _broadcast_buffers(self) -> None:
+        """Follows DDP: before the first forward, and before one whose predecessor synchronised its gradients.
+
+        DDP takes every training and validation step for a forward, and under manual optimization never synchronises in
+        its sense.
+        """
+        if self._engine is None:
+            return
+        if self._broadcast_buffers_next:
+            broadcast_buffers(self._module, self._groups.parameters)
+        synchronized = torch.is_grad_enabled() and self._engine.synchronizes
+        self._broadcast_buffers_next = synchronized and self._module.automatic_optimization
+
+    def _close_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+
+def describe(engine: ShardedDataParallel) -> str:
+    """One line for the start of a fit: what was sharded, over how many ranks, and what it saves."""
+    summary = engine.summary()
+    line = (
+        f"zero1_custom: {_count(summary.parameters)} parameters ({_size(summary.parameter_bytes)}) in"
+        f" {summary.buckets} buckets ({_size(summary.padding_bytes)} of padding) over {summary.world_size} ranks;"
+    )
+    if summary.state_bytes is None:
+        share = summary.owned_bytes / max(summary.parameter_bytes, 1)
+        return f"{line} this rank holds optimizer state for {share:.1%} of them"
+    whole, own = summary.state_bytes
+    return f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(whole)}"
+
+
+def _unwrapped(optimizer: Any) -> Optimizer:
+    optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise MisconfigurationException(
+            f"`configure_optimizers` returned a {type(optimizer).__name__}, which is no torch.optim.Optimizer; its"
+            " state cannot be sharded. Return torch optimizers, or use `strategy='ddp'`."
+        )
+    return optimizer
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.1f}{name}"
+    return str(number)
+
+
+def _size(number: float) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:.0f} bytes"
