@@ -6,9 +6,10 @@ names right after Lightning's strategies module has executed, and then removes i
 ``Trainer(strategy="zero1_custom")`` works in a script that never heard of this package.
 
 Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (ours) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, all plugins); then
-``import lightning_parstrat`` registers the names.
+only ``import lightning_parstrat`` registers the names.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,11 +18,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+_SWITCH = "LIGHTNING_PARSTRAT_AUTOLOAD"
+# False only where the user imported the package by hand, ahead of torch: torch, importing its plugins, is there itself.
+_TORCH_CAME_FIRST = "torch" in sys.modules
 
 
 def autoload() -> None:
     """Entry point that torch calls at the end of ``import torch``; never raises."""
-    # The work is done by importing the package (see `__init__`), which torch did to get at this function.
+    # The work is done by importing the package (see `__init__`), which torch did to get at this function. Switched off,
+    # that is taken back, package and all: so a later `import lightning_parstrat` runs `__init__` again, and registers.
+    if os.environ.get(_SWITCH) == "0" and _TORCH_CAME_FIRST:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _StrategiesFinder)]
+        package = __name__.partition(".")[0]
+        for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            sys.modules.pop(name, None)
 
 
 def register_on_import() -> None:
@@ -63,25 +73,29 @@ class _StrategiesFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._waiting:
             return None
-        self._waiting.discard(fullname)
-        if not self._waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        for finder in sys.meta_path:
+        for finder in tuple(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _RegisteringLoader(spec.loader)
+                    spec.loader = _RegisteringLoader(spec.loader, self)
                 return spec
         return None
+
+    def stop_waiting_for(self, fullname: str) -> None:
+        """Leaves the module alone from now on; the finder removes itself after the last one."""
+        self._waiting.discard(fullname)
+        if not self._waiting and self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _RegisteringLoader(Loader):
     """Executes the module as its own loader would, then registers the names in it."""
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, finder: _StrategiesFinder) -> None:
         self._loader = loader
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -91,5 +105,7 @@ class _RegisteringLoader(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
+        # An import that fails may be tried again (in a notebook, after installing what was missing).
         self._loader.exec_module(module)
+        self._finder.stop_waiting_for(module.__name__)
         _register(module)

@@ -44,9 +44,8 @@ def clip_gradients_by_value(optimizer: Optimizer, max_value: float) -> None:
 
 
 def _norm_over_ranks(sharding: OptimizerSharding, gradients: list[Tensor], norm_type: float) -> Tensor:
-    flats = [bucket.flat for bucket in sharding.buckets]
-    dtype = accumulation_dtype(flat.dtype for flat in flats)
-    combined = partial_norm(gradients, norm_type, dtype, flats[0].device)
+    dtype = accumulation_dtype(bucket.flat.dtype for bucket in sharding.buckets)
+    combined = partial_norm(gradients, norm_type, dtype, sharding.device)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     sharding.reducer.collectives.all_reduce(combined, op=op).wait()
     return total_norm(combined, norm_type)

@@ -47,7 +47,7 @@ class ProcessGroups(NamedTuple):
     control: dist.ProcessGroup
 
 
-_PROCESS_GROUPS: dict[tuple[int, timedelta | None], tuple[object, ProcessGroups]] = {}
+_PROCESS_GROUPS: dict[timedelta | None, tuple[object, ProcessGroups]] = {}
 
 
 def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
@@ -59,16 +59,19 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
         timeout: How long a collective may take before it raises; None leaves the backend's default.
     """
     world = dist.group.WORLD
-    key = (id(world), timeout)
-    # Keeping the default group beside its own groups stops its id from being used again for another one.
-    if key not in _PROCESS_GROUPS or _PROCESS_GROUPS[key][0] is not world:
+    if timeout not in _PROCESS_GROUPS or _PROCESS_GROUPS[timeout][0] is not world:
         groups = ProcessGroups(
             gradients=dist.new_group(timeout=timeout),
             parameters=dist.new_group(timeout=timeout),
             control=dist.new_group(timeout=timeout, backend="gloo"),
         )
-        _PROCESS_GROUPS[key] = (world, groups)
-    return _PROCESS_GROUPS[key][1]
+        _PROCESS_GROUPS[timeout] = (world, groups)
+    return _PROCESS_GROUPS[timeout][1]
+
+
+def world_size() -> int:
+    """Number of ranks in the default process group."""
+    return dist.get_world_size()
 
 
 class Collectives(ABC):

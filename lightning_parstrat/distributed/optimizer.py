@@ -16,6 +16,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -141,6 +142,16 @@ class OptimizerSharding:
             # `load_state_dict` replaces the dictionaries; their order stays.
             for group, (_, parameters) in zip(optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.buckets[0].flat.device
+
+    def maximum_over_ranks(self, value: Tensor) -> Tensor:
+        """The largest of all ranks' values of a 0-d tensor, in place. Collective; nothing waits on the host."""
+        self.reducer.collectives.all_reduce(value, op=dist.ReduceOp.MAX).wait()
+        return value
 
     def finish_gradients(self) -> None:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""

@@ -12,7 +12,7 @@ Two rounds, both in index order, keep the ranks in step:
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -81,8 +81,7 @@ class GradientReducer:
         for bucket in buckets:
             for slot in bucket.slots:
                 self._slots.append(slot)
-                hook = partial(self._on_gradient_ready, slot)
-                self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.append(_register_hook(slot.parameter, partial(self._on_gradient_ready, slot)))
 
     def remove(self) -> None:
         """Removes all hooks and forgets what is under way. Not collective: it may follow an exception on one rank."""
@@ -266,3 +265,12 @@ class GradientReducer:
         if self._loss_hook is not None:
             self._loss_hook.remove()
             self._loss_hook = None
+
+
+def _register_hook(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Registers a hook for accumulated gradients, on a frozen parameter too: it may be trained later."""
+    trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trainable)
+    return handle

@@ -7,7 +7,6 @@ which Lightning files a plugin's state in checkpoints.
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -47,11 +46,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         sharding.finish_gradients()
         with sharding.shard_groups(optimizer):
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
-        device = sharding.buckets[0].flat.device
         # A rank without gradients in its shards has looked at nothing, and takes part all the same.
-        total = found.get(device, torch.zeros((), dtype=torch.float32, device=device))
-        sharding.reducer.collectives.all_reduce(total, op=dist.ReduceOp.MAX).wait()
-        return {device: total}
+        device = sharding.device
+        return {device: sharding.maximum_over_ranks(found.get(device, torch.zeros((), device=device)))}
 
 
 def shard_precision(plugin: Precision) -> None:

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import PartitionChoice, ShardingPolicy
-from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups
+from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups, world_size
 from lightning_parstrat.distributed.engine import ShardedDataParallel, broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.state_dict import gather_state_dict
@@ -103,7 +102,7 @@ class ZeRO1Strategy(_ProcessStrategy):
     def setup_distributed(self) -> None:
         """Joins the process group, and makes sure that it has the ranks the Trainer was told of."""
         super().setup_distributed()
-        joined = dist.get_world_size()
+        joined = world_size()
         if joined != self.world_size:
             raise MisconfigurationException(
                 f"The process group has {joined} ranks, but the Trainer was told of {self.world_size}"

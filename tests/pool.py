@@ -1,0 +1,139 @@
+"""A pool of processes, spawned once per session, that runs functions as the ranks of a Gloo process group.
+
+Rendezvous is by file, so that no port is fixed. A call that takes too long ends with every rank's stack, and the pool
+is started afresh; an exception on a rank is raised here with its traceback.
+"""
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_WORLD_SIZE = 4
+DEFAULT_TIMEOUT = 90.0
+
+
+class RankError(AssertionError):
+    """A rank raised, died or did not answer in time."""
+
+
+class RankPool:
+    """``run(world_size, function, *args)`` calls ``function(*args)`` on that many ranks and returns what they return.
+
+    ``function`` must be importable (defined at the top of a test module) and finds its rank in torch.distributed.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
+        self._context = multiprocessing.get_context("spawn")
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._joined = 0
+        self._rendezvous = 0
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
+    ) -> list[Any]:
+        if not self._ranks:
+            self._start()
+        if self._joined != world_size:
+            self._joined = world_size
+            self._rendezvous += 1
+        rendezvous = self._folder / f"rendezvous-{self._rendezvous}"
+        for _, connection in self._ranks[:world_size]:
+            connection.send((world_size, str(rendezvous), function, args))
+        results = self._collect(world_size, timeout)
+        failed = {rank: error for rank, (error, _) in results.items() if error is not None}
+        if failed:
+            # After an exception on one rank the others may still wait for it in a collective.
+            self._stop()
+            raise RankError("\n".join(f"--- rank {rank}\n{error}" for rank, error in sorted(failed.items())))
+        return [results[rank][1] for rank in range(world_size)]
+
+    def close(self) -> None:
+        self._stop()
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str | None, Any]]:
+        deadline = time.monotonic() + timeout
+        results: dict[int, tuple[str | None, Any]] = {}
+        while len(results) < world_size:
+            for rank in range(world_size):
+                process, connection = self._ranks[rank]
+                if rank in results:
+                    continue
+                if connection.poll(0.02):
+                    try:
+                        results[rank] = connection.recv()
+                    except EOFError:
+                        results[rank] = (f"the process died with exit code {process.exitcode}", None)
+            if any(error is not None for error, _ in results.values()):
+                # The others get a moment to fail for the same reason, so that all causes are shown.
+                deadline = min(deadline, time.monotonic() + 2.0)
+            if time.monotonic() > deadline:
+                for rank in set(range(world_size)) - set(results):
+                    results[rank] = (f"no answer in time; its stack:\n{self._stack(rank)}", None)
+        return results
+
+    def _stack(self, rank: int) -> str:
+        process, _ = self._ranks[rank]
+        path = self._folder / f"stack-{rank}"
+        if process.is_alive() and path.exists():
+            os.kill(process.pid, signal.SIGUSR2)
+            time.sleep(0.3)
+            return path.read_text()
+        return "(the process is gone)"
+
+    def _start(self) -> None:
+        for rank in range(MAX_WORLD_SIZE):
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, theirs, str(self._folder)), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _stop(self) -> None:
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+        for process, _ in self._ranks:
+            process.join()
+        self._ranks.clear()
+        self._joined = 0
+
+
+def _serve(rank: int, connection: Connection, folder: str) -> None:
+    stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
+    torch.set_num_threads(1)
+    joined = None
+    while True:
+        try:
+            world_size, rendezvous, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            if joined != rendezvous:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{rendezvous}",
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timedelta(seconds=60),
+                )
+                joined = rendezvous
+            result: tuple[str | None, Any] = (None, function(*args))
+        except BaseException:
+            result = (traceback.format_exc(), None)
+        connection.send(result)

@@ -1,0 +1,130 @@
+"""Training under a strategy inside the pool's processes, and comparing two runs step by step."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+import lightning_parstrat
+from tests.strategies.zoo import loader
+
+ModuleFactory = Callable[[], LightningModule]
+
+
+class PoolEnvironment(LightningEnvironment):
+    """The ranks exist already and have joined a process group."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    def world_size(self) -> int:
+        return dist.get_world_size()
+
+    def global_rank(self) -> int:
+        return dist.get_rank()
+
+    def local_rank(self) -> int:
+        return dist.get_rank()
+
+    def set_world_size(self, size: int) -> None: ...
+
+    def set_global_rank(self, rank: int) -> None: ...
+
+    def teardown(self) -> None: ...
+
+
+class Run(NamedTuple):
+    """What a training left behind: per step all parameters and the loss, and the trainer."""
+
+    parameters: list[list[Tensor]]
+    losses: list[Tensor]
+    module: LightningModule
+    trainer: Trainer
+
+
+class Recorder(Callback):
+    def __init__(self) -> None:
+        self.parameters: list[list[Tensor]] = []
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.parameters.append([parameter.detach().clone() for parameter in pl_module.parameters()])
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        self.losses.append(torch.zeros(()) if loss is None else loss.detach().clone())
+
+
+def make_trainer(strategy: Any, **arguments: Any) -> Trainer:
+    """A quiet trainer on this process's rank; ``strategy`` is a name, an instance, or None for one device."""
+    ranks: dict[str, Any] = {"devices": 1}
+    if strategy is not None:
+        ranks = {"devices": dist.get_world_size(), "strategy": strategy, "plugins": [PoolEnvironment()]}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(accelerator="cpu", **{"max_epochs": 1, **quiet, **ranks, **arguments})
+
+
+def train(
+    make_module: ModuleFactory,
+    strategy: Any,
+    samples_per_rank: int = 40,
+    batch_size: int = 4,
+    whole_batch: bool = False,
+    validate: bool = False,
+    seed: int = 0,
+    **arguments: Any,
+) -> Run:
+    """Trains; ``whole_batch`` puts the batches of all ranks into one, for the reference on a single device."""
+    torch.manual_seed(seed)
+    module = make_module()
+    recorder = Recorder()
+    world_size = dist.get_world_size()
+    dtype = torch.float64 if arguments.get("precision") == "64-true" else torch.float32
+    data = (
+        loader(samples_per_rank * world_size, batch_size * world_size, dtype)
+        if whole_batch
+        else loader(samples_per_rank * world_size, batch_size, dtype, dist.get_rank(), world_size)
+    )
+    callbacks = [recorder, *arguments.pop("callbacks", [])]
+    trainer = make_trainer(strategy, callbacks=callbacks, **arguments)
+    trainer.fit(module, data, loader(4 * world_size, 4, dtype) if validate else None)
+    return Run(recorder.parameters, recorder.losses, module, trainer)
+
+
+def largest_difference(actual: Run, expected: Run) -> float:
+    """Over all steps and parameters: the largest difference, relative to the largest element of the parameter."""
+    assert len(actual.parameters) == len(expected.parameters) > 0
+    worst = 0.0
+    for ours, theirs in zip(actual.parameters, expected.parameters, strict=True):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.shape == other.shape and one.dtype == other.dtype
+            if one.numel():
+                worst = max(worst, ((one - other).abs().max() / other.abs().max().clamp(min=1e-3)).item())
+    return worst
+
+
+def largest_loss_difference(actual: Run, expected: Run) -> float:
+    """Over all steps: the largest relative difference of the losses, each the mean over ranks."""
+    ours, theirs = torch.stack(actual.losses).double(), torch.stack(expected.losses).double()
+    for losses in (ours, theirs):
+        dist.all_reduce(losses)
+    return ((ours - theirs).abs() / theirs.abs().clamp(min=1e-3)).max().item()
+
+
+def ddp() -> DDPStrategy:
+    return DDPStrategy(find_unused_parameters=True)
+
+
+def zero1(**arguments: Any) -> lightning_parstrat.ZeRO1Strategy:
+    """With buckets so small that even the zoo's modules fill several."""
+    return lightning_parstrat.ZeRO1Strategy(**{"bucket_cap_mb": 0.001, **arguments})

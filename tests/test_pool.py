@@ -1,0 +1,51 @@
+"""The pool itself: a test harness that hides failures would make every other test worthless."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import RankError, RankPool
+
+
+def sum_of_ranks() -> float:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank one says no")
+    dist.barrier()
+
+
+def wait_on_rank_zero() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(60)
+
+
+@pytest.fixture
+def own_pool():
+    ranks = RankPool()
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_runs_on_that_many_ranks(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, sum_of_ranks) == [sum(range(world_size))] * world_size
+
+
+def test_an_exception_on_one_rank_is_raised_with_its_traceback_and_the_pool_recovers(own_pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rank one says no") as caught:
+        own_pool.run(2, fail_on_rank_one)
+    assert "in fail_on_rank_one" in str(caught.value)
+    assert own_pool.run(2, sum_of_ranks) == [1.0, 1.0]
+
+
+def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs(own_pool: RankPool) -> None:
+    own_pool.run(2, sum_of_ranks)
+    with pytest.raises(RankError, match="in wait_on_rank_zero"):
+        own_pool.run(2, wait_on_rank_zero, timeout=1.0)
