@@ -26,13 +26,6 @@ def wait_on_rank_zero() -> None:
         time.sleep(60)
 
 
-@pytest.fixture
-def own_pool():
-    ranks = RankPool()
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_runs_on_that_many_ranks(pool: RankPool, world_size: int) -> None:
     assert pool.run(world_size, sum_of_ranks) == [sum(range(world_size))] * world_size

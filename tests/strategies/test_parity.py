@@ -85,7 +85,9 @@ CASES = {
     "clip by norm, unused": Case(zoo.Unused, trainer=CLIP, world_sizes=(2, 3)),
     "clip by norm, fewer parameters than ranks": Case(zoo.BareParameters, sgd, trainer=CLIP, world_sizes=(2, 3)),
     "accumulate": Case(zoo.MLP, trainer={"accumulate_grad_batches": 2}, oracle="ddp"),
-    "accumulate, short window": Case(zoo.TiedLanguageModel, trainer={"accumulate_grad_batches": 3, **CLIP}, oracle="ddp"),
+    "accumulate, short window": Case(
+        zoo.TiedLanguageModel, trainer={"accumulate_grad_batches": 3, **CLIP}, oracle="ddp"
+    ),
     "accumulate, unused": Case(zoo.Unused, trainer={"accumulate_grad_batches": 3}, oracle="ddp", world_sizes=(2, 3)),
     # Precision.
     "double": Case(zoo.ScheduledTransformer, trainer={"precision": "64-true", **CLIP}, tolerance=FP64),

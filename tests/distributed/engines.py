@@ -1,0 +1,97 @@
+"""An engine without Lightning, and collectives that keep a log, for tests inside the pool's processes."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.collectives import Collectives, Work, make_collectives, process_groups
+from lightning_parstrat.distributed.engine import ShardedDataParallel
+
+Log = list[tuple[str, int]]
+
+
+class _LoggedWork:
+    def __init__(self, work: Work, log: Log, event: tuple[str, int]) -> None:
+        self.work, self.log, self.event = work, log, event
+
+    def wait(self) -> None:
+        self.log.append((f"wait {self.event[0]}", self.event[1]))
+        self.work.wait()
+
+
+class LoggedCollectives(Collectives):
+    """Passes everything on, and writes down what was launched and waited for, numbered in order of launch."""
+
+    def __init__(self, group: dist.ProcessGroup, log: Log) -> None:
+        super().__init__(group)
+        self.inner = make_collectives(group, torch.device("cpu"))
+        self.log = log
+        self.launched = 0
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work:
+        return self._logged("reduce", self.inner.reduce_scatter(buffer, shard))
+
+    @override
+    def _all_gather(self, buffer: Tensor) -> Work:
+        return self._logged("gather", self.inner.all_gather(buffer))
+
+    def _logged(self, kind: str, work: Work) -> Work:
+        event = (kind, self.launched)
+        self.launched += 1
+        self.log.append((f"launch {kind}", event[1]))
+        return _LoggedWork(work, self.log, event)
+
+
+def make_engine(
+    module: nn.Module, *optimizers: Optimizer, bucket_cap_mb: float = 1e-6, **policy: Any
+) -> ShardedDataParallel:
+    """By default a bucket for each parameter."""
+    return ShardedDataParallel(
+        module, optimizers, ShardingPolicy(bucket_cap_mb=bucket_cap_mb, **policy), process_groups()
+    )
+
+
+def log_reductions(engine: ShardedDataParallel, log: Log) -> None:
+    engine.reducer.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
+
+
+def sgd(parameters: Iterable[Any]) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def backward(engine: ShardedDataParallel, loss: Tensor) -> None:
+    engine.prepare_backward(loss)
+    loss.backward()
+
+
+def mean_gradients(module: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> list[Tensor | None]:
+    """The gradients DDP would show: the mean over all ranks' losses, or None where no rank has one."""
+    world_size = dist.get_world_size()
+    total = sum(loss_of(module, rank) for rank in range(world_size)) / world_size
+    module.zero_grad()
+    total.backward()
+    return [parameter.grad for parameter in module.parameters() if parameter.requires_grad]
+
+
+def assert_shards_hold(engine: ShardedDataParallel, module: nn.Module, expected: list[Tensor | None]) -> None:
+    """This rank's shards hold their parts of the expected gradients."""
+    slots = {slot.parameter: slot for bucket in engine.buckets for slot in bucket.slots}
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter, gradient in zip(trainable, expected, strict=True):
+        slot = slots[parameter]
+        if slot.shard is None or slot.piece is None:
+            continue
+        if gradient is None:
+            assert slot.shard.grad is None
+            continue
+        start = slot.piece.parameter_start
+        part = slot.storage_order(gradient)[start : start + slot.piece.numel]
+        assert slot.shard.grad is not None
+        torch.testing.assert_close(slot.shard.grad.reshape(-1), part, rtol=1e-5, atol=1e-7)
