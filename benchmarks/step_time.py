@@ -3,8 +3,8 @@
 On local processes:   python benchmarks/step_time.py --devices 2
 As one of two nodes:  set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun does, --num-nodes 2 --devices 1
 
-A step's time is the wall time of a run of steps divided by their number, so that whatever communication runs on into the
-next step is inside the clock. Medians with minimum and maximum, and ratios to the first strategy pair by pair.
+A step's time is the wall time of a run of steps divided by their number, so that whatever communication runs on into
+the next step is inside the clock. Medians with minimum and maximum, and ratios to the first strategy pair by pair.
 """
 
 import argparse

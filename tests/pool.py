@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-MAX_WORLD_SIZE = 4
 DEFAULT_TIMEOUT = 90.0
 
 
@@ -44,8 +43,8 @@ class RankPool:
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
     ) -> list[Any]:
-        if not self._ranks:
-            self._start()
+        for rank in range(len(self._ranks), world_size):
+            self._ranks.append(self._start(rank))
         if self._joined != world_size:
             self._joined = world_size
             self._rendezvous += 1
@@ -93,13 +92,12 @@ class RankPool:
             return path.read_text()
         return "(the process is gone)"
 
-    def _start(self) -> None:
-        for rank in range(MAX_WORLD_SIZE):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, theirs, str(self._folder)), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((process, ours))
+    def _start(self, rank: int) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(rank, theirs, str(self._folder)), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
 
     def _stop(self) -> None:
         for process, connection in self._ranks:

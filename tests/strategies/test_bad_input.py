@@ -1,0 +1,148 @@
+"""What cannot work is refused before training starts: what came, what is allowed, what to do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parstrat import ZeRO1Strategy
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"bucket_cap_mb": 0}, ["bucket_cap_mb: 0", "positive"]),
+        ({"bucket_cap_mb": -3.5}, ["-3.5", "positive"]),
+        ({"bucket_cap_mb": float("nan")}, ["nan", "positive"]),
+        ({"bucket_cap_mb": "8"}, ["'8'", "positive"]),
+        ({"bucket_cap_mb": True}, ["True", "positive"]),
+        ({"partition": "row"}, ["'row'", "auto", "element", "parameter"]),
+    ],
+)
+def test_wrong_arguments_name_the_value_and_what_is_allowed(arguments: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        ZeRO1Strategy(**arguments)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_unknown_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match="find_unused_parameters"):
+        ZeRO1Strategy(find_unused_parameters=True)
+
+
+class LBFGS(zoo.MLP):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class SparseEmbedding(zoo.TiedLanguageModel):
+    def build(self) -> None:
+        super().build()
+        self.extra = nn.Embedding(3, 2, sparse=True)
+
+
+class SeveralDevices(zoo.MLP):
+    def configure_optimizers(self) -> Any:
+        return zoo.adamw([*self.parameters(), nn.Parameter(torch.zeros(3, device="meta"))])
+
+
+class IntegerParameter(zoo.MLP):
+    def configure_optimizers(self) -> Any:
+        self.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+        return zoo.adamw(self.parameters())
+
+
+class RankDependent(zoo.MLP):
+    def build(self) -> None:
+        super().build()
+        if dist.get_rank() == 1:
+            self.extra = nn.Linear(2, 2)
+
+    def setup(self, stage: str) -> None:
+        # DDP's broadcast at the start would hang on the odd parameter before anything can be compared.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
+
+
+class NoOptimizer(zoo.MLP):
+    def configure_optimizers(self) -> Any:
+        class Odd:
+            def __init__(self) -> None:
+                self.param_groups, self.defaults, self.state = [], {}, {}
+
+            def state_dict(self) -> dict[str, Any]:
+                return {}
+
+            def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+            def step(self, closure: Any = None) -> None: ...
+
+        return Odd()
+
+
+def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
+    steps = 0
+    try:
+        run = train(make, zero1())
+        steps = len(run.losses)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", steps
+    return "no error", steps
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (LBFGS, ["ValueError", "LBFGS", "closure", "ddp"]),
+        (SparseEmbedding, ["ValueError", "'extra'", "sparse=False"]),
+        (SeveralDevices, ["ValueError", "cpu", "meta"]),
+        (IntegerParameter, ["ValueError", "'counts'", "int64", "buffer"]),
+        (NoOptimizer, ["MisconfigurationException", "Odd", "torch.optim.Optimizer"]),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_on_every_rank(
+    pool: RankPool, module: type[zoo.Zoo], words: list[str]
+) -> None:
+    for message, steps in pool.run(2, error_of, module):
+        assert steps == 0
+        assert all(word in message for word in words), message
+
+
+def test_modules_that_differ_between_ranks_are_refused(own_pool: RankPool) -> None:
+    for message, steps in own_pool.run(2, error_of, RankDependent):
+        assert steps == 0 and "ValueError" in message and "same parameters in the same order" in message
+
+
+class TooManyRanks(PoolEnvironment):
+    def world_size(self) -> int:
+        return 3
+
+
+def wrong_world_size() -> str:
+    try:
+        make_trainer(zero1(cluster_environment=TooManyRanks()), plugins=[]).fit(zoo.MLP(), zoo.loader(8, 4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_world_sizes_that_disagree_are_refused(own_pool: RankPool) -> None:
+    for message in own_pool.run(2, wrong_world_size):
+        for words in ("MisconfigurationException", "2 ranks", "told of 3", "num_nodes"):
+            assert words in message, message
+
+
+def test_a_wrong_strategy_name_gets_lightnings_own_error() -> None:
+    with pytest.raises(ValueError, match="invalid strategy name"):
+        make_trainer_by_name("zero1_costum")
+
+
+def make_trainer_by_name(name: str) -> None:
+    from lightning.pytorch import Trainer
+
+    Trainer(accelerator="cpu", strategy=name, logger=False)
