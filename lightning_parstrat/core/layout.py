@@ -19,12 +19,14 @@ class ParameterSpec:
     Args:
         name: Its qualified name, for messages and for the fingerprint.
         shape: Its shape.
+        dtype: The name of its dtype; ranks must agree on it.
         itemsize: Bytes per element.
         group: Parameters share a bucket only where their groups are equal, such as (dtype, device, optimizer).
     """
 
     name: str
     shape: tuple[int, ...]
+    dtype: str
     itemsize: int
     group: Hashable
 
@@ -143,7 +145,7 @@ def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> t
 
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:
     """A 62-bit number that differs (but for chance) between ranks whose parameters or plans differ."""
-    names = [(spec.name, spec.shape, spec.itemsize) for spec in parameters]
+    names = [(spec.name, spec.shape, spec.dtype) for spec in parameters]
     digest = hashlib.sha256(repr((names, tuple(buckets))).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 

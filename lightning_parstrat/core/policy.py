@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 PartitionChoice = Literal["auto", "element", "parameter"]
+ExposeGradients = Literal["auto"] | bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +18,16 @@ class ShardingPolicy:
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
             rank, which optimizers that look at whole matrices need; ``"auto"`` chooses by the optimizer.
 
+        expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
+            (``"auto"``) where someone may look.
+
     Raises:
         ValueError: A value is not allowed; the message says which are.
     """
 
     bucket_cap_mb: float = 8.0
     partition: PartitionChoice = "auto"
+    expose_gradients: ExposeGradients = "auto"
 
     def __post_init__(self) -> None:
         number = isinstance(self.bucket_cap_mb, (int, float)) and not isinstance(self.bucket_cap_mb, bool)
@@ -32,6 +37,8 @@ class ShardingPolicy:
             )
         if self.partition not in get_args(PartitionChoice):
             raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(PartitionChoice)}.")
+        if self.expose_gradients != "auto" and not isinstance(self.expose_gradients, bool):
+            raise ValueError(f"Invalid expose_gradients: {self.expose_gradients!r}. Must be 'auto', True or False.")
 
     @property
     def bucket_cap_bytes(self) -> int:

@@ -24,7 +24,9 @@ class ParameterSlot:
         piece: Which part of it this rank owns, or None.
         shard: That part as a parameter for the optimizer, or None.
         expected: Whether the next bucket launch waits for its gradient.
+        fresh: Whether autograd has accumulated into ``param.grad`` since it was last packed.
         arrived: Whether this rank had a gradient for it in the current backward.
+        reduced: Whether any rank had a gradient for it in the last backward that was reduced.
         used: Whether any rank has had a gradient for it since gradients were zeroed.
         idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
     """
@@ -33,10 +35,12 @@ class ParameterSlot:
         "arrived",
         "bucket",
         "expected",
+        "fresh",
         "idle_backwards",
         "parameter",
         "piece",
         "place",
+        "reduced",
         "shard",
         "strides",
         "used",
@@ -50,7 +54,9 @@ class ParameterSlot:
         self.piece = bucket.layout.slice_of(place, bucket.rank)
         self.shard: nn.Parameter | None = None
         self.expected = False
+        self.fresh = False
         self.arrived = False
+        self.reduced = False
         self.used = False
         self.idle_backwards = 0
 
@@ -73,6 +79,14 @@ class ParameterSlot:
         if whole.stride() != self.strides:
             whole = torch.empty_strided(whole.shape, self.strides, dtype=whole.dtype, device=whole.device).copy_(whole)
         return whole.as_strided((whole.numel(),), (1,))
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The part this rank owns of a tensor of the parameter's shape: a view where its strides are the bucket's."""
+        if self.piece is None or self.shard is None:
+            raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
+        start = self.piece.parameter_start
+        part = self.storage_order(whole)[start : start + self.piece.numel]
+        return part.as_strided(self.shard.shape, self.strides) if self.piece.numel == self.place.numel else part
 
     def owned_by(self, rank: int) -> ShardSlice:
         """Which part of it ``rank`` owns.
@@ -107,15 +121,25 @@ class ParameterBucket:
         self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.shard_gradient: Tensor | None = None
+        self.whole_gradient: Tensor | None = None
         self.move_in()
         for slot in self.slots:
             if slot.piece is not None:
                 slot.shard = nn.Parameter(slot.view_into_shard(self.shard))
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether there is anything to step; the same on all ranks."""
+        return any(slot.used or slot.parameter.grad is not None for slot in self.slots)
+
+    @property
     def shard(self) -> Tensor:
         """This rank's part of the flat buffer: 1-D, ``layout.shard_numel`` elements, a view."""
-        return self.flat.view(self.layout.world_size, -1)[self.rank]
+        return self.shard_of(self.flat)
+
+    def shard_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a buffer of the bucket's length: 1-D, ``layout.shard_numel`` elements, a view."""
+        return whole.view(self.layout.world_size, -1)[self.rank]
 
     @torch.no_grad()
     def move_in(self) -> None:
@@ -149,7 +173,7 @@ class ParameterBucket:
             if slot.shard is not None:
                 slot.shard.grad = None
                 slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
-        self.shard_gradient = None
+        self.shard_gradient = self.whole_gradient = None
         self.flat = self.flat.new_empty(0)
 
     def pack_gradients(self) -> Tensor:
@@ -164,6 +188,7 @@ class ParameterBucket:
         buffer = torch.empty_like(self.flat)
         places, gradients = [], []
         for slot in self.slots:
+            slot.fresh = False
             gradient = slot.parameter.grad
             place = slot.view_into(buffer)
             if gradient is None:
@@ -182,6 +207,13 @@ class ParameterBucket:
             torch._foreach_copy_(places, gradients)
         return buffer
 
+    def attach_exposed_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
+        for slot in self.slots:
+            if slot.shard is not None:
+                gradient = slot.parameter.grad
+                slot.shard.grad = None if gradient is None else slot.part_of(gradient)
+
     def attach_gradients(self) -> None:
         """Makes each owned shard's ``.grad`` a view of the reduced gradient, or None where no rank had one."""
         for slot in self.slots:
@@ -198,7 +230,7 @@ class ParameterBucket:
             if self.shard_gradient is not None:
                 self.shard_gradient.zero_()
             return
-        self.shard_gradient = None
+        self.shard_gradient = self.whole_gradient = None
         for slot in self.slots:
             slot.used = False
             if slot.shard is not None:

@@ -20,6 +20,7 @@ from lightning_parstrat.core.memory import owned_bytes, parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.buckets import ParameterBucket
 from lightning_parstrat.distributed.collectives import Collectives, ProcessGroups, make_collectives
+from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import (
     OptimizerSharding,
@@ -95,6 +96,16 @@ class ShardedDataParallel:
     def synchronizes(self) -> bool:
         """Whether a backward that began now would send gradients."""
         return self.reducer.synchronize
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Within it ``param.grad`` shows the mean gradients, to read or to change. Collective."""
+        self.reducer.finish(self.buckets)
+        if self.reducer.exposes_gradients:
+            yield
+            return
+        with full_gradients(self.buckets, self.reducer.collectives):
+            yield
 
     def prepare_backward(self, loss: Tensor) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed."""
@@ -191,6 +202,7 @@ class ShardedDataParallel:
             ParameterSpec(
                 name=names.get(parameter, "<not in the module>"),
                 shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype),
                 itemsize=parameter.element_size(),
                 group=(str(parameter.dtype), str(parameter.device), number),
             )

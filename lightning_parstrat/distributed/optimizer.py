@@ -144,6 +144,11 @@ class OptimizerSharding:
                 group["params"] = parameters
 
     @property
+    def exposes_gradients(self) -> bool:
+        """Whether ``param.grad`` of the full parameters holds the mean gradients, so that torch's functions apply."""
+        return self.reducer.exposes_gradients
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.buckets[0].flat.device
@@ -173,7 +178,7 @@ class OptimizerSharding:
             unsharded_step = unsharded_step.__wrapped__  # type: ignore[attr-defined]
         with self.shard_groups(optimizer):
             unsharded_step(optimizer, **kwargs)
-        self.gatherer.gather([bucket for bucket in self.buckets if any(slot.used for slot in bucket.slots)])
+        self.gatherer.gather([bucket for bucket in self.buckets if bucket.has_gradients])
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -271,13 +276,9 @@ def shard_existing_state(optimizer: Optimizer, sharding: OptimizerSharding) -> N
 
 def shard_value(value: Any, slot: ParameterSlot) -> Any:
     """This rank's part of one entry of a parameter's state; what has not the parameter's shape is kept whole."""
-    if not isinstance(value, Tensor) or slot.shard is None or slot.piece is None:
+    if not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
         return value
-    if value.shape != slot.parameter.shape:
-        return value
-    start = slot.piece.parameter_start
-    part = slot.storage_order(value)[start : start + slot.piece.numel].clone()
-    return part.as_strided(slot.shard.shape, slot.strides) if slot.piece.numel == slot.place.numel else part
+    return slot.part_of(value).clone()
 
 
 def _renew_scheduler_wrapper(optimizer: Optimizer) -> None:

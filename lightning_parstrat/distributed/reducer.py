@@ -9,6 +9,9 @@ Two rounds, both in index order, keep the ranks in step:
 
 1. the buckets that expect gradients (a set all ranks agree on), during backward and, where some are missing, after it;
 2. the buckets in which any rank has gradients left over.
+
+Where someone reads or changes gradients (``exposes_gradients``), the shards are gathered again at the end of backward
+and ``param.grad`` is what DDP would show; else it is None after the flush.
 """
 
 import zlib
@@ -24,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.buckets import ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.collectives import Collectives, Work
+from lightning_parstrat.distributed.exposure import expose_gradients
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 """A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
@@ -31,12 +35,17 @@ More than one, because the optimizers of a GAN take turns."""
 
 
 class _Reduction(NamedTuple):
-    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for."""
+    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
+
+    ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
+    """
 
     bucket: ParameterBucket
     shard: Tensor
+    whole: Tensor | None
     work: Work
     post_scale: float
+    replaces: bool
 
 
 class _Agreement(NamedTuple):
@@ -64,12 +73,14 @@ class GradientReducer:
         self._slots: list[ParameterSlot] = []
         self._hooks: list[RemovableHandle] = []
         self._loss_hook: RemovableHandle | None = None
+        self.exposes_gradients = False
         self._synchronize = True
         self._running = False
         self._graph_task: int | None = None
         self._queue: list[ParameterBucket] = []
         self._launched = 0
         self._missing: dict[ParameterBucket, int] = {}
+        self._sent: set[ParameterBucket] = set()
         self._reductions: list[_Reduction] = []
         self._first_of_backward = 0
         self._abandoned: list[_Reduction] = []
@@ -126,18 +137,12 @@ class GradientReducer:
         """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``."""
         self._settle()
         self._abandon_unfinished_backward()
-        pending, self._reductions = self._reductions, []
-        for reduction in pending:
-            reduction.work.wait()
-            bucket = reduction.bucket
-            if reduction.post_scale != 1.0:
-                reduction.shard.mul_(reduction.post_scale)
-            if bucket.shard_gradient is None:
-                bucket.shard_gradient = reduction.shard
-            else:
-                bucket.shard_gradient.add_(reduction.shard)
+        self._complete_reductions()
         for bucket in buckets:
-            bucket.attach_gradients()
+            if self.exposes_gradients:
+                bucket.attach_exposed_gradients()
+            else:
+                bucket.attach_gradients()
 
     def zero(self, buckets: Sequence[ParameterBucket], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``buckets``; reductions still under way are waited for first."""
@@ -154,6 +159,7 @@ class GradientReducer:
         self._launched = 0
         self._first_of_backward = len(self._reductions)
         self._missing.clear()
+        self._sent.clear()
         for bucket in self.buckets:
             expected = 0
             for slot in bucket.slots:
@@ -174,6 +180,7 @@ class GradientReducer:
 
     def _on_gradient_ready(self, slot: ParameterSlot, _: nn.Parameter) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
+        slot.fresh = True
         if not self._running:
             if not self._synchronize:
                 return
@@ -203,9 +210,29 @@ class GradientReducer:
             # A sum over ranks overflows in float16 where the mean does not.
             buffer.mul_(mean)
             post_scale = 1.0
-        shard = torch.empty(bucket.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
+        whole = None
+        if self.exposes_gradients:
+            whole = torch.empty_like(buffer)
+            shard = bucket.shard_of(whole)
+        else:
+            shard = buffer.new_empty(bucket.layout.shard_numel)
         work = self.collectives.reduce_scatter(buffer, shard)
-        self._reductions.append(_Reduction(bucket, shard, work, post_scale))
+        # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
+        replaces = self.exposes_gradients and bucket not in self._sent
+        self._sent.add(bucket)
+        self._reductions.append(_Reduction(bucket, shard, whole, work, post_scale, replaces))
+
+    def _complete_reductions(self) -> None:
+        pending, self._reductions = self._reductions, []
+        for reduction in pending:
+            reduction.work.wait()
+            bucket = reduction.bucket
+            if reduction.post_scale != 1.0:
+                reduction.shard.mul_(reduction.post_scale)
+            if bucket.shard_gradient is None or reduction.replaces:
+                bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
+            else:
+                bucket.shard_gradient.add_(reduction.shard)
 
     def _flush(self) -> None:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
@@ -219,8 +246,11 @@ class GradientReducer:
         expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
         flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
         self._agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
-        if waiting:
+        if waiting or self.exposes_gradients:
             self._settle()
+        if self.exposes_gradients:
+            self._complete_reductions()
+            expose_gradients([bucket for bucket in self.buckets if bucket in self._sent], self.collectives)
 
     def _settle(self) -> None:
         """Ends the round: sends what any rank has gradients for, and learns which parameters were used at all."""
@@ -235,12 +265,12 @@ class GradientReducer:
                 " ranks when backward begins."
             )
         for slot, used in zip(self._slots, flags, strict=False):
-            slot.used = slot.used or bool(used)
+            slot.reduced = bool(used)
+            slot.used = slot.used or slot.reduced
             if slot.parameter.requires_grad:
                 slot.idle_backwards = 0 if used else slot.idle_backwards + 1
-        touched = self._touched_buckets(flags)
         for bucket in self._queue[self._launched :]:
-            if bucket in touched:
+            if any(slot.reduced for slot in bucket.slots):
                 self._launch(bucket)
         self._launched = len(self._queue)
         left_over = flags[len(self._slots) : -2]
@@ -248,11 +278,8 @@ class GradientReducer:
             if needed:
                 self._launch(bucket)
 
-    def _touched_buckets(self, flags: Sequence[int]) -> set[ParameterBucket]:
-        return {slot.bucket for slot, used in zip(self._slots, flags, strict=False) if used}
-
     def _has_gradient(self, slot: ParameterSlot) -> bool:
-        return slot.parameter.grad is not None and slot.parameter.requires_grad
+        return slot.fresh and slot.parameter.grad is not None and slot.parameter.requires_grad
 
     def _abandon_unfinished_backward(self) -> None:
         """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""

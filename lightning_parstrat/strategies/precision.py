@@ -4,7 +4,7 @@ The plugin's class is swapped for a subclass, so that the object stays the user'
 which Lightning files a plugin's state in checkpoints.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -21,7 +21,7 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamps the shards' gradients. Not collective once the gradients are there."""
-        if isinstance(optimizer, ShardedOptimizer):
+        if _is_stepped_by_shards(optimizer):
             clip_gradients_by_value(optimizer, clip_val)
         else:
             super().clip_grad_by_value(optimizer, clip_val)
@@ -29,7 +29,7 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scales the shards' gradients by the norm of the whole. Collective."""
-        if isinstance(optimizer, ShardedOptimizer):
+        if _is_stepped_by_shards(optimizer):
             clip_gradients_by_norm(optimizer, clip_val)
         else:
             super().clip_grad_by_norm(optimizer, clip_val)
@@ -40,7 +40,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     @override
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        if not isinstance(optimizer, ShardedOptimizer):
+        if not _is_stepped_by_shards(optimizer):
             return super()._unscale_grads_(optimizer, *args, **kwargs)
         sharding = optimizer._sharding
         sharding.finish_gradients()
@@ -58,6 +58,11 @@ def shard_precision(plugin: Precision) -> None:
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is not None and not isinstance(scaler, ShardedGradScaler):
         scaler.__class__ = _subclass(type(scaler), ShardedGradScaler, torch.amp.GradScaler)
+
+
+def _is_stepped_by_shards(optimizer: Any) -> TypeGuard[ShardedOptimizer]:
+    """Whether gradients are in the shards alone; exposed, they are in ``param.grad``, where stock code works."""
+    return isinstance(optimizer, ShardedOptimizer) and not optimizer._sharding.exposes_gradients
 
 
 def _subclass(cls: type, mixin: type, base: type) -> type:

@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import PartitionChoice, ShardingPolicy
+from lightning_parstrat.core.policy import ExposeGradients, PartitionChoice, ShardingPolicy
 from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups, world_size
 from lightning_parstrat.distributed.engine import ShardedDataParallel, broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.state_dict import gather_state_dict
+from lightning_parstrat.strategies.observers import observers_of_gradients
 from lightning_parstrat.strategies.precision import shard_precision
 
 
@@ -81,14 +82,26 @@ class ZeRO1Strategy(_ProcessStrategy):
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each whole on one rank,
             which optimizers that look at whole matrices (Muon, Adafactor, Shampoo) need; ``"auto"`` takes ``"element"``
             for torch's element-wise optimizers and ``"parameter"`` for every other.
+        expose_gradients: Whether ``param.grad`` shows after backward what it would under DDP. ``"auto"`` does so where
+            a hook, a callback or manual optimization may look; it costs memory for all gradients and one more
+            all-gather. ``False`` saves that for those whose hooks do not look; :meth:`full_gradients` then shows
+            gradients on demand.
         **kwargs: Arguments of the base class.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
     """
 
-    def __init__(self, bucket_cap_mb: float = 8.0, partition: PartitionChoice = "auto", **kwargs: Any) -> None:
-        self._policy = ShardingPolicy(bucket_cap_mb=bucket_cap_mb, partition=partition)
+    def __init__(
+        self,
+        bucket_cap_mb: float = 8.0,
+        partition: PartitionChoice = "auto",
+        expose_gradients: ExposeGradients = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self._policy = ShardingPolicy(
+            bucket_cap_mb=bucket_cap_mb, partition=partition, expose_gradients=expose_gradients
+        )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
         super().__init__(**kwargs)
@@ -137,6 +150,35 @@ class ZeRO1Strategy(_ProcessStrategy):
         if self._engine is not None:
             shard_precision(self.precision_plugin)
         super().setup_precision_plugin()
+
+    @override
+    def on_train_start(self) -> None:
+        """Decides whether gradients are exposed: by now all callbacks and hooks are in place."""
+        super().on_train_start()
+        if self._engine is None:
+            return
+        choice = self._policy.expose_gradients
+        observers = observers_of_gradients(self._module, self._module.trainer.callbacks, self._engine.optimizers)
+        self._engine.reducer.exposes_gradients = bool(observers) if choice == "auto" else choice
+        if choice == "auto" and observers:
+            rank_zero_info(
+                "zero1_custom: gradients stay visible after backward, because they may be read by"
+                f" {', '.join(observers[:3])}{' and others' if len(observers) > 3 else ''}. That costs memory for all"
+                " gradients and one more all-gather per step; if nothing there looks at `.grad`, save it by"
+                " `ZeRO1Strategy(expose_gradients=False)`."
+            )
+
+    @contextmanager
+    def full_gradients(self) -> Generator[None, None, None]:
+        """Within it ``param.grad`` holds the mean gradients over all ranks, to read or to change.
+
+        Collective: all ranks must enter it, between backward and the optimizer's step. One all-gather per bucket and
+        memory for all gradients while it lasts. Where gradients are exposed anyway, it changes nothing.
+        """
+        if self._engine is None:
+            raise MisconfigurationException("`full_gradients()` was called outside of `fit`: there are no gradients.")
+        with self._engine.full_gradients():
+            yield
 
     @override
     @contextmanager

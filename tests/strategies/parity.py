@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
@@ -61,9 +62,13 @@ class Recorder(Callback):
 
 def make_trainer(strategy: Any, **arguments: Any) -> Trainer:
     """A quiet trainer on this process's rank; ``strategy`` is a name, an instance, or None for one device."""
-    ranks: dict[str, Any] = {"devices": 1}
+    ranks: dict[str, Any] = {"devices": 1, "plugins": []}
     if strategy is not None:
         ranks = {"devices": dist.get_world_size(), "strategy": strategy, "plugins": [PoolEnvironment()]}
+    if arguments.pop("fp16", False):
+        # On CPU the Trainer's flag would fall back to bfloat16.
+        scaler = torch.amp.GradScaler("cpu", init_scale=arguments.pop("init_scale", 128.0), growth_interval=3)
+        ranks["plugins"].append(MixedPrecision("16-mixed", "cpu", scaler=scaler))
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -126,5 +131,8 @@ def ddp() -> DDPStrategy:
 
 
 def zero1(**arguments: Any) -> lightning_parstrat.ZeRO1Strategy:
-    """With buckets so small that even the zoo's modules fill several."""
-    return lightning_parstrat.ZeRO1Strategy(**{"bucket_cap_mb": 0.001, **arguments})
+    """With buckets so small that even the zoo's modules fill several.
+
+    The tests' own callbacks do not look at gradients, though "auto" must assume that they might.
+    """
+    return lightning_parstrat.ZeRO1Strategy(**{"bucket_cap_mb": 0.001, "expose_gradients": False, **arguments})

@@ -95,7 +95,27 @@ CASES = {
         zoo.UnusedBySomeRanks, trainer={"precision": "64-true"}, oracle="ddp", tolerance=FP64, world_sizes=(2, 3)
     ),
     "bf16 autocast": Case(zoo.MLP, trainer={"precision": "bf16-mixed", **CLIP}, oracle="ddp", world_sizes=(2, 3)),
+    "fp16 autocast, a scaler": Case(zoo.MLP, trainer={"fp16": True, **CLIP}, oracle="ddp", tolerance=1e-3),
+    "fp16 autocast, a scale so large that steps are skipped": Case(
+        zoo.MLP, trainer={"fp16": True, "init_scale": 2.0**24}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)
+    ),
     # The strategy's own arguments.
+    "exposed": Case(zoo.MLP, trainer=CLIP, strategy={"expose_gradients": True}),
+    "exposed, unused by some ranks": Case(
+        zoo.UnusedBySomeRanks, oracle="ddp", trainer=CLIP, strategy={"expose_gradients": True}
+    ),
+    "exposed, accumulated": Case(
+        zoo.Unused, oracle="ddp", trainer={"accumulate_grad_batches": 2}, strategy={"expose_gradients": True}
+    ),
+    "exposed gan": Case(zoo.Adversarial, oracle="ddp", strategy={"expose_gradients": "auto"}),
+    "exposed, a scaler": Case(
+        zoo.MLP,
+        trainer={"fp16": True, **CLIP},
+        oracle="ddp",
+        tolerance=1e-3,
+        world_sizes=(2, 3),
+        strategy={"expose_gradients": True},
+    ),
     "one bucket": Case(zoo.Attention, strategy={"bucket_cap_mb": 25}, world_sizes=(2, 3)),
     "a bucket for each parameter": Case(zoo.Attention, strategy={"bucket_cap_mb": 1e-6}, world_sizes=(2, 3)),
     "whole parameters": Case(zoo.Convolutional, strategy={"partition": "parameter"}),

@@ -1,0 +1,92 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_parstrat.core.layout import BucketLayout, LayoutPolicy, ParameterSpec, Partition, plan_buckets
+from lightning_parstrat.core.memory import StepTraffic, owned_bytes, parameter_bytes, step_traffic
+
+GROUPS = {"bfloat16": 2, "float32": 4, "complex128": 16}
+
+
+def plan(sizes: list[tuple[int, str]], world_size: int, cap: int, partition: Partition) -> tuple[BucketLayout, ...]:
+    specs = [
+        ParameterSpec(
+            name=f"p{index}", shape=(size,), dtype=f"dtype{GROUPS[group]}", itemsize=GROUPS[group], group=group
+        )
+        for index, (size, group) in enumerate(sizes)
+    ]
+    return plan_buckets(specs, LayoutPolicy(world_size=world_size, bucket_cap_bytes=cap, partition=partition))
+
+
+plans = st.builds(
+    plan,
+    sizes=st.lists(st.tuples(st.integers(0, 300), st.sampled_from(sorted(GROUPS))), max_size=8),
+    world_size=st.integers(1, 8),
+    cap=st.sampled_from((1, 500, 2**20)),
+    partition=st.sampled_from(("element", "parameter")),
+)
+
+
+def send_everything(buckets: tuple[BucketLayout, ...]) -> tuple[Counter[int], Counter[int]]:
+    """Per rank, the bytes sent when every rank sends every other one the other's shard, then its own shard."""
+    reduced, gathered = Counter[int](), Counter[int]()
+    for bucket in buckets:
+        shards = [range(start, start + bucket.shard_numel) for start in range(0, bucket.numel, bucket.shard_numel)]
+        for source in range(bucket.world_size):
+            for destination in set(range(bucket.world_size)) - {source}:
+                reduced[source] += len(shards[destination]) * bucket.itemsize
+                gathered[source] += len(shards[source]) * bucket.itemsize
+    return reduced, gathered
+
+
+@given(plans)
+def test_traffic_is_what_sending_every_shard_to_everyone_else_takes(buckets: tuple[BucketLayout, ...]) -> None:
+    traffic = step_traffic(buckets)
+    reduced, gathered = send_everything(buckets)
+    for rank in range(buckets[0].world_size if buckets else 0):
+        assert (traffic.reduce_scatter_bytes, traffic.all_gather_bytes) == (reduced[rank], gathered[rank])
+    collectives = sum(1 for bucket in buckets if bucket.world_size > 1)
+    assert (traffic.reduce_scatters, traffic.all_gathers) == (collectives, collectives)
+
+
+@given(plans)
+def test_owned_bytes_are_those_of_the_parameters_elements_in_the_shard(buckets: tuple[BucketLayout, ...]) -> None:
+    counted = Counter[int]()
+    for bucket in buckets:
+        for slot in bucket.slots:
+            for element in range(slot.offset, slot.offset + slot.numel):
+                counted[element // bucket.shard_numel] += bucket.itemsize
+    world_size = buckets[0].world_size if buckets else 1
+    owned = [owned_bytes(buckets, rank) for rank in range(world_size)]
+    assert owned == [counted[rank] for rank in range(world_size)]
+    assert sum(owned) == parameter_bytes(buckets)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world_size", "partition", "traffic", "owned"),
+    [
+        # 1000 float32 elements on 4 ranks: 256 each, the last rank's shard ends in 24 elements of padding.
+        ([(1000, "float32")], 4, "element", StepTraffic(1, 3072, 1, 3072), [1024, 1024, 1024, 928]),
+        ([(1000, "float32")], 2, "parameter", StepTraffic(1, 4032, 1, 4032), [4000, 0]),
+        ([(32, "float32"), (64, "bfloat16")], 2, "element", StepTraffic(2, 128, 2, 128), [128, 128]),
+        ([(1000, "float32")], 1, "element", StepTraffic(0, 0, 0, 0), [4000]),
+        ([], 2, "element", StepTraffic(0, 0, 0, 0), [0, 0]),
+    ],
+)
+def test_known_plans(
+    sizes: list[tuple[int, str]], world_size: int, partition: Partition, traffic: StepTraffic, owned: list[int]
+) -> None:
+    buckets = plan(sizes, world_size, 2**20, partition)
+    assert step_traffic(buckets) == traffic
+    assert [owned_bytes(buckets, rank) for rank in range(world_size)] == owned
+    assert parameter_bytes(buckets) == sum(owned)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_without_padding_traffic_is_the_ring_all_reduces(world_size: int) -> None:
+    size = 16 * world_size * 10
+    traffic = step_traffic(plan([(size, "float32")], world_size, 2**20, "element"))
+    ring_all_reduce = 2 * (world_size - 1) * size * 4 // world_size
+    assert traffic.reduce_scatter_bytes + traffic.all_gather_bytes == ring_all_reduce

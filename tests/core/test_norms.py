@@ -1,0 +1,151 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+
+CPU = torch.device("cpu")
+NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
+# Of a norm against torch's, which rounds bfloat16 to 8 bits for every tensor's own norm.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, torch.complex64: 1e-5}
+DTYPES = tuple(TOLERANCE)
+
+
+def norm_over(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
+    """What the ranks together find, each knowing its own gradients only."""
+    dtype = accumulation_dtype(tensor.dtype for tensors in ranks for tensor in tensors)
+    partials = torch.stack([partial_norm(tensors, norm_type, dtype, CPU) for tensors in ranks])
+    return total_norm(partials.max() if math.isinf(norm_type) else partials.sum(), norm_type)
+
+
+def random_tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+
+
+shapes = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@given(shapes=shapes, ranks=st.integers(1, 5), data=st.data())
+def test_partial_norms_of_a_split_combine_to_the_norm_of_the_whole(
+    norm_type: float, dtype: torch.dtype, shapes: list[tuple[int, ...]], ranks: int, data: st.DataObject
+) -> None:
+    tensors = random_tensors(shapes, dtype, data.draw(st.integers(0, 2**31)))
+    shards: list[list[Tensor]] = [[] for _ in range(ranks)]
+    for tensor in tensors:
+        flat = tensor.reshape(-1)
+        cut = data.draw(st.integers(0, flat.numel()))
+        for piece in (flat[:cut], flat[cut:]):
+            shards[data.draw(st.integers(0, ranks - 1))].append(piece)
+    # torch's maximum norm refuses tensors without elements.
+    reference = torch.nn.utils.get_total_norm([tensor for tensor in tensors if tensor.numel()], norm_type)
+    torch.testing.assert_close(
+        norm_over(shards, norm_type).double(), reference.double(), rtol=TOLERANCE[dtype], atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_gradients_of_several_dtypes_are_one_whole(norm_type: float) -> None:
+    tensors = [random_tensors([(5, 3)], dtype, seed)[0] for seed, dtype in enumerate(DTYPES)]
+    whole = torch.cat([tensor.to(torch.complex128).reshape(-1) for tensor in tensors])
+    found = norm_over([tensors[:1], tensors[1:]], norm_type)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.linalg.vector_norm(whole, norm_type), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("gradients", [[], [torch.empty(0)], [torch.empty(3, 0), torch.empty(0)]], ids=len)
+def test_a_rank_that_owns_nothing_contributes_zero(
+    gradients: list[Tensor], dtype: torch.dtype, norm_type: float
+) -> None:
+    partial = partial_norm(gradients, norm_type, dtype, CPU)
+    assert (partial.item(), partial.dtype, partial.shape) == (0.0, dtype, ())
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_partial_norm_is_a_scalar_of_the_dtype_asked_for(norm_type: float) -> None:
+    for dtype in (torch.float32, torch.float64):
+        partial = partial_norm(random_tensors([(3,), (2, 2)], torch.bfloat16, 0), norm_type, dtype, CPU)
+        assert (partial.dtype, partial.shape) == (dtype, ())
+
+
+@pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])
+def test_a_norm_type_that_is_not_positive_is_refused(norm_type: float) -> None:
+    with pytest.raises(ValueError, match=rf"norm_type: {norm_type}\. Must be > 0, or inf"):
+        partial_norm([torch.ones(1)], norm_type, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("max_norm", [0.0, 1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("scale", [0.0, 1e-8, 1.0, 1e5])
+def test_clipping_shards_equals_torchs_clipping_of_the_whole(norm_type: float, max_norm: float, scale: float) -> None:
+    tensors = [scale * tensor for tensor in random_tensors([(7, 5), (3,), ()], torch.float32, 0)]
+    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor.clone()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    found = norm_over([tensors[:1], tensors[1:], []], norm_type)
+    torch.testing.assert_close(found, norm, rtol=1e-5, atol=0)
+    coefficient = clip_coefficient(found, max_norm)
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        torch.testing.assert_close(tensor * coefficient, parameter.grad, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_nonfinite_element_on_one_rank_shows_in_norm_and_coefficient_as_torchs(
+    norm_type: float, value: float
+) -> None:
+    bad = torch.tensor([1.0, value, 2.0])
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = bad.clone()
+    reference = torch.nn.utils.clip_grad_norm_(parameter, 1.0, norm_type)
+
+    found = norm_over([[torch.ones(4)], [bad], []], norm_type)
+    assert not math.isfinite(found.item())
+    torch.testing.assert_close(found, reference, equal_nan=True)
+    torch.testing.assert_close(bad * clip_coefficient(found, 1.0), parameter.grad, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
+def test_sixteen_bits_do_not_overflow_nor_swallow_small_terms(dtype: torch.dtype, norm_type: float) -> None:
+    # The sum of squares is beyond float16; its terms, added in bfloat16, would stop counting after some hundred.
+    tensors = [torch.full((4096,), 1024.0, dtype=dtype)]
+    assert norm_over([tensors, tensors], norm_type).item() == pytest.approx(1024 * 8192 ** (1 / norm_type), rel=1e-5)
+
+
+def test_large_bfloat16_values_have_a_finite_norm() -> None:
+    tensors = [torch.full((8,), 2.0**60, dtype=torch.bfloat16)]
+    assert norm_over([tensors], 2.0).item() == pytest.approx(2.0**60 * math.sqrt(8), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((), torch.float32),
+        ((torch.float32,), torch.float32),
+        ((torch.bfloat16, torch.float16), torch.float32),
+        ((torch.complex64,), torch.float32),
+        ((torch.bfloat16, torch.float64), torch.float64),
+        ((torch.complex128, torch.float32), torch.float64),
+    ],
+    ids=str,
+)
+def test_accumulation_dtype(dtypes: tuple[torch.dtype, ...], expected: torch.dtype) -> None:
+    assert accumulation_dtype(dtypes) == expected
+
+
+def test_the_coefficient_never_enlarges_and_is_the_ratio_beyond_the_limit() -> None:
+    norms = torch.tensor([0.0, 0.5, 1.0, 2.0, 1e6], dtype=torch.float64)
+    coefficients = clip_coefficient(norms, 1.0)
+    assert coefficients.tolist() == pytest.approx([1.0, 1.0, 1.0, 0.5, 1e-6], rel=1e-5)
+    assert coefficients.max() <= 1.0

@@ -1,0 +1,139 @@
+"""The strategies under Lightning's own command line, whose parser reads their signatures."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from tests.scripts import run_python
+
+PROGRAM = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+
+class Tiny(LightningModule):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(32, 4), batch_size=2)
+
+    def on_train_end(self):
+        if self.trainer.is_global_zero:
+            trainer = self.trainer
+            print("trained:", trainer.global_step, type(trainer.strategy).__name__, "ranks:", trainer.world_size)
+
+
+if __name__ == "__main__":
+    LightningCLI(Tiny)
+"""
+TRAINER = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "limit_train_batches": 2,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+}
+# Every one of the four parameters is larger, so each has a bucket of its own.
+SMALL_CAP = 1e-6
+CLASS_PATH = "lightning_parstrat.ZeRO1Strategy"
+
+Parse = Callable[..., LightningCLI]
+
+
+def class_path(**init_args: Any) -> dict[str, Any]:
+    return {"class_path": CLASS_PATH, "init_args": init_args}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "devices", "expected"),
+    [
+        pytest.param("zero1_custom", (), 1, ("ZeRO1Strategy", 1), id="by name"),
+        pytest.param(
+            class_path(bucket_cap_mb=SMALL_CAP, partition="parameter"), (), 2, ("ZeRO1Strategy", 4), id="by class"
+        ),
+        pytest.param(
+            "ddp",
+            (f"--trainer.strategy.class_path={CLASS_PATH}", f"--trainer.strategy.init_args.bucket_cap_mb={SMALL_CAP}"),
+            1,
+            ("ZeRO1Strategy", 4),
+            id="by class on the command line",
+        ),
+        pytest.param(
+            class_path(bucket_cap_mb=SMALL_CAP),
+            ("--trainer.strategy.init_args.bucket_cap_mb=2",),
+            1,
+            ("ZeRO1Strategy", 1),
+            id="one argument on the command line",
+        ),
+        pytest.param("ddp", ("--trainer.strategy=ddp_tuned",), 2, ("TunedDDPStrategy", None), id="ddp_tuned"),
+    ],
+)
+def test_a_run_trains_with_the_strategy_it_names(
+    tmp_path: Path, strategy: Any, arguments: tuple[str, ...], devices: int, expected: tuple[str, int | None]
+) -> None:
+    config = tmp_path / "given.yaml"
+    config.write_text(yaml.safe_dump({"trainer": {**TRAINER, "devices": devices, "strategy": strategy}}))
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    result = run_python([program, "fit", "--config", config, *arguments], tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    name, buckets = expected
+    assert f"trained: 2 {name} ranks: {devices}" in result.stdout
+    if buckets is not None:
+        assert f" in {buckets} buckets" in result.stderr
+        assert f" over {devices} ranks" in result.stderr
+
+
+@pytest.fixture
+def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """Reads a configuration and builds the Trainer, as a program does before it trains; it trains nothing."""
+
+    def run(strategy: Any, *arguments: str) -> LightningCLI:
+        config = tmp_path / "given.yaml"
+        config.write_text(yaml.safe_dump({"trainer": {**TRAINER, "devices": 1, "strategy": strategy}}))
+        monkeypatch.setattr("sys.argv", ["program", "--config", str(config), *arguments])
+        return LightningCLI(BoringModel, run=False, seed_everything_default=False)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "message"),
+    [
+        pytest.param(class_path(bucket_cap=2), (), "bucket_cap", id="an unknown argument"),
+        pytest.param(class_path(partition="rows"), (), "'rows'", id="a partition that is none"),
+        pytest.param(class_path(bucket_cap_mb="large"), (), "'large'", id="a word for a number"),
+        pytest.param({"class_path": "lightning_parstrat.ZeRO2Strategy"}, (), "ZeRO2Strategy", id="an unknown class"),
+        pytest.param(
+            class_path(), ("--trainer.strategy.init_args.partition=rows",), "rows", id="a partition on the command line"
+        ),
+    ],
+)
+def test_the_parser_refuses(
+    strategy: dict[str, Any], arguments: tuple[str, ...], message: str, parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parse(strategy, *arguments)
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_value_that_the_strategy_refuses_ends_the_run_before_training(parse: Parse) -> None:
+    with pytest.raises(ValueError, match=r"bucket_cap_mb: -1\.0\. Must be a positive number"):
+        parse(class_path(bucket_cap_mb=-1.0))

@@ -1,0 +1,177 @@
+"""Imports point down only. The package's files are parsed, not imported."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = "lightning_parstrat"
+ROOT = Path(__file__).resolve().parent.parent / PACKAGE
+FLOORS = ("core", "distributed", "strategies", "cli")
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+INPUT_OUTPUT = ("io", "os", "pathlib", "shutil", "socket", "subprocess", "tempfile")
+FORBIDDEN = {
+    "core": ("torch.distributed", *LIGHTNING, *INPUT_OUTPUT),
+    "distributed": LIGHTNING,
+    "strategies": ("torch.distributed",),
+    "cli": ("torch.distributed",),
+}
+
+
+class Import(NamedTuple):
+    line: int
+    module: str
+    """Dotted; of ``from a import b`` it is ``a.b``, whether ``b`` is a module or not."""
+    at_import: bool
+    """Whether importing the file runs it: it stands in no function, nor is it for type checkers alone."""
+
+
+def imports_of(path: Path, package: Path) -> list[Import]:
+    """Every import in the file, wherever it stands, and every dotted use of ``torch.distributed``."""
+    tree = ast.parse(path.read_text(), str(path))
+    parents = (package.name, *path.relative_to(package).parent.parts)
+    return sorted(_walk(tree, parents, at_import=True))
+
+
+def _walk(node: ast.AST, parents: tuple[str, ...], at_import: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(node.lineno, alias.name, at_import) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = [*parents[: len(parents) - node.level + 1]] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        yield from (Import(node.lineno, f"{module}.{alias.name}", at_import) for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "import_module",
+        "importlib.import_module",
+        "__import__",
+    ):
+        if node.args and isinstance(node.args[0], ast.Constant):
+            yield Import(node.lineno, str(node.args[0].value), at_import)
+    elif isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+        yield Import(node.lineno, "torch.distributed", at_import)
+    deferred = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+        isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+    )
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, parents, at_import and not deferred)
+
+
+def breaches(package: Path) -> list[str]:
+    """One line for every import that the floors do not allow."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).as_posix()
+        floor = name.split("/")[0]
+        for imported in imports_of(path, package):
+            reason = _reason_from_floor(floor, imported, package.name) if "/" in name else _reason_from_root(imported)
+            if reason:
+                found.append(f"{name}:{imported.line} imports {imported.module}: {reason}")
+    return found
+
+
+def _reason_from_floor(floor: str, imported: Import, package: str) -> str | None:
+    if floor not in FLOORS:
+        return f"{floor} is not one of the floors {FLOORS}"
+    for module in FORBIDDEN[floor]:
+        if f"{imported.module}.".startswith(f"{module}."):
+            return f"{floor} must not know of {module}"
+    if imported.module.split(".")[0] != package:
+        return None
+    target = imported.module.split(".")[1] if "." in imported.module else ""
+    if target in ("_version", "__version__"):
+        return None
+    if target not in FLOORS:
+        return f"the package itself lies above {floor}"
+    if FLOORS.index(target) > FLOORS.index(floor):
+        return f"{target} lies above {floor}"
+    return None
+
+
+def _reason_from_root(imported: Import) -> str | None:
+    """The package's own files are imported with torch: what they need at once has to be light."""
+    top, _, rest = imported.module.partition(".")
+    light = top in sys.stdlib_module_names or (top == PACKAGE and rest.split(".")[0].startswith("_"))
+    return None if light or not imported.at_import else "importing the package imports only the standard library"
+
+
+def test_no_import_points_up() -> None:
+    assert breaches(ROOT) == []
+
+
+def test_every_floor_there_is_was_read() -> None:
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and list(path.glob("*.py"))}
+    assert {"core", "distributed", "strategies"} <= folders <= set(FLOORS)
+    edges = {
+        (path.relative_to(ROOT).parts[0], imported.module.split(".")[1])
+        for path in ROOT.glob("*/*.py")
+        for imported in imports_of(path, ROOT)
+        if imported.module.startswith(f"{PACKAGE}.")
+    }
+    assert {("distributed", "core"), ("strategies", "distributed")} <= edges
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "reason"),
+    [
+        ("core/a.py", "import lightning_parstrat.distributed.engine", "distributed lies above core"),
+        ("core/a.py", "from lightning_parstrat import strategies", "strategies lies above core"),
+        ("core/a.py", "from ..distributed import engine", "distributed lies above core"),
+        ("core/a.py", "from .. import distributed", "distributed lies above core"),
+        ("core/a.py", "from lightning_parstrat import ZeRO1Strategy", "the package itself lies above core"),
+        ("core/a.py", "import lightning_parstrat", "the package itself lies above core"),
+        ("core/a.py", "import lightning", "core must not know of lightning"),
+        ("core/a.py", "from lightning.pytorch import Trainer", "core must not know of lightning"),
+        ("core/a.py", "import torch.distributed as dist", "core must not know of torch.distributed"),
+        ("core/a.py", "from torch import distributed", "core must not know of torch.distributed"),
+        ("core/a.py", "from torch.distributed.fsdp import x", "core must not know of torch.distributed"),
+        ("core/a.py", "import torch\nrank = torch.distributed.get_rank()", "core must not know of torch.distributed"),
+        ("core/a.py", "def f():\n    from pathlib import Path", "core must not know of pathlib"),
+        ("core/deep/a.py", "from ...strategies.zero1 import x", "strategies lies above core"),
+        ("distributed/a.py", "from pytorch_lightning import Trainer", "distributed must not know of pytorch_lightning"),
+        ("distributed/a.py", "class A:\n    from ..strategies import b", "strategies lies above distributed"),
+        ("distributed/a.py", "if TYPE_CHECKING:\n    from ..cli import b", "cli lies above distributed"),
+        ("strategies/a.py", "def f():\n    import lightning_parstrat.cli.main", "cli lies above strategies"),
+        ("strategies/a.py", "import_module('lightning_parstrat.cli')", "cli lies above strategies"),
+        ("strategies/a.py", "import torch.distributed", "strategies must not know of torch.distributed"),
+        ("attic/a.py", "import math", "attic is not one of the floors"),
+        ("__init__.py", "import torch", "only the standard library"),
+        ("__init__.py", "from .strategies.ddp import TunedDDPStrategy", "only the standard library"),
+        ("_autoload.py", "try:\n    import lightning\nexcept ImportError: pass", "only the standard library"),
+    ],
+)
+def test_a_breach_is_found(tmp_path: Path, file: str, source: str, reason: str) -> None:
+    (found,) = breaches(write_package(tmp_path, {file: source}))
+    assert re.match(rf"{re.escape(file)}:\d+ imports ", found)
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("core/a.py", "import math, torch\nfrom torch import Tensor\nfrom . import layout\nfrom .layout import plan"),
+        ("core/a.py", "from lightning_parstrat import _version\nimport lightning_utilities, distributed"),
+        ("distributed/a.py", "import torch.distributed as dist\nfrom ..core.layout import plan\nimport os"),
+        (
+            "strategies/a.py",
+            "from lightning.pytorch import Trainer\nfrom lightning_parstrat.distributed.engine import x",
+        ),
+        ("cli/a.py", "from ..strategies import zero1\nfrom ..core import layout"),
+        ("__init__.py", "from ._autoload import x\nif TYPE_CHECKING:\n    from .strategies.ddp import y"),
+        ("_autoload.py", "import sys\ndef f():\n    from lightning_parstrat.strategies.registry import g"),
+    ],
+)
+def test_an_import_that_points_down_is_no_breach(tmp_path: Path, file: str, source: str) -> None:
+    assert breaches(write_package(tmp_path, {file: source})) == []
+
+
+def write_package(folder: Path, files: dict[str, str]) -> Path:
+    package = folder / PACKAGE
+    for name, source in files.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return package

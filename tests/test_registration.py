@@ -1,0 +1,230 @@
+import importlib.metadata
+import sys
+from itertools import product
+from pathlib import Path
+
+import lightning.pytorch.strategies
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+import lightning_parstrat
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, _autoload
+from lightning_parstrat.strategies.registry import register_strategies
+from tests.scripts import run_script
+
+LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+UNUSED = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
+NAMES = [
+    f"{name}{launcher}{unused}" for name, launcher, unused in product(("ddp_tuned", "zero1_custom"), LAUNCHERS, UNUSED)
+]
+OURS_OFF = {"LIGHTNING_PARSTRAT_AUTOLOAD": "0"}
+TORCHS_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+
+TRAINER = """
+trainer = Trainer(accelerator="cpu", devices=1, strategy={name!r}, logger=False, enable_checkpointing=False)
+print("strategy:", type(trainer.strategy).__module__, type(trainer.strategy).__name__)
+"""
+ZERO1 = "strategy: lightning_parstrat.strategies.zero1 ZeRO1Strategy"
+BY_FLAG = "from lightning.pytorch import Trainer" + TRAINER.format(name="zero1_custom")
+
+
+def test_a_script_that_never_heard_of_the_package_finds_both_names(tmp_path: Path) -> None:
+    printed = run_script(BY_FLAG + TRAINER.format(name="ddp_tuned"), tmp_path)
+    assert ZERO1 in printed
+    assert "strategy: lightning_parstrat.strategies.ddp TunedDDPStrategy" in printed
+
+
+@pytest.mark.parametrize(
+    ("switch", "imports"),
+    [
+        pytest.param(OURS_OFF, "import lightning_parstrat", id="before torch, ours"),
+        pytest.param(OURS_OFF, "import torch, lightning_parstrat", id="between torch and Lightning, ours"),
+        pytest.param(TORCHS_OFF, "import torch, lightning_parstrat", id="between torch and Lightning, torch's"),
+        pytest.param(TORCHS_OFF, "import lightning.pytorch, lightning_parstrat", id="after Lightning, torch's"),
+    ],
+)
+def test_switched_off_an_import_registers_the_names(tmp_path: Path, switch: dict[str, str], imports: str) -> None:
+    assert ZERO1 in run_script(f"{imports}\n{BY_FLAG}", tmp_path, environment=switch)
+
+
+def test_switched_off_the_names_are_unknown_until_the_import(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+left = [name for name in sys.modules if name.startswith("lightning_parstrat")]
+left += [finder for finder in sys.meta_path if "parstrat" in type(finder).__module__]
+assert not left, left
+assert "zero1_custom" not in StrategyRegistry
+try:
+    Trainer(strategy="zero1_custom")
+except ValueError as error:
+    print(error)
+import lightning_parstrat
+{BY_FLAG}
+"""
+    printed = run_script(script, tmp_path, environment=OURS_OFF)
+    assert "You selected an invalid strategy name: `strategy='zero1_custom'`" in printed
+    assert ZERO1 in printed
+
+
+def test_importing_the_package_imports_neither_torch_nor_lightning(tmp_path: Path) -> None:
+    script = """
+import sys
+import lightning_parstrat
+dir(lightning_parstrat)
+print(lightning_parstrat.__version__)
+heavy = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "jsonargparse"}
+print("heavy:", sorted(heavy & {name.split(".")[0] for name in sys.modules}))
+"""
+    version, heavy = run_script(script, tmp_path).splitlines()
+    assert version == importlib.metadata.version("lightning-parstrat")
+    assert heavy == "heavy: []"
+
+
+def test_the_package_lists_and_gives_its_public_names() -> None:
+    assert {"TunedDDPStrategy", "ZeRO1Strategy", "__version__"} <= set(dir(lightning_parstrat))
+    assert lightning_parstrat.ZeRO1Strategy is ZeRO1Strategy
+    assert ZeRO1Strategy.__module__ == "lightning_parstrat.strategies.zero1"
+    with pytest.raises(AttributeError, match="has no attribute 'Zero1Strategy'"):
+        lightning_parstrat.Zero1Strategy  # noqa: B018
+
+
+def test_every_name_of_stock_ddp_has_its_like() -> None:
+    stock = {name.removeprefix("ddp") for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy}
+    assert stock == {name.removeprefix("ddp_tuned") for name in NAMES if name.startswith("ddp_tuned")}
+    assert set(NAMES) <= set(StrategyRegistry.available_strategies())
+    assert all(StrategyRegistry[name]["description"] for name in NAMES)
+
+
+@pytest.mark.parametrize(("launcher", "unused"), list(product(LAUNCHERS, UNUSED)))
+@pytest.mark.parametrize(("name", "cls"), [("ddp_tuned", TunedDDPStrategy), ("zero1_custom", ZeRO1Strategy)])
+def test_a_name_instantiates_its_class_with_its_launcher(name: str, cls: type, launcher: str, unused: str) -> None:
+    strategy = StrategyRegistry.get(f"{name}{launcher}{unused}")
+    assert type(strategy) is cls
+    assert strategy._start_method == LAUNCHERS[launcher]
+    stock = StrategyRegistry.get(f"ddp{launcher}{unused}")
+    assert strategy._start_method == stock._start_method
+    if cls is TunedDDPStrategy:
+        expected = {} if UNUSED[unused] is None else {"find_unused_parameters": UNUSED[unused]}
+        assert strategy._ddp_kwargs == {**expected, "gradient_as_bucket_view": True}
+        assert {**strategy._ddp_kwargs, **stock._ddp_kwargs} == strategy._ddp_kwargs
+
+
+def test_registering_again_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(*OURS_OFF, raising=False)
+    names = {name: {**entry} for name, entry in StrategyRegistry.items()}
+    finders = list(sys.meta_path)
+    register_strategies(lightning.pytorch.strategies)
+    _autoload.register_on_import()
+    _autoload.autoload()
+    assert {name: {**entry} for name, entry in StrategyRegistry.items()} == names
+    assert sys.meta_path == finders
+
+
+def test_both_namespaces_look_untouched_and_the_other_one_says_what_to_import(tmp_path: Path) -> None:
+    script = """
+import importlib, inspect, sys, warnings
+warnings.simplefilter("error", UserWarning)
+def waiting():
+    return [finder for finder in sys.meta_path if "parstrat" in type(finder).__module__]
+
+import torch
+assert len(waiting()) == 1
+for name in ("lightning.pytorch.strategies", "pytorch_lightning.strategies"):
+    module = importlib.import_module(name)
+    sibling = importlib.import_module(f"{name}.ddp")
+    assert type(module.__loader__) is type(sibling.__loader__), module.__loader__
+    assert module.__spec__.loader is module.__loader__
+    assert module.__spec__.name == module.__loader__.name == name
+    assert "StrategyRegistry" in inspect.getsource(module)
+    assert "zero1_custom" in module.StrategyRegistry and "ddp_tuned_spawn" in module.StrategyRegistry
+assert not waiting()
+for name in ("zero1_custom", "ddp_tuned"):
+    try:
+        sys.modules["pytorch_lightning"].Trainer(strategy=name, accelerator="cpu")
+    except ImportError as error:
+        print("error:", error)
+"""
+    errors = [line for line in run_script(script, tmp_path).splitlines() if line.startswith("error:")]
+    assert len(errors) == 2
+    assert all("`from lightning.pytorch import Trainer`" in error for error in errors)
+
+
+def test_a_failing_registration_is_one_warning_and_lightning_works(tmp_path: Path) -> None:
+    script = f"""
+import sys, warnings
+sys.modules["lightning_parstrat.strategies.registry"] = None  # importing it is an ImportError
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from lightning.pytorch import Trainer
+for warning in caught:
+    print("warning:", warning.message)
+{TRAINER.format(name="ddp")}
+"""
+    printed = run_script(script, tmp_path).splitlines()
+    warned = [line for line in printed if line.startswith("warning:") and "parstrat" in line]
+    assert len(warned) == 1
+    assert "could not register its strategies with 'lightning.pytorch.strategies'" in warned[0]
+    assert "strategy: lightning.pytorch.strategies.ddp DDPStrategy" in printed
+
+
+def test_an_import_of_lightning_that_failed_can_be_tried_again(tmp_path: Path) -> None:
+    package = tmp_path / "pytorch_lightning"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "strategies.py").write_text("""
+import sys
+if not hasattr(sys, "ready"):
+    raise ImportError("not yet")
+class StrategyRegistry(dict):
+    def register(self, name, strategy, **_):
+        self[name] = strategy
+StrategyRegistry = StrategyRegistry()
+""")
+    script = """
+import sys
+import lightning_parstrat
+try:
+    import pytorch_lightning.strategies
+except ImportError as error:
+    print(error)
+sys.ready = True
+import pytorch_lightning.strategies
+print(sorted(pytorch_lightning.strategies.StrategyRegistry))
+"""
+    failure, names = run_script(script, tmp_path).splitlines()
+    assert failure == "not yet"
+    assert names == str(sorted(NAMES))
+
+
+def test_an_unknown_name_gets_lightnings_own_error() -> None:
+    with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='zero1_costum'`"):
+        Trainer(strategy="zero1_costum", accelerator="cpu")
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        ZeRO1Strategy(unknown=1)
+
+
+@pytest.mark.parametrize("switch", [{}, OURS_OFF], ids=["on", "off"])
+def test_what_torch_loads_costs_little(tmp_path: Path, switch: dict[str, str]) -> None:
+    # The target is 1 ms; the bound leaves room for a busy machine.
+    script = """
+import importlib.metadata, statistics, sys, time
+import torch
+(entry,) = importlib.metadata.entry_points(group="torch.backends", name="lightning_parstrat")
+def load():
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "parstrat" not in type(finder).__module__]
+    for name in [name for name in sys.modules if name.startswith("lightning_parstrat")]:
+        del sys.modules[name]
+    start = time.perf_counter()
+    entry.load()()
+    return time.perf_counter() - start
+load()
+print(statistics.median(load() for _ in range(15)))
+"""
+    result = run_script(script, tmp_path, environment={**TORCHS_OFF, **switch})
+    assert 0 < float(result) < 5e-3
