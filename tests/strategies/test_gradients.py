@@ -71,12 +71,11 @@ def test_every_hook_sees_what_it_would_see_under_ddp(
         assert any(gradient is not None for gradients in ours for gradient in gradients)
         for one, other in zip(ours, theirs, strict=True):
             assert [gradient is None for gradient in one] == [gradient is None for gradient in other]
-            for gradient, reference in zip(one, other, strict=True):
-                if gradient is not None:
-                    # Under autocast to half precision the forward rounds to three digits.
-                    tolerance = 1e-2 if arguments.get("fp16") else 2e-4
-                    largest = reference.abs().max().clamp(min=1e-3)
-                    assert (gradient - reference).abs().max() <= tolerance * largest
+            # Relative to the whole gradient: a bias may be a sum that cancels, of terms rounded to half precision.
+            pairs = [(g, reference) for g, reference in zip(one, other, strict=True) if g is not None]
+            whole = sum(reference.square().sum() for _, reference in pairs) ** 0.5
+            tolerance = 1e-2 if arguments.get("fp16") else 1e-4
+            assert all((gradient - reference).norm() <= tolerance * whole for gradient, reference in pairs)
 
 
 class Noisy(zoo.MLP):
