@@ -129,8 +129,8 @@ class ParameterBucket:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is anything to step; the same on all ranks."""
-        return any(slot.used or slot.parameter.grad is not None for slot in self.slots)
+        """Whether any rank had a gradient for any of its parameters; the same on all ranks."""
+        return any(slot.used for slot in self.slots)
 
     @property
     def shard(self) -> Tensor:

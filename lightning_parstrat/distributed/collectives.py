@@ -5,6 +5,9 @@ every two ranks and sums locally, because Gloo's reduce-scatter is an all-reduce
 bytes. ``LocalCollectives`` is world size 1, where a reduce-scatter is the identity and a gather nothing.
 """
 
+import atexit
+import functools
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +61,7 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
     Args:
         timeout: How long a collective may take before it raises; None leaves the backend's default.
     """
+    _let_worker_threads_finish_at_exit()
     world = dist.group.WORLD
     if timeout not in _PROCESS_GROUPS or _PROCESS_GROUPS[timeout][0] is not world:
         groups = ProcessGroups(
@@ -67,6 +71,17 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
         )
         _PROCESS_GROUPS[timeout] = (world, groups)
     return _PROCESS_GROUPS[timeout][1]
+
+
+@functools.cache
+def _let_worker_threads_finish_at_exit() -> None:
+    """Gives Gloo's worker threads a moment before the interpreter is torn down.
+
+    A worker drops the tensors of a collective after it was waited for, and needs the GIL for that. If the interpreter
+    is finalizing by then, Python ends the thread inside a C++ destructor, and the process aborts: a successful run that
+    ends right after a collective would report failure (seen in one of five on a busy machine, without any sharding).
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 def world_size() -> int:

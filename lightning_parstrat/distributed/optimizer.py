@@ -178,7 +178,14 @@ class OptimizerSharding:
             unsharded_step = unsharded_step.__wrapped__  # type: ignore[attr-defined]
         with self.shard_groups(optimizer):
             unsharded_step(optimizer, **kwargs)
-        self.gatherer.gather([bucket for bucket in self.buckets if bucket.has_gradients])
+        self.gatherer.gather(self._stepped_buckets())
+
+    def _stepped_buckets(self) -> list[ParameterBucket]:
+        """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""
+        if self.exposes_gradients or self.original not in ELEMENTWISE_OPTIMIZERS:
+            # A user may have set a gradient, and an unknown optimizer may move parameters without one.
+            return self.buckets
+        return [bucket for bucket in self.buckets if bucket.has_gradients]
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

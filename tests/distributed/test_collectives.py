@@ -1,5 +1,9 @@
 """Every implementation computes the same, leaves the rest alone, and sends what it says."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,3 +93,30 @@ def groups_twice() -> tuple[bool, bool, str]:
 
 def test_process_groups_are_separate_and_made_once(pool: RankPool) -> None:
     assert pool.run(2, groups_twice) == [(True, True, "gloo")] * 2
+
+
+ENDS_WITH_A_COLLECTIVE = """
+import sys
+import torch
+import torch.distributed as dist
+from lightning_parstrat.distributed.collectives import process_groups
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+process_groups()
+for _ in range(3):
+    parts = [torch.zeros(1), torch.zeros(1)]
+    dist.all_gather(parts, torch.ones(1))
+del parts
+"""
+
+
+def test_a_program_that_ends_right_after_a_collective_succeeds(tmp_path: Path) -> None:
+    """Without our care about a fifth of such programs abort, so that a few tries show it."""
+    script = tmp_path / "program.py"
+    script.write_text(ENDS_WITH_A_COLLECTIVE)
+    for attempt in range(4):
+        arguments = [sys.executable, str(script), str(tmp_path / f"rendezvous-{attempt}")]
+        ranks = [subprocess.Popen([*arguments, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=60)
+            assert rank.returncode == 0, errors
