@@ -101,6 +101,7 @@ class GradientReducer:
         self._hooks.clear()
         self._remove_loss_hook()
         self._reductions.clear()
+        self._abandoned.clear()
         self._agreement = None
         self._running = False
 
@@ -134,15 +135,16 @@ class GradientReducer:
             self._loss_hook = loss.register_hook(self._on_loss_gradient)  # type: ignore[no-untyped-call]
 
     def finish(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``."""
+        """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
+
+        Collective. Called again before the next backward, it takes over what was written into exposed gradients.
+        """
         self._settle()
         self._abandon_unfinished_backward()
         self._complete_reductions()
-        for bucket in buckets:
-            if self.exposes_gradients:
+        if self.exposes_gradients:
+            for bucket in buckets:
                 bucket.attach_exposed_gradients()
-            else:
-                bucket.attach_gradients()
 
     def zero(self, buckets: Sequence[ParameterBucket], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``buckets``; reductions still under way are waited for first."""
@@ -233,6 +235,8 @@ class GradientReducer:
                 bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
             else:
                 bucket.shard_gradient.add_(reduction.shard)
+        for bucket in {reduction.bucket for reduction in pending}:
+            bucket.attach_gradients()
 
     def _flush(self) -> None:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""

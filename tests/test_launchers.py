@@ -1,0 +1,58 @@
+"""Unmodified scripts, launched in every way that Lightning knows on one machine."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import run_script
+
+SCRIPT = """
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 9), nn.Tanh(), nn.Linear(9, 2))
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05, eps=1e-4)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    module = Module()
+    torch.manual_seed(0)
+    data = torch.utils.data.DataLoader(torch.randn(32, 4), batch_size=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=sys.argv[1],
+        max_epochs=2,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
+    if trainer.is_global_zero:
+        total = sum(parameter.double().abs().sum() for parameter in module.parameters())
+        print(f"weights {total.item():.5f}", flush=True)
+"""
+
+
+def weights_after(tmp_path: Path, strategy: str) -> str:
+    output = run_script(SCRIPT, tmp_path, [strategy])
+    return next(line for line in output.splitlines() if line.startswith("weights"))
+
+
+@pytest.mark.parametrize("launcher", ["", "_spawn", "_fork", "_notebook"])
+def test_the_weights_come_back_as_from_ddp(tmp_path: Path, launcher: str) -> None:
+    assert weights_after(tmp_path, f"zero1_custom{launcher}") == weights_after(tmp_path, f"ddp{launcher}")
