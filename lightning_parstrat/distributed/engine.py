@@ -6,8 +6,9 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -261,6 +262,7 @@ def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
             )
         if parameter.layout != torch.strided:
             raise ValueError(f"Parameter {name!r} has layout {parameter.layout}; only dense ones can be sharded.")
+    _check_overlap(parameters, names)
     trained = set(parameters)
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight in trained:
@@ -268,6 +270,27 @@ def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
                 f"{type(child).__name__} {name!r} makes sparse gradients, and only dense ones can be sharded."
                 " Use `sparse=False`, or `strategy='ddp'`."
             )
+
+
+def _check_overlap(parameters: Sequence[Tensor], names: Mapping[Any, str]) -> None:
+    """Two parameters over the same memory would each get a place of their own, and part from each other."""
+    extents = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, names.get(parameter, "<not in the module>"))
+        for parameter in parameters
+        if parameter.numel() and parameter.device.type != "meta" and _is_dense(parameter)
+    )
+    for (_, end, name), (start, _, other) in pairwise(extents):
+        if start < end:
+            raise ValueError(
+                f"Parameters {name!r} and {other!r} share memory without being the same nn.Parameter, which sharding"
+                " would undo. Tie them by assigning the same nn.Parameter to both modules."
+            )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel()
 
 
 def check_agreement(control: Collectives, number: int) -> None:

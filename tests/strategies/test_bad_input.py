@@ -58,6 +58,12 @@ class IntegerParameter(zoo.MLP):
         return zoo.adamw(self.parameters())
 
 
+class SharedMemory(zoo.TiedLanguageModel):
+    def build(self) -> None:
+        super().build()
+        self.head.weight = nn.Parameter(self.embedding.weight.data)
+
+
 class RankDependent(zoo.MLP):
     def build(self) -> None:
         super().build()
@@ -101,6 +107,7 @@ def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
         (LBFGS, ["ValueError", "LBFGS", "closure", "ddp"]),
         (SparseEmbedding, ["ValueError", "'extra'", "sparse=False"]),
         (SeveralDevices, ["ValueError", "cpu", "meta"]),
+        (SharedMemory, ["ValueError", "'embedding.weight'", "'head.weight'", "same nn.Parameter"]),
         (IntegerParameter, ["ValueError", "'counts'", "int64", "buffer"]),
         (NoOptimizer, ["MisconfigurationException", "Odd", "torch.optim.Optimizer"]),
     ],
