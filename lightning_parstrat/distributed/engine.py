@@ -110,9 +110,20 @@ class ShardedDataParallel:
 
     def prepare_backward(self, loss: Tensor) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed."""
-        if any(_sharding_of(optimizer).groups_changed for optimizer in self.optimizers):
+        if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.optimizers):
             self._adopt_added_parameters()
         self.reducer.prepare_backward(loss)
+
+    def expose_gradients(self, wanted: bool) -> bool:
+        """Shows reduced gradients in ``param.grad`` from now on where any rank wants them. Collective.
+
+        Returns:
+            Whether they will be shown, the same on all ranks: a callback may be there on one rank only.
+        """
+        flag = torch.tensor(int(wanted))
+        self.reducer.control.all_reduce(flag, op=dist.ReduceOp.MAX).wait()
+        self.reducer.exposes_gradients = bool(flag)
+        return self.reducer.exposes_gradients
 
     def summary(self) -> ShardingSummary:
         """What was sharded, as this rank sees it."""
@@ -162,7 +173,8 @@ class ShardedDataParallel:
     def _shard_optimizers(self) -> None:
         earlier = [make_whole(optimizer) for optimizer in self.optimizers]
         for optimizer in self.optimizers:
-            shard_optimizer(optimizer, self.reducer, self.gatherer)
+            sharding = shard_optimizer(optimizer, self.reducer, self.gatherer)
+            sharding.adopt_added_parameters = self._adopt_added_parameters
         self._bucket_parameters()
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
@@ -178,8 +190,6 @@ class ShardedDataParallel:
         """Plans and creates buckets for all parameters that have none yet."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         position = {parameter: index for index, parameter in enumerate(names)}
-        for optimizer in self.optimizers:
-            _sharding_of(optimizer).groups_changed = False
         new = [
             (position.get(parameter, len(position)), parameter, number)
             for number, optimizer in enumerate(self.optimizers)
@@ -253,8 +263,15 @@ def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
             f"The parameters of the optimizers are on several devices: {devices}. Each rank must hold all of them on"
             " one: leave the placement to the Trainer, or use a model-parallel strategy."
         )
+    seen: set[Tensor] = set()
     for parameter in parameters:
         name = names.get(parameter, "<not in the module>")  # type: ignore[call-overload]
+        if parameter in seen:
+            raise ValueError(
+                f"Parameter {name!r} is in more than one optimizer, so that two shards would own it. Give each"
+                " parameter to one optimizer, or use `strategy='ddp'`."
+            )
+        seen.add(parameter)
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ValueError(
                 f"Parameter {name!r} is of {parameter.dtype}; only floating point and complex parameters can be"

@@ -31,4 +31,5 @@ class ParameterGatherer:
         for bucket, work in under_way:
             work.wait()
             # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
-            torch.autograd.graph.increment_version([slot.parameter for slot in bucket.slots])
+            stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
+            torch.autograd.graph.increment_version(stepped)

@@ -92,8 +92,13 @@ def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
         probe = nn.Parameter(torch.zeros(1024))
         probe.grad = torch.zeros_like(probe)
         options = {key: value for key, value in group.items() if key in known and key != "params"}
-        twin = cls([probe], **{**options, "capturable": False} if "capturable" in known else options)
-        twin.step()
+        try:
+            twin = cls([probe], **{**options, "capturable": False} if "capturable" in known else options)
+            # Not `twin.step()`: hooks that a user has registered for all optimizers are not meant for this one.
+            getattr(cls.step, "__wrapped__", cls.step)(twin)
+        except Exception:
+            # Settings that only work on the user's device, such as a learning rate in a CUDA tensor.
+            return None
         entries = [entry for entry in twin.state[probe].values() if isinstance(entry, Tensor)]
         size = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
         parameter_bytes += size
@@ -117,12 +122,16 @@ class OptimizerSharding:
         self.buckets: list[ParameterBucket] = []
         self.slots: dict[Tensor, ParameterSlot] = {}
         self.attached = True
-        self.groups_changed = False
+        self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
 
     def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
         """Takes charge of further buckets of this optimizer's parameters."""
         self.buckets += buckets
         self.slots.update({slot.parameter: slot for bucket in buckets for slot in bucket.slots})
+
+    def has_added_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether a group holds a parameter that is in no bucket, however it came there. The same on all ranks."""
+        return any(parameter not in self.slots for group in optimizer.param_groups for parameter in group["params"])
 
     def shards(self) -> list[nn.Parameter]:
         """Every shard this rank owns, in the order of the buckets."""
@@ -134,7 +143,7 @@ class OptimizerSharding:
         """Within it ``param_groups`` hold this rank's shards instead of the full parameters."""
         groups = [(group, group["params"]) for group in optimizer.param_groups]
         for group, parameters in groups:
-            slots = (self.slots[parameter] for parameter in parameters if parameter in self.slots)
+            slots = (self.slots[parameter] for parameter in parameters)
             group["params"] = [slot.shard for slot in slots if slot.shard is not None]
         try:
             yield
@@ -151,7 +160,7 @@ class OptimizerSharding:
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.buckets[0].flat.device
+        return self.buckets[0].flat.device if self.buckets else torch.device("cpu")
 
     def maximum_over_ranks(self, value: Tensor) -> Tensor:
         """The largest of all ranks' values of a 0-d tensor, in place. Collective; nothing waits on the host."""
@@ -163,12 +172,16 @@ class OptimizerSharding:
         self.reducer.finish(self.buckets)
 
     def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Steps the shards and brings the parameters home. Collective; one all-gather per bucket with gradients."""
+        """Steps the shards, brings the parameters home. Collective: one all-gather per bucket that may have moved."""
         if not self.attached:
             raise RuntimeError(
                 f"This {type(optimizer).__name__} was sharded by a training that has ended; its parameters are no"
                 " longer gathered. Start another `fit`, or build a new optimizer."
             )
+        if self.has_added_parameters(optimizer):
+            known = len(self.buckets)
+            self.adopt_added_parameters()
+            self.reducer.reduce_left_over(self.buckets[known:])
         self.finish_gradients()
         for bucket in self.buckets:
             bucket.move_in()
@@ -217,9 +230,10 @@ class ShardedOptimizer(Optimizer):
             self._sharding.reducer.zero(self._sharding.buckets, set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds the group; its parameters are bucketed before the next backward."""
+        """Adds the group and buckets its parameters. Collective: all ranks add the same group."""
         super().add_param_group(param_group)
-        self._sharding.groups_changed = True
+        if self._sharding.attached:
+            self._sharding.adopt_added_parameters()
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state on every rank, in torch's own format and on the host. Collective."""
@@ -238,6 +252,10 @@ class ShardedOptimizer(Optimizer):
             f"{type(self).__name__} holds a part of the optimizer's state and cannot be copied or pickled. Use its"
             " `state_dict()` (on all ranks together), or copy the optimizer before `fit`."
         )
+
+
+def _nothing_to_adopt() -> None:
+    """Stands in until the engine has set its own way of bucketing parameters that are added later."""
 
 
 def original_class(optimizer: Optimizer) -> type[Optimizer]:

@@ -48,6 +48,11 @@ class _Reduction(NamedTuple):
     replaces: bool
 
 
+_TRANSFERS_UNDER_WAY: list[_Reduction] = []
+"""What a failed backward had launched. Its buffers must outlive the transfers, and its receives must stay posted: else
+the next training on these process groups would receive what was meant for this one."""
+
+
 class _Agreement(NamedTuple):
     """Flags of all ranks under way, combined by maximum: gradients per parameter, leftovers per bucket, expectation."""
 
@@ -83,11 +88,11 @@ class GradientReducer:
         self._sent: set[ParameterBucket] = set()
         self._reductions: list[_Reduction] = []
         self._first_of_backward = 0
-        self._abandoned: list[_Reduction] = []
         self._agreement: _Agreement | None = None
 
     def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Takes charge of further buckets; call it between steps, on all ranks alike."""
+        """Takes charge of further buckets; call it outside of backward, on all ranks alike."""
+        self._settle()
         self.buckets += buckets
         for bucket in buckets:
             for slot in bucket.slots:
@@ -100,8 +105,8 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
+        _TRANSFERS_UNDER_WAY.extend(self._reductions)
         self._reductions.clear()
-        self._abandoned.clear()
         self._agreement = None
         self._running = False
 
@@ -146,8 +151,23 @@ class GradientReducer:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
 
+    def reduce_left_over(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Sends gradients that a backward left in parameters which were not in any bucket then. Collective.
+
+        Args:
+            buckets: Made for these parameters since that backward.
+        """
+        self._settle()
+        self._sent.clear()
+        for slot in self._slots:
+            slot.arrived = False
+            slot.fresh = slot.bucket in buckets
+        self._flush()
+
     def zero(self, buckets: Sequence[ParameterBucket], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``buckets``; reductions still under way are waited for first."""
+        # After an exception in a backward that was not announced, this is where a fresh start shows.
+        self._abandon_unfinished_backward()
         if self._reductions or self._agreement is not None:
             self.finish(buckets)
         for bucket in buckets:
@@ -289,7 +309,7 @@ class GradientReducer:
         """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""
         if self._running:
             self._running = False
-            self._abandoned += self._reductions[self._first_of_backward :]
+            _TRANSFERS_UNDER_WAY.extend(self._reductions[self._first_of_backward :])
             del self._reductions[self._first_of_backward :]
 
     def _remove_loss_hook(self) -> None:

@@ -57,7 +57,9 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0) -> Stat
 
 
 def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
-    """Loads the whole state, of which this rank keeps its shards. Not collective.
+    """Loads the whole state, of which this rank keeps its shards.
+
+    Not collective, but for parameters that joined the groups since the last step, which are bucketed first.
 
     Args:
         optimizer: A sharded optimizer.
@@ -69,6 +71,8 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     """
     sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
     saved_groups = state_dict["param_groups"]
+    if sharding.attached and sharding.has_added_parameters(optimizer):
+        sharding.adopt_added_parameters()
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
@@ -81,8 +85,8 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = []
         for parameter, identifier in zip(group["params"], saved["params"], strict=True):
-            slot = sharding.slots.get(parameter)
-            if slot is None or slot.shard is None:
+            slot = sharding.slots[parameter]
+            if slot.shard is None:
                 continue
             kept.append(identifier)
             if identifier in state_dict["state"]:

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+_OURS = "lightning_parstrat."
 _HOOKS_THAT_SEE_GRADIENTS = (
     "backward",
     "configure_gradient_clipping",
@@ -16,11 +18,13 @@ _HOOKS_THAT_SEE_GRADIENTS = (
     "on_before_zero_grad",
     "on_train_batch_end",
     "optimizer_step",
+    "optimizer_zero_grad",
 )
+_PLUGIN_METHODS_THAT_SEE_GRADIENTS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients", "optimizer_step")
 
 
 def observers_of_gradients(
-    module: LightningModule, callbacks: Sequence[Callback], optimizers: Sequence[Optimizer]
+    module: LightningModule, callbacks: Sequence[Callback], optimizers: Sequence[Optimizer], precision: Precision
 ) -> list[str]:
     """Everything of the user's that runs while gradients exist, and so may read or change them.
 
@@ -31,6 +35,7 @@ def observers_of_gradients(
         module: The module in training.
         callbacks: The trainer's.
         optimizers: The module's.
+        precision: The precision plugin; a user's own may clip by itself.
 
     Returns:
         Names to show to the user; empty where nobody looks.
@@ -38,8 +43,10 @@ def observers_of_gradients(
     observers = []
     if not module.automatic_optimization:
         observers.append("manual optimization")
-    observers += [f"{type(module).__name__}.{hook}" for hook in _users_hooks(module)]
-    observers += [f"{type(callback).__name__}.{hook}" for callback in callbacks for hook in _users_hooks(callback)]
+    for owner in (module, *callbacks):
+        observers += [f"{type(owner).__name__}.{hook}" for hook in _users_own(owner, _HOOKS_THAT_SEE_GRADIENTS)]
+    plugin_methods = _users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
+    observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
         if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
             observers.append(f"step hooks of {type(optimizer).__name__}")
@@ -48,16 +55,12 @@ def observers_of_gradients(
     return observers
 
 
-def _users_hooks(owner: Any) -> list[str]:
-    """The hooks that someone other than Lightning defined, on the class or (as LambdaCallback does) on the object."""
-    return [
-        hook
-        for hook in _HOOKS_THAT_SEE_GRADIENTS
-        if hook in vars(owner) or _defined_outside_lightning(getattr(type(owner), hook, None))
-    ]
+def _users_own(owner: Any, names: Sequence[str]) -> list[str]:
+    """The methods that a user has defined, on the class or (as LambdaCallback does) on the object."""
+    return [name for name in names if name in vars(owner) or _is_users(getattr(type(owner), name, None))]
 
 
-def _defined_outside_lightning(function: Any) -> bool:
+def _is_users(function: Any) -> bool:
     if function is None:
         return False
-    return not getattr(function, "__module__", "").startswith(("lightning.pytorch.", "lightning.fabric."))
+    return not getattr(function, "__module__", "").startswith(("lightning.pytorch.", "lightning.fabric.", _OURS))

@@ -158,8 +158,10 @@ class ZeRO1Strategy(_ProcessStrategy):
         if self._engine is None:
             return
         choice = self._policy.expose_gradients
-        observers = observers_of_gradients(self._module, self._module.trainer.callbacks, self._engine.optimizers)
-        self._engine.reducer.exposes_gradients = bool(observers) if choice == "auto" else choice
+        observers = observers_of_gradients(
+            self._module, self._module.trainer.callbacks, self._engine.optimizers, self.precision_plugin
+        )
+        self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
         if choice == "auto" and observers:
             rank_zero_info(
                 "zero1_custom: gradients stay visible after backward, because they may be read by"

@@ -222,6 +222,58 @@ def test_a_group_added_in_training_is_sharded_and_keeps_earlier_state(pool: Rank
     pool.run(2, added_group)
 
 
+def appended_parameters() -> None:
+    """Around ``add_param_group``, and with a backward that was not announced."""
+    module = nn.ModuleDict({"old": linear(), "new": linear()})
+    reference = nn.ModuleDict({"old": linear(), "new": linear()})
+    for one in (module, reference):
+        optimizer = torch.optim.SGD(one["old"].parameters(), lr=0.1)
+        if one is module:
+            make_engine(one, optimizer)
+        optimizer.param_groups[0]["params"] += list(one["new"].parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            (loss_of(one["old"]) + 2 * loss_of(one["new"])).backward()
+            optimizer.step()
+    for actual, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_parameters_appended_to_a_group_are_found(pool: RankPool) -> None:
+    pool.run(2, appended_parameters)
+
+
+def losses_in_turns() -> None:
+    """A step with one loss's gradients must not make the other loss's graph stale, where it touched nothing of it."""
+    module = nn.ModuleDict({"one": linear(), "two": linear()})
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    first, second = loss_of(module["one"]), loss_of(module["two"])
+    backward(engine, first)
+    optimizer.step()
+    backward(engine, second)
+    optimizer.step()
+
+
+def test_parameters_that_did_not_move_are_not_marked_as_changed(pool: RankPool) -> None:
+    pool.run(2, losses_in_turns)
+
+
+def stale_graph() -> None:
+    module = nn.Sequential(linear(), nn.Linear(4, 4))
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    first, second = loss_of(module), loss_of(module)
+    backward(engine, first)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        backward(engine, second)
+
+
+def test_a_graph_with_parameters_that_moved_is_an_error_as_in_torch(own_pool: RankPool) -> None:
+    own_pool.run(2, stale_graph)
+
+
 def copies() -> list[str]:
     module = linear()
     optimizer = sgd(module.parameters())
@@ -305,6 +357,8 @@ def test_unknown_optimizers_keep_parameters_whole(optimizer: type[Optimizer]) ->
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
         (lambda p: torch.optim.Adagrad(p), 1.0),
         (lambda p: torch.optim.Adafactor(p), None),
+        # torch refuses the probe's settings; a line in a log must not end a training.
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), capturable=True, foreach=True), None),
     ],
 )
 def test_state_is_foretold(make: Callable[[Any], Optimizer], expected: float | None) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -69,6 +70,8 @@ def make_trainer(strategy: Any, **arguments: Any) -> Trainer:
         # On CPU the Trainer's flag would fall back to bfloat16.
         scaler = torch.amp.GradScaler("cpu", init_scale=arguments.pop("init_scale", 128.0), growth_interval=3)
         ranks["plugins"].append(MixedPrecision("16-mixed", "cpu", scaler=scaler))
+    if isinstance(arguments.get("precision"), Precision):
+        ranks["plugins"].append(arguments.pop("precision"))
     quiet = {
         "logger": False,
         "enable_checkpointing": False,

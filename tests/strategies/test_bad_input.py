@@ -64,6 +64,12 @@ class SharedMemory(zoo.TiedLanguageModel):
         self.head.weight = nn.Parameter(self.embedding.weight.data)
 
 
+class SharedParameter(zoo.MLP):
+    def configure_optimizers(self) -> Any:
+        self.automatic_optimization = False
+        return [zoo.adamw(self.parameters()), zoo.adamw(self.net[0].parameters())]
+
+
 class RankDependent(zoo.MLP):
     def build(self) -> None:
         super().build()
@@ -107,6 +113,7 @@ def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
         (LBFGS, ["ValueError", "LBFGS", "closure", "ddp"]),
         (SparseEmbedding, ["ValueError", "'extra'", "sparse=False"]),
         (SeveralDevices, ["ValueError", "cpu", "meta"]),
+        (SharedParameter, ["ValueError", "'net.0.weight'", "more than one optimizer"]),
         (SharedMemory, ["ValueError", "'embedding.weight'", "'head.weight'", "same nn.Parameter"]),
         (IntegerParameter, ["ValueError", "'counts'", "int64", "buffer"]),
         (NoOptimizer, ["MisconfigurationException", "Odd", "torch.optim.Optimizer"]),

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
@@ -132,7 +133,15 @@ class ManualAccumulation(zoo.MLP):
         return loss.detach()
 
 
-CHANGING = [Noisy, Replacing, Dropping, TorchClipping, OwnClipping, OwnStep, ManualAccumulation]
+class OwnZeroing(zoo.MLP):
+    """A common idiom, which never asks the optimizer."""
+
+    def optimizer_zero_grad(self, *args: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+CHANGING = [OwnZeroing, Noisy, Replacing, Dropping, TorchClipping, OwnClipping, OwnStep, ManualAccumulation]
 
 
 def compare_with_ddp(module: type[zoo.Zoo], expose: Any) -> float:
@@ -177,9 +186,10 @@ def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[boo
     class Peek(zoo.MLP):
         visible: list[bool] = []  # noqa: RUF012  (made anew with the class in every call)
 
-        def optimizer_zero_grad(self, *args: Any) -> None:
+        def training_step(self, *args: Any) -> Any:
+            # Before the gradients of the step before are zeroed.
             self.visible.append(any(parameter.grad is not None for parameter in self.parameters()))
-            super().optimizer_zero_grad(*args)
+            return super().training_step(*args)
 
     torch.manual_seed(0)
     module = Peek()
@@ -220,12 +230,36 @@ class QuietCheckpoint(ModelCheckpoint):
     ],
 )
 def test_observers_are_named(module: type[zoo.Zoo], callbacks: list[Callback], expected: list[str]) -> None:
-    assert observers_of_gradients(module(), callbacks, []) == expected
+    assert observers_of_gradients(module(), callbacks, [], Precision()) == expected
 
 
 def test_step_hooks_are_observers() -> None:
     module = zoo.MLP()
     optimizer = module.configure_optimizers()
-    assert observers_of_gradients(module, [], [optimizer]) == []
+    assert observers_of_gradients(module, [], [optimizer], Precision()) == []
     optimizer.register_step_pre_hook(lambda *_: None)
-    assert observers_of_gradients(module, [], [optimizer]) == ["step hooks of AdamW"]
+    assert observers_of_gradients(module, [], [optimizer], Precision()) == ["step hooks of AdamW"]
+
+
+class OwnPrecision(Precision):
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
+
+
+def clip_by_an_own_plugin() -> float:
+    actual = train(lambda: zoo.MLP(), zero1(expose_gradients="auto"), gradient_clip_val=0.1, precision=OwnPrecision())
+    return largest_difference(actual, train(lambda: zoo.MLP(), ddp(), gradient_clip_val=0.05))
+
+
+def test_a_precision_plugin_that_clips_by_itself_is_respected(pool: RankPool) -> None:
+    assert max(pool.run(2, clip_by_an_own_plugin)) <= 2e-5
+
+
+def watch_on_rank_zero() -> float:
+    callbacks = [Watcher()] if dist.get_rank() == 0 else []
+    actual = train(lambda: zoo.MLP(), zero1(expose_gradients="auto"), callbacks=callbacks)
+    return largest_difference(actual, train(lambda: zoo.MLP(), ddp()))
+
+
+def test_a_callback_on_one_rank_only_does_not_part_the_ranks(own_pool: RankPool) -> None:
+    assert max(own_pool.run(2, watch_on_rank_zero)) <= 2e-5

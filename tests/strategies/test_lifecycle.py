@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parstrat.core.memory import step_traffic
@@ -226,6 +227,85 @@ def train_after_a_failure(where: str) -> float:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_module_can_be_trained_after_a_failure_in_a_step(pool: RankPool, where: str) -> None:
     assert max(pool.run(2, train_after_a_failure, where)) <= 2e-5
+
+
+class FailingMidway(zoo.MLP):
+    """Large enough that transfers are under way when backward fails."""
+
+    broken = True
+
+    def build(self) -> None:
+        self.net = nn.Sequential(*(nn.Linear(zoo.FEATURES if not i else 256, 256) for i in range(5)), nn.Linear(256, 1))
+        self.net[0].weight.register_hook(self._fail)
+
+    def _fail(self, gradient: Tensor) -> Tensor:
+        if self.broken and self.trainer.global_step == 2:
+            raise KeyError("data is broken")
+        return gradient
+
+
+def train_after_a_failure_with_transfers_under_way() -> float:
+    data = zoo.loader(40, 4, rank=dist.get_rank(), world_size=dist.get_world_size())
+    torch.manual_seed(0)
+    module = FailingMidway()
+    with pytest.raises(KeyError):
+        make_trainer(zero1(bucket_cap_mb=0.1)).fit(module, data)
+    FailingMidway.broken = False
+
+    def fresh() -> zoo.Zoo:
+        return FailingMidway()
+
+    return largest_difference(train(fresh, zero1(bucket_cap_mb=0.1)), train(fresh, ddp()))
+
+
+def test_a_failure_with_transfers_under_way_does_not_reach_the_next_training(own_pool: RankPool) -> None:
+    assert max(own_pool.run(2, train_after_a_failure_with_transfers_under_way)) <= 2e-5
+
+
+class Finetuned(zoo.MLP):
+    """BackboneFinetuning freezes and later unfreezes ``backbone``, whose parameters then join the optimizer."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(zoo.FEATURES, 9), nn.Tanh())
+        self.head = nn.Linear(9, 1)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.head(self.backbone(batch)) - 1).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def finetune(strategy: str, path: str, whole_batch: bool) -> list[Tensor]:
+    """Three epochs, of which the backbone trains in the last two, saved after the second and resumed."""
+    world_size = dist.get_world_size()
+    results = []
+    for epochs, checkpoint in ((2, None), (3, path)):
+        torch.manual_seed(0)
+        module = Finetuned()
+        data = (
+            zoo.loader(24 * world_size, 4 * world_size)
+            if whole_batch
+            else zoo.loader(24 * world_size, 4, rank=dist.get_rank(), world_size=world_size)
+        )
+        callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)
+        trainer = make_trainer(zero1() if strategy == "zero1" else None, max_epochs=epochs, callbacks=[callback])
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False)
+        if checkpoint is None:
+            trainer.save_checkpoint(path)
+        results = [parameter.detach() for parameter in module.parameters()]
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backbone_unfrozen_in_training_goes_on_after_resuming(
+    pool: RankPool, tmp_path: Path, world_size: int
+) -> None:
+    # DDP itself never reduces what was frozen when it was created: the oracle is one process on the whole batch.
+    ours = pool.run(world_size, finetune, "zero1", str(tmp_path / "ours.ckpt"), False)
+    for rank, parameters in enumerate(ours):
+        expected = pool.run(world_size, finetune, "single", str(tmp_path / "single.ckpt"), True)[rank]
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
 
 
 class LooksAtOptimizers(zoo.MLP):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
+from lightning_parstrat import ZeRO1Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero1
@@ -122,14 +123,23 @@ CASES = {
 }
 
 
-def compare(case: Case) -> tuple[float, float]:
+def compare(case: Case, strategy: ZeRO1Strategy) -> tuple[float, float]:
     def make() -> zoo.Zoo:
         return case.module(case.optimizer)
 
     whole_batch = case.oracle == "whole batch"
     expected = train(make, None if whole_batch else ddp(), whole_batch=whole_batch, **case.trainer)
-    actual = train(make, zero1(**case.strategy), **case.trainer)
+    actual = train(make, strategy, **case.trainer)
     return largest_difference(actual, expected), largest_loss_difference(actual, expected)
+
+
+def compare_with_small_buckets(case: Case) -> tuple[float, float]:
+    return compare(case, zero1(**case.strategy))
+
+
+def compare_with_defaults(case: Case) -> tuple[float, float]:
+    """As a user has it: the callbacks of this comparison make "auto" expose gradients, and one bucket holds all."""
+    return compare(case, ZeRO1Strategy())
 
 
 @pytest.mark.parametrize(
@@ -137,7 +147,15 @@ def compare(case: Case) -> tuple[float, float]:
 )
 def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -> None:
     case = CASES[name]
-    for parameters, losses in pool.run(world_size, compare, case):
+    for parameters, losses in pool.run(world_size, compare_with_small_buckets, case):
+        assert parameters <= case.tolerance
+        assert losses <= 10 * case.tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.strategy])
+def test_trains_as_the_oracle_does_with_default_arguments(pool: RankPool, name: str) -> None:
+    case = CASES[name]
+    for parameters, losses in pool.run(2, compare_with_defaults, case):
         assert parameters <= case.tolerance
         assert losses <= 10 * case.tolerance
 
