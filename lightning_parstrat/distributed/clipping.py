@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
-from lightning_parstrat.distributed.optimizer import OptimizerSharding
+from lightning_parstrat.distributed.sharding import OptimizerSharding
 
 
 @torch.no_grad()

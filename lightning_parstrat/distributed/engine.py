@@ -5,11 +5,9 @@ alone, and gathers what the others stepped. Rajbhandari et al., "ZeRO: Memory Op
 Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered as in section 5.2.
 """
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,32 +18,15 @@ from lightning_parstrat.core.layout import LayoutPolicy, ParameterSpec, Partitio
 from lightning_parstrat.core.memory import owned_bytes, parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.buckets import ParameterBucket
-from lightning_parstrat.distributed.collectives import Collectives, ProcessGroups, make_collectives
+from lightning_parstrat.distributed.checks import check_agreement, check_parameters
+from lightning_parstrat.distributed.collectives import ProcessGroups, make_collectives
 from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.optimizer import (
-    OptimizerSharding,
-    check_supported,
-    choose_partition,
-    shard_existing_state,
-    shard_optimizer,
-    state_bytes_per_parameter_byte,
-    unshard_optimizer,
-)
+from lightning_parstrat.distributed.optimizer import check_supported, shard_optimizer, unshard_optimizer
 from lightning_parstrat.distributed.reducer import GradientReducer
-
-
-class ShardingSummary(NamedTuple):
-    """What was sharded, for a line to the user."""
-
-    parameters: int
-    parameter_bytes: int
-    buckets: int
-    padding_bytes: int
-    owned_bytes: int
-    world_size: int
-    state_bytes: tuple[int, int] | None
-    """Optimizer state unsharded and on this rank, where it can be told before the first step."""
+from lightning_parstrat.distributed.sharding import OptimizerSharding, choose_partition, shard_existing_state
+from lightning_parstrat.distributed.state_dict import with_own_storage
+from lightning_parstrat.distributed.summary import ShardingSummary, state_bytes_per_parameter_byte
 
 
 class ShardedDataParallel:
@@ -145,7 +126,7 @@ class ShardedDataParallel:
         A file that holds a view holds all of its storage: one small tensor would bring its whole bucket along.
         """
         storages = {bucket.flat.untyped_storage().data_ptr() for bucket in self.buckets}
-        return _with_own_storage(value, storages)
+        return with_own_storage(value, storages)
 
     def close(self) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
@@ -248,123 +229,6 @@ def make_whole(optimizer: Optimizer) -> dict[str, object] | None:
     optimizer.state.clear()
     unshard_optimizer(optimizer)
     return state_dict
-
-
-def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Refuses parameters that cannot be bucketed, before anything is moved.
-
-    Raises:
-        ValueError: Several devices, a dtype without gradients, or a module that makes sparse gradients.
-    """
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    devices = sorted({str(parameter.device) for parameter in parameters})
-    if len(devices) > 1:
-        raise ValueError(
-            f"The parameters of the optimizers are on several devices: {devices}. Each rank must hold all of them on"
-            " one: leave the placement to the Trainer, or use a model-parallel strategy."
-        )
-    seen: set[Tensor] = set()
-    for parameter in parameters:
-        name = names.get(parameter, "<not in the module>")  # type: ignore[call-overload]
-        if parameter in seen:
-            raise ValueError(
-                f"Parameter {name!r} is in more than one optimizer, so that two shards would own it. Give each"
-                " parameter to one optimizer, or use `strategy='ddp'`."
-            )
-        seen.add(parameter)
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ValueError(
-                f"Parameter {name!r} is of {parameter.dtype}; only floating point and complex parameters can be"
-                " trained. Register it as a buffer instead."
-            )
-        if parameter.layout != torch.strided:
-            raise ValueError(f"Parameter {name!r} has layout {parameter.layout}; only dense ones can be sharded.")
-    _check_overlap(parameters, names)
-    trained = set(parameters)
-    for name, child in module.named_modules():
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight in trained:
-            raise ValueError(
-                f"{type(child).__name__} {name!r} makes sparse gradients, and only dense ones can be sharded."
-                " Use `sparse=False`, or `strategy='ddp'`."
-            )
-
-
-def _check_overlap(parameters: Sequence[Tensor], names: Mapping[Any, str]) -> None:
-    """Two parameters over the same memory would each get a place of their own, and part from each other."""
-    extents = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, names.get(parameter, "<not in the module>"))
-        for parameter in parameters
-        if parameter.numel() and parameter.device.type != "meta" and _is_dense(parameter)
-    )
-    for (_, end, name), (start, _, other) in pairwise(extents):
-        if start < end:
-            raise ValueError(
-                f"Parameters {name!r} and {other!r} share memory without being the same nn.Parameter, which sharding"
-                " would undo. Tie them by assigning the same nn.Parameter to both modules."
-            )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in any order of the dimensions."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span == tensor.numel()
-
-
-def check_agreement(control: Collectives, number: int) -> None:
-    """Compares a number over all ranks. Collective; one all-reduce of 16 bytes.
-
-    Raises:
-        ValueError: The ranks have different numbers, that is, different parameters or plans.
-    """
-    extremes = torch.tensor([number, -number], dtype=torch.int64)
-    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
-    if extremes[0] != -extremes[1]:
-        raise ValueError(
-            "The ranks do not have the same parameters in the same order, so they cannot share their optimizer state."
-            " Build the same module and the same optimizers on every rank (check code that depends on the rank)."
-        )
-
-
-@torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Copies tensors from one rank to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
-    detached = [tensor.detach() for tensor in tensors]
-    if detached and dist.get_world_size(group) > 1:
-        dist._broadcast_coalesced(  # type: ignore[attr-defined]
-            group, detached, 250 * 2**20, source
-        )
-
-
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives all ranks rank 0's parameters and buffers, as DDP does when it is created. Collective.
-
-    Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as by DDP.
-    """
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    named = [*module.named_parameters(), *module.named_buffers()]
-    broadcast_tensors((tensor for name, tensor in named if name not in ignored), group)
-
-
-def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives all ranks rank 0's buffers, as DDP does before each synchronised forward. Collective."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    broadcast_tensors((buffer for name, buffer in module.named_buffers() if name not in ignored), group)
-
-
-def _with_own_storage(value: Any, storages: set[int]) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.untyped_storage().data_ptr() in storages else value
-    if isinstance(value, dict):
-        new = {key: _with_own_storage(item, storages) for key, item in value.items()}
-        if all(new[key] is value[key] for key in value):
-            return value
-        # A shallow copy keeps the type and what hangs on it, such as a state dict's `_metadata`.
-        result = copy.copy(value)
-        result.update(new)
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(_with_own_storage(item, storages) for item in value)
-    return value
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -4,6 +4,7 @@ Gathering goes over host memory, one tensor at a time, so that a device never ho
 takes each rank's part of a whole state. Both directions keep torch's own format, which knows nothing of ranks.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_parstrat.distributed.buckets import ParameterSlot
-from lightning_parstrat.distributed.optimizer import OptimizerSharding, shard_value
+from lightning_parstrat.distributed.sharding import OptimizerSharding, shard_value
 
 StateDict = dict[Any, Any]
 
@@ -178,3 +179,25 @@ def _broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
     holder = [value]
     dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]
+
+
+def with_own_storage(value: Any, storages: set[int]) -> Any:
+    """A copy of nested dictionaries and lists in which tensors that lie in ``storages`` have storage of their own.
+
+    Args:
+        value: What is to be saved.
+        storages: Addresses of the buckets' storages.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.untyped_storage().data_ptr() in storages else value
+    if isinstance(value, dict):
+        new = {key: with_own_storage(item, storages) for key, item in value.items()}
+        if all(new[key] is value[key] for key in value):
+            return value
+        # A shallow copy keeps the type and what hangs on it, such as a state dict's `_metadata`.
+        result = copy.copy(value)
+        result.update(new)
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(with_own_storage(item, storages) for item in value)
+    return value

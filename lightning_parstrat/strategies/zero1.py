@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import ExposeGradients, PartitionChoice, ShardingPolicy
+from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups, world_size
-from lightning_parstrat.distributed.engine import ShardedDataParallel, broadcast_buffers, broadcast_module
+from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.state_dict import gather_state_dict
 from lightning_parstrat.strategies.observers import observers_of_gradients

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.optimizer import (
-    ELEMENTWISE_OPTIMIZERS,
-    check_supported,
-    choose_partition,
-    state_bytes_per_parameter_byte,
-)
+from lightning_parstrat.distributed.optimizer import check_supported
+from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, choose_partition
+from lightning_parstrat.distributed.summary import state_bytes_per_parameter_byte
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 
