@@ -123,7 +123,7 @@ CASES = {
 }
 
 
-def compare(case: Case, strategy: ZeRO1Strategy) -> tuple[float, float]:
+def compare(case: Case, strategy: ZeRO1Strategy | str) -> tuple[float, float]:
     def make() -> zoo.Zoo:
         return case.module(case.optimizer)
 
@@ -137,9 +137,9 @@ def compare_with_small_buckets(case: Case) -> tuple[float, float]:
     return compare(case, zero1(**case.strategy))
 
 
-def compare_with_defaults(case: Case) -> tuple[float, float]:
+def compare_by_flag(case: Case) -> tuple[float, float]:
     """As a user has it: the callbacks of this comparison make "auto" expose gradients, and one bucket holds all."""
-    return compare(case, ZeRO1Strategy())
+    return compare(case, "zero1_custom")
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,13 @@ def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -
         assert losses <= 10 * case.tolerance
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.strategy])
-def test_trains_as_the_oracle_does_with_default_arguments(pool: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(name, size) for name, case in CASES.items() if not case.strategy for size in case.world_sizes],
+)
+def test_trains_as_the_oracle_does_by_flag(pool: RankPool, name: str, world_size: int) -> None:
     case = CASES[name]
-    for parameters, losses in pool.run(2, compare_with_defaults, case):
+    for parameters, losses in pool.run(world_size, compare_by_flag, case):
         assert parameters <= case.tolerance
         assert losses <= 10 * case.tolerance
 
