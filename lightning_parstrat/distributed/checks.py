@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.core.layout import ParameterSpec, fingerprint
+from lightning_parstrat.distributed.collectives import Collectives, make_collectives
 
 
 def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
@@ -69,6 +70,29 @@ def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie side by side, in any order of the dimensions."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return span == tensor.numel()
+
+
+def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers over all ranks, before any of them is broadcast.
+
+    Collective; one all-reduce of 16 bytes. Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.
+
+    Args:
+        module: The module.
+        group: A group that works on host memory.
+
+    Raises:
+        ValueError: The modules differ; a broadcast between them would hang.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    specs = [
+        ParameterSpec(
+            name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), itemsize=tensor.element_size(), group=None
+        )
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name not in ignored
+    ]
+    check_agreement(make_collectives(group, torch.device("cpu")), fingerprint(specs, ()))
 
 
 def check_agreement(control: Collectives, number: int) -> None:

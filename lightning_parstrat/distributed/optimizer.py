@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
         return gather_state_dict(self, destination=None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads whole state in torch's own format, of which this rank keeps its shards. Not collective."""
+        """Loads whole state in torch's own format, of which this rank keeps its shards; see :func:`load_sharded`."""
         load_sharded(self, state_dict, super().load_state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

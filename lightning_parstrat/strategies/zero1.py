@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import ExposeGradients, PartitionChoice, ShardingPolicy
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
+from lightning_parstrat.distributed.checks import check_same_module
 from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups, world_size
 from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
@@ -127,6 +128,7 @@ class ZeRO1Strategy(_ProcessStrategy):
     @override
     def configure_ddp(self) -> None:
         """Gives all ranks the same module; there is no wrapper around it."""
+        check_same_module(self._module, self._groups.control)
         broadcast_module(self._module, self._groups.parameters)
 
     @override

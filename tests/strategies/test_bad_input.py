@@ -76,9 +76,12 @@ class RankDependent(zoo.MLP):
         if dist.get_rank() == 1:
             self.extra = nn.Linear(2, 2)
 
-    def setup(self, stage: str) -> None:
-        # DDP's broadcast at the start would hang on the odd parameter before anything can be compared.
-        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_parameters()]
+
+class RankDependentOptimizer(zoo.MLP):
+    """The same module everywhere; what its optimizer is given is not."""
+
+    def configure_optimizers(self) -> Any:
+        return zoo.adamw(list(self.parameters())[dist.get_rank() :])
 
 
 class NoOptimizer(zoo.MLP):
@@ -127,8 +130,9 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(
         assert all(word in message for word in words), message
 
 
-def test_modules_that_differ_between_ranks_are_refused(own_pool: RankPool) -> None:
-    for message, steps in own_pool.run(2, error_of, RankDependent):
+@pytest.mark.parametrize("module", [RankDependent, RankDependentOptimizer])
+def test_modules_that_differ_between_ranks_are_refused(own_pool: RankPool, module: type[zoo.Zoo]) -> None:
+    for message, steps in own_pool.run(2, error_of, module):
         assert steps == 0 and "ValueError" in message and "same parameters in the same order" in message
 
 
