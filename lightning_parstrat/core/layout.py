@@ -5,6 +5,7 @@ computes an offset of its own (the idea is Megatron-LM's distributed optimizer's
 """
 
 import hashlib
+import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
@@ -22,6 +23,8 @@ class ParameterSpec:
         dtype: The name of its dtype; ranks must agree on it.
         itemsize: Bytes per element.
         group: Parameters share a bucket only where their groups are equal, such as (dtype, device, optimizer).
+        update_cost: What the optimizer's update of it costs, in any unit that is the same for all; None where that is
+            proportional to its number of elements. See :mod:`lightning_parstrat.core.update_cost`.
     """
 
     name: str
@@ -29,6 +32,7 @@ class ParameterSpec:
     dtype: str
     itemsize: int
     group: Hashable
+    update_cost: float | None = None
 
     @property
     def numel(self) -> int:
@@ -47,7 +51,8 @@ class LayoutPolicy:
         world_size: Number of ranks that share the optimizer state.
         bucket_cap_bytes: A bucket is closed before it would grow beyond this; a larger parameter has its own bucket.
         partition: ``"element"`` cuts every bucket into equal shards wherever the cut falls; ``"parameter"`` lets no
-            parameter cross a shard boundary, at the price of padding.
+            parameter cross a shard boundary: shards of one bucket then differ in length, and only over all buckets do
+            the ranks own about the same.
         alignment_bytes: Parameters and shards start at multiples of this; 64 is a cache line, and four times what
             vectorised GPU kernels ask for.
 
@@ -93,26 +98,37 @@ class ShardSlice(NamedTuple):
 
 
 class BucketLayout(NamedTuple):
-    """One bucket: ``numel`` elements (padding included), of which each rank owns ``numel // world_size`` in a row."""
+    """One bucket, padding included: rank r owns the elements ``[bounds[r], bounds[r + 1])``.
+
+    ``bounds`` has ``world_size + 1`` entries; where the shards are equal it is a range, which costs nothing to keep.
+    """
 
     slots: tuple[Slot, ...]
-    numel: int
+    bounds: Sequence[int]
     itemsize: int
-    world_size: int
 
     @property
-    def shard_numel(self) -> int:
-        """Elements in each rank's shard, padding included."""
-        return self.numel // self.world_size
+    def world_size(self) -> int:
+        """Number of ranks that share the bucket."""
+        return len(self.bounds) - 1
+
+    @property
+    def numel(self) -> int:
+        """Elements in the bucket, padding included."""
+        return self.bounds[-1]
 
     @property
     def padding(self) -> int:
         """Elements that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
+    def shard_numel(self, rank: int) -> int:
+        """Elements that ``rank`` owns, padding included."""
+        return self.bounds[rank + 1] - self.bounds[rank]
+
     def slice_of(self, slot: Slot, rank: int) -> ShardSlice | None:
         """The part of the slot's parameter that ``rank`` owns, or None."""
-        start, stop = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        start, stop = self.bounds[rank], self.bounds[rank + 1]
         first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)
         if first >= last:
             return None
@@ -133,14 +149,19 @@ def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> t
 
     Returns:
         The buckets, ordered by when their last gradient is expected, which is the order of their reductions. Linear
-        in the number of parameters, independent of the world size (``"parameter"``: times its logarithm).
+        in the number of parameters, independent of the world size (``"parameter"``: times its logarithm, plus one
+        number per rank and bucket).
     """
-    place = _place_by_element if policy.partition == "element" else _place_by_parameter
-    buckets = [
-        (members[-1], place([(index, parameters[index]) for index in members], policy))
-        for members in _assign_to_buckets(parameters, policy.bucket_cap_bytes)
-    ]
-    return tuple(bucket for _, bucket in sorted(buckets, key=lambda item: item[0]))
+    groups = _assign_to_buckets(parameters, policy.bucket_cap_bytes)
+    if policy.partition == "element":
+        buckets = [_cut_anywhere([(index, parameters[index]) for index in members], policy) for members in groups]
+    else:
+        owners = _choose_owners(parameters, policy.world_size)
+        buckets = [
+            _keep_whole([(index, parameters[index], owners[index]) for index in members], policy) for members in groups
+        ]
+    ordered = sorted(zip(groups, buckets, strict=True), key=lambda item: item[0][-1])
+    return tuple(bucket for _, bucket in ordered)
 
 
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:
@@ -166,7 +187,7 @@ def _assign_to_buckets(parameters: Sequence[ParameterSpec], cap_bytes: int) -> l
     return closed + list(open_buckets.values())
 
 
-def _place_by_element(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:
+def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:
     """One parameter after the other; the shards' boundaries fall where they may."""
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)
@@ -176,28 +197,46 @@ def _place_by_element(members: list[tuple[int, ParameterSpec]], policy: LayoutPo
         slots.append(Slot(index, offset, spec.numel))
         end = offset + spec.numel
     numel = _round_up(max(end, 1), alignment * policy.world_size)
-    return BucketLayout(tuple(slots), numel, itemsize, policy.world_size)
+    return BucketLayout(tuple(slots), range(0, numel + 1, numel // policy.world_size), itemsize)
 
 
-def _place_by_parameter(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:
-    """Largest parameter first, each to the rank that holds least (longest-processing-time bin packing).
+def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list[int]:
+    """The rank that owns each parameter: the largest first, each to the rank that has least (bin packing).
 
-    R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the fullest shard is at most 4/3 of the optimum.
+    What is balanced is each parameter's share of all update costs plus its share of all elements: the first is the
+    time of a step, the second is memory and traffic. R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969):
+    the fullest rank has at most 4/3 of the optimum.
     """
+    costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
+    whole_cost, whole_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
+    weights = [cost / whole_cost + spec.numel / whole_numel for cost, spec in zip(costs, parameters, strict=True)]
+    loads = [(0.0, rank) for rank in range(world_size)]
+    owners = [0] * len(parameters)
+    for index in sorted(range(len(parameters)), key=lambda index: -weights[index]):
+        load, owners[index] = loads[0]
+        heapq.heapreplace(loads, (load + weights[index], owners[index]))
+    return owners
+
+
+def _keep_whole(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
+    """One rank's parameters after the other's; a rank that owns none of the bucket has an empty shard."""
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)
-    loads = [0] * policy.world_size
-    starts: dict[int, tuple[int, int]] = {}
-    for index, spec in sorted(members, key=lambda member: -member[1].numel):
-        rank = min(range(policy.world_size), key=loads.__getitem__)
-        starts[index] = (rank, loads[rank])
-        loads[rank] += _round_up(spec.numel, alignment)
-    shard_numel = max(*loads, alignment)
-    slots = []
-    for index, spec in members:
-        rank, start = starts[index]
-        slots.append(Slot(index, rank * shard_numel + start, spec.numel))
-    return BucketLayout(tuple(slots), shard_numel * policy.world_size, itemsize, policy.world_size)
+    starts: dict[int, int] = {}
+    bounds, end = [0], 0
+    by_owner: dict[int, list[tuple[int, ParameterSpec]]] = {}
+    for index, spec, owner in members:
+        by_owner.setdefault(owner, []).append((index, spec))
+    for rank in range(policy.world_size):
+        for index, spec in by_owner.get(rank, []):
+            starts[index] = end
+            end = _round_up(end + spec.numel, alignment)
+        bounds.append(end)
+    if end == 0:
+        # Nothing but empty parameters: buffers and collectives need not know of a special case.
+        bounds = [0] + [alignment] * policy.world_size
+    slots = tuple(Slot(index, starts[index], spec.numel) for index, spec, _ in members)
+    return BucketLayout(slots, tuple(bounds), itemsize)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -20,19 +20,22 @@ class StepTraffic(NamedTuple):
     all_gather_bytes: int
 
 
-def step_traffic(buckets: Sequence[BucketLayout]) -> StepTraffic:
+def step_traffic(buckets: Sequence[BucketLayout], rank: int) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
     Args:
         buckets: The plan.
+        rank: The rank that sends.
 
     Returns:
-        Per rank: each phase sends ``(world_size - 1) * shard_numel * itemsize`` bytes for each bucket; nothing at
+        For each bucket it sends away what the others own of the gradients, and what it owns of the parameters to each
+        of the others. Where shards are equal, both are ``(world_size - 1) / world_size`` of the bucket; nothing at
         world size 1.
     """
-    sent = sum((bucket.world_size - 1) * bucket.shard_numel * bucket.itemsize for bucket in buckets)
+    away = sum((bucket.numel - bucket.shard_numel(rank)) * bucket.itemsize for bucket in buckets)
+    home = sum((bucket.world_size - 1) * bucket.shard_numel(rank) * bucket.itemsize for bucket in buckets)
     count = sum(bucket.world_size > 1 for bucket in buckets)
-    return StepTraffic(count, sent, count, sent)
+    return StepTraffic(count, away, count, home)
 
 
 def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:

@@ -4,8 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
+
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
+MasterWeights = Literal["auto"] | bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +20,10 @@ class ShardingPolicy:
             the latency of a collective less often.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
             rank, which optimizers that look at whole matrices need; ``"auto"`` chooses by the optimizer.
-
         expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
             (``"auto"``) where someone may look.
+        master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
+            any (``"auto"``), never, or (True) by all means: that there are none is an error then.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -28,6 +32,7 @@ class ShardingPolicy:
     bucket_cap_mb: float = 8.0
     partition: PartitionChoice = "auto"
     expose_gradients: ExposeGradients = "auto"
+    master_weights: MasterWeights = "auto"
 
     def __post_init__(self) -> None:
         number = isinstance(self.bucket_cap_mb, (int, float)) and not isinstance(self.bucket_cap_mb, bool)
@@ -37,10 +42,17 @@ class ShardingPolicy:
             )
         if self.partition not in get_args(PartitionChoice):
             raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(PartitionChoice)}.")
-        if self.expose_gradients != "auto" and not isinstance(self.expose_gradients, bool):
-            raise ValueError(f"Invalid expose_gradients: {self.expose_gradients!r}. Must be 'auto', True or False.")
+        for name in ("expose_gradients", "master_weights"):
+            value = getattr(self, name)
+            if value != "auto" and not isinstance(value, bool):
+                raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
 
     @property
     def bucket_cap_bytes(self) -> int:
         """The cap in bytes, at least one."""
         return max(1, int(self.bucket_cap_mb * 2**20))
+
+    def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """What shards of parameters of ``dtype`` are kept and stepped in, where that is not their own dtype."""
+        narrow = dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if narrow and self.master_weights is not False else None

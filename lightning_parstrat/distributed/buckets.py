@@ -1,14 +1,17 @@
-"""Flat storage of parameters, and the life of their gradients.
+"""Parameters that travel together, and the life of their gradients.
 
-A bucket's parameters live in one flat buffer, each as a view that keeps its strides, so that its shards can be
-gathered in place. A gradient buffer is allocated when a bucket's gradients are packed and freed with its
-reduce-scatter; what remains is the shard.
+A gradient buffer is allocated when a bucket's gradients are packed and freed with its reduce-scatter; what remains is
+the shard. In a ``ParameterBucket`` the parameters too live in one flat buffer, as views that keep their strides, so
+that its shards can be gathered in place. In a plain ``GradientBucket`` they stay where they are, every rank steps them
+(or none), and the mean gradient is shown to all, as under DDP.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
 
@@ -46,7 +49,7 @@ class ParameterSlot:
         "used",
     )
 
-    def __init__(self, parameter: nn.Parameter, bucket: "ParameterBucket", place: Slot) -> None:
+    def __init__(self, parameter: Tensor, bucket: "GradientBucket", place: Slot) -> None:
         self.parameter = parameter
         self.bucket = bucket
         self.place = place
@@ -59,6 +62,11 @@ class ParameterSlot:
         self.reduced = False
         self.used = False
         self.idle_backwards = 0
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether its shard is kept in a wider dtype than the parameter."""
+        return self.shard is not None and self.shard.dtype != self.parameter.dtype
 
     def view_into(self, flat: Tensor) -> Tensor:
         """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
@@ -100,32 +108,29 @@ class ParameterSlot:
         return piece
 
 
-class ParameterBucket:
-    """Parameters that travel together.
-
-    Creating it moves the parameters' storage into one flat buffer: while it runs, the bucket's parameters exist twice,
-    so that setting up many buckets one after the other peaks at one bucket. Not collective.
+class GradientBucket:
+    """Parameters whose gradients travel together; the parameters themselves are left where they are.
 
     Args:
         index: Position in the order of reductions.
         layout: The plan; its slots refer to positions in ``parameters``.
-        parameters: The parameters of the whole plan.
-        rank: Whose shard is this process's.
+        parameters: The parameters of the whole plan, at least one of which is in this bucket.
+        rank: Whose shard of the gradient is this process's.
     """
 
-    def __init__(self, index: int, layout: BucketLayout, parameters: Sequence[nn.Parameter], rank: int) -> None:
+    keeps_parameters_whole = True
+    """Whether every rank steps all of every parameter, so that ``param.grad`` must hold the mean on all of them."""
+
+    def __init__(self, index: int, layout: BucketLayout, parameters: Sequence[Tensor], rank: int) -> None:
         self.index = index
         self.layout = layout
         self.rank = rank
         first = parameters[layout.slots[0].parameter]
-        self.flat = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        self.dtype = first.dtype
+        self.device = first.device
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.shard_gradient: Tensor | None = None
         self.whole_gradient: Tensor | None = None
-        self.move_in()
-        for slot in self.slots:
-            if slot.piece is not None:
-                slot.shard = nn.Parameter(slot.view_into_shard(self.shard))
 
     @property
     def has_gradients(self) -> bool:
@@ -133,48 +138,13 @@ class ParameterBucket:
         return any(slot.used for slot in self.slots)
 
     @property
-    def shard(self) -> Tensor:
-        """This rank's part of the flat buffer: 1-D, ``layout.shard_numel`` elements, a view."""
-        return self.shard_of(self.flat)
+    def shard_dtype(self) -> torch.dtype:
+        """What the shard's gradient, and so its optimizer state, is kept in."""
+        return self.dtype
 
     def shard_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a buffer of the bucket's length: 1-D, ``layout.shard_numel`` elements, a view."""
-        return whole.view(self.layout.world_size, -1)[self.rank]
-
-    @torch.no_grad()
-    def move_in(self) -> None:
-        """Brings every parameter whose data is not its place in the buffer (at first all, later those swapped) there.
-
-        Raises:
-            ValueError: A parameter has changed its shape, dtype or device since the plan was made.
-        """
-        for slot in self.slots:
-            if slot.place.numel == 0:
-                continue
-            data = slot.parameter.data
-            home = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
-            if data.data_ptr() == home and data.stride() == slot.strides:
-                continue
-            if data.numel() != slot.place.numel or data.dtype != self.flat.dtype or data.device != self.flat.device:
-                raise ValueError(
-                    f"A parameter had {slot.place.numel} elements of {self.flat.dtype} on {self.flat.device} when"
-                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
-                    " before `fit`, not during it."
-                )
-            view = slot.view_into(self.flat)
-            view.copy_(data)
-            slot.parameter.data = view
-
-    @torch.no_grad()
-    def move_out(self) -> None:
-        """Gives every parameter storage of its own again and frees the bucket's; shards keep only their shapes."""
-        for slot in self.slots:
-            slot.parameter.data = slot.parameter.data.clone()
-            if slot.shard is not None:
-                slot.shard.grad = None
-                slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
-        self.shard_gradient = self.whole_gradient = None
-        self.flat = self.flat.new_empty(0)
+        """This rank's part of a buffer of the bucket's length: 1-D, a view."""
+        return whole[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
 
     def pack_gradients(self) -> Tensor:
         """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
@@ -185,7 +155,7 @@ class ParameterBucket:
         Raises:
             ValueError: A gradient is sparse.
         """
-        buffer = torch.empty_like(self.flat)
+        buffer = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
             slot.fresh = False
@@ -208,21 +178,10 @@ class ParameterBucket:
         return buffer
 
     def attach_exposed_gradients(self) -> None:
-        """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
-        for slot in self.slots:
-            if slot.shard is not None:
-                gradient = slot.parameter.grad
-                slot.shard.grad = None if gradient is None else slot.part_of(gradient)
+        """Takes over what users have made of ``param.grad``; here that is where gradients are."""
 
     def attach_gradients(self) -> None:
-        """Makes each owned shard's ``.grad`` a view of the reduced gradient, or None where no rank had one."""
-        for slot in self.slots:
-            if slot.shard is None:
-                continue
-            if self.shard_gradient is None or not slot.used:
-                slot.shard.grad = None
-            else:
-                slot.shard.grad = slot.view_into_shard(self.shard_gradient)
+        """Hands the reduced gradient to the owners of shards; here there are none."""
 
     def zero_gradients(self, set_to_none: bool = True) -> None:
         """Forgets the reduced gradient, or fills it with zeros."""
@@ -235,3 +194,131 @@ class ParameterBucket:
             slot.used = False
             if slot.shard is not None:
                 slot.shard.grad = None
+
+
+class ParameterBucket(GradientBucket):
+    """Parameters that live in one flat buffer, of which each rank owns and steps a shard.
+
+    Creating it moves the parameters' storage: while it runs, the bucket's parameters exist twice, so that setting up
+    many buckets one after the other peaks at one bucket. Not collective.
+
+    Args:
+        index: Position in the order of reductions.
+        layout: The plan; its slots refer to positions in ``parameters``.
+        parameters: The parameters of the whole plan.
+        rank: Whose shard is this process's.
+        master_dtype: A wider dtype to keep and step this rank's shard in (master weights), or None.
+    """
+
+    keeps_parameters_whole = False
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        rank: int,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(index, layout, parameters, rank)
+        self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self.move_in()
+        self.master = None if master_dtype is None else self.shard.to(master_dtype)
+        stepped = self.shard if self.master is None else self.master
+        for slot in self.slots:
+            if slot.piece is not None:
+                slot.shard = nn.Parameter(slot.view_into_shard(stepped))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which hold what is owned but not the parameters of the whole bucket."""
+        return {**vars(self), "flat": self.flat.new_empty(0), "shard_gradient": None, "whole_gradient": None}
+
+    @property
+    @override
+    def shard_dtype(self) -> torch.dtype:
+        return self.dtype if self.master is None else self.master.dtype
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the flat buffer: 1-D, a view."""
+        return self.shard_of(self.flat)
+
+    @torch.no_grad()
+    def move_in(self) -> None:
+        """Brings every parameter whose data is not its place in the buffer (at first all, later those swapped) there.
+
+        Raises:
+            ValueError: A parameter has changed its shape, dtype or device since the plan was made.
+        """
+        for slot in self.slots:
+            if slot.place.numel == 0:
+                continue
+            data = slot.parameter.data
+            home = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
+            if data.data_ptr() == home and data.stride() == slot.strides:
+                continue
+            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
+                raise ValueError(
+                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
+                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
+                    " before `fit`, not during it."
+                )
+            view = slot.view_into(self.flat)
+            view.copy_(data)
+            slot.parameter.data = view
+
+    @torch.no_grad()
+    def move_out(self) -> None:
+        """Gives every parameter storage of its own again and frees the bucket's.
+
+        Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
+        """
+        for slot in self.slots:
+            slot.parameter.data = slot.parameter.data.clone()
+            if slot.shard is not None:
+                slot.shard.grad = None
+                if self.master is None:
+                    slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
+        self.shard_gradient = self.whole_gradient = None
+        self.flat = self.flat.new_empty(0)
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""
+        if self.master is not None:
+            take_where_changed(self.master, self.shard)
+
+    @torch.no_grad()
+    def publish_master_weights(self) -> None:
+        """Rounds the stepped master weights into the parameters."""
+        if self.master is not None:
+            self.shard.copy_(self.master)
+
+    @override
+    def attach_exposed_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
+        for slot in self.slots:
+            if slot.shard is not None:
+                gradient = slot.parameter.grad
+                slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
+
+    @override
+    def attach_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` a view of the reduced gradient, or None where no rank had one."""
+        for slot in self.slots:
+            if slot.shard is None:
+                continue
+            if self.shard_gradient is None or not slot.used:
+                slot.shard.grad = None
+            else:
+                slot.shard.grad = slot.view_into_shard(self.shard_gradient)
+
+
+def take_where_changed(wide: Tensor, narrow: Tensor) -> None:
+    """Writes the elements of ``narrow`` into ``wide`` that are not what ``wide`` rounds to; the others keep their bits.
+
+    Args:
+        wide: Any shape, the wider dtype.
+        narrow: The same shape.
+    """
+    torch.where(wide.to(narrow.dtype) == narrow, wide, narrow.to(wide.dtype), out=wide)

@@ -1,8 +1,6 @@
 """What cannot be sharded is refused here, before anything is moved."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,32 +14,19 @@ def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
     """Refuses parameters that cannot be bucketed, before anything is moved.
 
     Raises:
-        ValueError: Several devices, a dtype without gradients, or a module that makes sparse gradients.
+        ValueError: Several devices, a sparse layout, or a module that makes sparse gradients.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:
         raise ValueError(
             f"The parameters of the optimizers are on several devices: {devices}. Each rank must hold all of them on"
             " one: leave the placement to the Trainer, or use a model-parallel strategy."
         )
-    seen: set[Tensor] = set()
     for parameter in parameters:
-        name = names.get(parameter, "<not in the module>")  # type: ignore[call-overload]
-        if parameter in seen:
-            raise ValueError(
-                f"Parameter {name!r} is in more than one optimizer, so that two shards would own it. Give each"
-                " parameter to one optimizer, or use `strategy='ddp'`."
-            )
-        seen.add(parameter)
-        if not (parameter.is_floating_point() or parameter.is_complex()):
-            raise ValueError(
-                f"Parameter {name!r} is of {parameter.dtype}; only floating point and complex parameters can be"
-                " trained. Register it as a buffer instead."
-            )
         if parameter.layout != torch.strided:
+            name = names.get(parameter, "<not in the module>")
             raise ValueError(f"Parameter {name!r} has layout {parameter.layout}; only dense ones can be sharded.")
-    _check_overlap(parameters, names)
     trained = set(parameters)
     for name, child in module.named_modules():
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight in trained:
@@ -49,27 +34,6 @@ def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
                 f"{type(child).__name__} {name!r} makes sparse gradients, and only dense ones can be sharded."
                 " Use `sparse=False`, or `strategy='ddp'`."
             )
-
-
-def _check_overlap(parameters: Sequence[Tensor], names: Mapping[Any, str]) -> None:
-    """Two parameters over the same memory would each get a place of their own, and part from each other."""
-    extents = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes, names.get(parameter, "<not in the module>"))
-        for parameter in parameters
-        if parameter.numel() and parameter.device.type != "meta" and _is_dense(parameter)
-    )
-    for (_, end, name), (start, _, other) in pairwise(extents):
-        if start < end:
-            raise ValueError(
-                f"Parameters {name!r} and {other!r} share memory without being the same nn.Parameter, which sharding"
-                " would undo. Tie them by assigning the same nn.Parameter to both modules."
-            )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in any order of the dimensions."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return span == tensor.numel()
 
 
 def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -1,6 +1,7 @@
 """Gradient clipping over shards: the norm costs one scalar all-reduce and no gather."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,12 @@ def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: flo
     """
     sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
     sharding.finish_gradients()
-    gradients = [shard.grad for shard in sharding.shards() if shard.grad is not None]
-    norm = _norm_over_ranks(sharding, gradients, norm_type)
-    if gradients:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stepped = sharding.stand_ins(parameters)
+    # What every rank steps whole is counted once.
+    counted = [tensor for tensor in stepped if tensor not in sharding.whole or sharding.reducer.collectives.rank == 0]
+    norm = _norm_over_ranks(sharding, _gradients(counted), norm_type, accumulation_dtype(p.dtype for p in parameters))
+    if gradients := _gradients(stepped):
         torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
     return norm
 
@@ -40,11 +44,17 @@ def clip_gradients_by_value(optimizer: Optimizer, max_value: float) -> None:
     """Clamps every element of the shards' gradients to ``[-max_value, max_value]``. Waits for the gradients."""
     sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
     sharding.finish_gradients()
-    torch.nn.utils.clip_grad_value_(sharding.shards(), max_value)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    torch.nn.utils.clip_grad_value_(sharding.stand_ins(parameters), max_value)
 
 
-def _norm_over_ranks(sharding: OptimizerSharding, gradients: list[Tensor], norm_type: float) -> Tensor:
-    dtype = accumulation_dtype(bucket.flat.dtype for bucket in sharding.buckets)
+def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+def _norm_over_ranks(
+    sharding: OptimizerSharding, gradients: list[Tensor], norm_type: float, dtype: torch.dtype
+) -> Tensor:
     combined = partial_norm(gradients, norm_type, dtype, sharding.device)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     sharding.reducer.collectives.all_reduce(combined, op=op).wait()

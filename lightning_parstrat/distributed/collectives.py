@@ -9,9 +9,10 @@ import atexit
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -105,32 +106,42 @@ class Collectives(ABC):
         self.world_size = dist.get_world_size(group)
         self.traffic = Traffic()
 
-    def reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work:
+    def reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Sums ``buffer`` over all ranks and leaves this rank's part of the sum in ``shard``.
 
         Args:
-            buffer: 1-D, ``world_size * shard.numel()`` elements, contiguous. Its content is undefined afterwards.
-            shard: 1-D, same dtype; written once the returned work has been waited for.
+            buffer: 1-D, contiguous. Its content is undefined afterwards.
+            shard: 1-D, as long as this rank's part; written once the returned work has been waited for. Where its dtype
+                is wider than the buffer's, sums between CPUs are made in it.
+            bounds: Rank r's part is ``buffer[bounds[r]:bounds[r + 1]]``; by default all parts are equal.
 
         Returns:
-            The work. Each rank sends ``(world_size - 1) * shard.nbytes`` bytes.
+            The work. Each rank sends what belongs to the others.
         """
+        bounds = self._bounds(buffer, bounds)
+        away = buffer.numel() - (bounds[self.rank + 1] - bounds[self.rank])
         self.traffic.reduce_scatters += self.world_size > 1
-        self.traffic.reduce_scatter_bytes += (self.world_size - 1) * shard.nbytes
-        return self._reduce_scatter(buffer, shard)
+        self.traffic.reduce_scatter_bytes += away * buffer.element_size()
+        return self._reduce_scatter(buffer, shard, bounds)
 
-    def all_gather(self, buffer: Tensor) -> Work:
-        """Completes ``buffer``, of which each rank has written its own shard, in place on every rank.
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+        """Completes ``buffer``, of which each rank has written its own part, in place on every rank.
 
         Args:
-            buffer: 1-D, a multiple of ``world_size`` elements, contiguous; rank r's shard is the r-th part.
+            buffer: 1-D, contiguous.
+            bounds: Rank r's part is ``buffer[bounds[r]:bounds[r + 1]]``; by default all parts are equal.
 
         Returns:
-            The work. Each rank sends ``(world_size - 1) / world_size * buffer.nbytes`` bytes.
+            The work. Each rank sends its own part to every other.
         """
+        bounds = self._bounds(buffer, bounds)
+        own = bounds[self.rank + 1] - bounds[self.rank]
         self.traffic.all_gathers += self.world_size > 1
-        self.traffic.all_gather_bytes += (self.world_size - 1) * (buffer.nbytes // self.world_size)
-        return self._all_gather(buffer)
+        self.traffic.all_gather_bytes += (self.world_size - 1) * own * buffer.element_size()
+        return self._all_gather(buffer, bounds)
+
+    def _bounds(self, buffer: Tensor, bounds: Sequence[int] | None) -> Sequence[int]:
+        return range(0, buffer.numel() + 1, buffer.numel() // self.world_size) if bounds is None else bounds
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Combines a small tensor over all ranks, in place: for norms and flags, never for gradients."""
@@ -140,10 +151,10 @@ class Collectives(ABC):
         return _as_work(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
 
     @abstractmethod
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work: ...
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work: ...
 
     @abstractmethod
-    def _all_gather(self, buffer: Tensor) -> Work: ...
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work: ...
 
 
 def make_collectives(group: dist.ProcessGroup, device: torch.device) -> Collectives:
@@ -159,73 +170,78 @@ class LocalCollectives(Collectives):
     """World size 1: the ordinary path, with nothing to send."""
 
     @override
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work:
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         shard.copy_(buffer)
         return _DONE
 
     @override
-    def _all_gather(self, buffer: Tensor) -> Work:
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         return _DONE
-
-
-class NativeCollectives(Collectives):
-    """torch's own collectives, as NCCL wants them; on Gloo the same code, slower."""
-
-    @override
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work:
-        return _as_work(_reduce_scatter_single(_real(shard), _real(buffer), group=self.group, async_op=True))
-
-    @override
-    def _all_gather(self, buffer: Tensor) -> Work:
-        whole = _real(buffer)
-        own = whole.view(self.world_size, -1)[self.rank]
-        return _as_work(_all_gather_single(whole, own, group=self.group, async_op=True))
 
 
 class PairwiseCollectives(Collectives):
     """Every rank sends every other rank its piece; each piece travels once.
 
     Rank r talks to r + 1, r + 2, ... in turn, so that no rank is everyone's first partner. The number of messages
-    grows with the square of the world size, so this is for the tens of ranks that train on CPUs.
+    grows with the square of the world size, so this is for the tens of ranks that train on CPUs, and for pieces that
+    differ in length.
     """
 
     @override
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work:
-        pieces = buffer.view(self.world_size, -1)
-        received = torch.empty(self.world_size - 1, shard.numel(), dtype=buffer.dtype, device=buffer.device)
-        transfers = []
-        for step in range(1, self.world_size):
-            target, source = self._partners(step)
-            transfers.append(self._receive(received[step - 1], source))
-            transfers.append(self._send(pieces[target], target))
-        return _PairwiseReduction(transfers, pieces, received, shard, self.rank)
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        pieces = _pieces(buffer, bounds)
+        by_rank = [
+            pieces[rank] if rank == self.rank else torch.empty_like(pieces[self.rank])
+            for rank in range(self.world_size)
+        ]
+        transfers = self._exchange(pieces.__getitem__, by_rank.__getitem__)
+        return _PairwiseReduction(_Transfers(transfers, buffer), by_rank, shard)
 
     @override
-    def _all_gather(self, buffer: Tensor) -> Work:
-        pieces = buffer.view(self.world_size, -1)
-        transfers = []
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        pieces = _pieces(buffer, bounds)
+        return _Transfers(self._exchange(lambda target: pieces[self.rank], lambda source: pieces[source]), buffer)
+
+    def _exchange(self, outgoing: Callable[[int], Tensor], incoming: Callable[[int], Tensor]) -> list[Work]:
+        """Sends every other rank ``outgoing(rank)``, and receives ``incoming(rank)`` from it; empty ones stay home."""
+        operations = []
         for step in range(1, self.world_size):
-            target, source = self._partners(step)
-            transfers.append(self._receive(pieces[source], source))
-            transfers.append(self._send(pieces[self.rank], target))
-        return _Transfers(transfers, buffer)
+            target, source = (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+            if incoming(source).numel():
+                operations.append(self._operation(dist.irecv, incoming(source), source))
+            if outgoing(target).numel():
+                operations.append(self._operation(dist.isend, outgoing(target), target))
+        return [_as_work(work) for work in dist.batch_isend_irecv(operations)] if operations else []
 
-    def _partners(self, step: int) -> tuple[int, int]:
-        """Whom this rank sends to, and receives from, in the given step of the rotation."""
-        return (self.rank + step) % self.world_size, (self.rank - step) % self.world_size
+    def _operation(self, direction: Callable[..., Work | None], piece: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(direction, _real(piece), group=self.group, group_peer=peer)
 
-    def _send(self, piece: Tensor, target: int) -> Work:
-        return _as_work(dist.isend(_real(piece), group=self.group, group_dst=target))
 
-    def _receive(self, piece: Tensor, source: int) -> Work:
-        return _as_work(dist.irecv(_real(piece), group=self.group, group_src=source))
+class NativeCollectives(PairwiseCollectives):
+    """torch's own collectives, as NCCL wants them, where all parts are equal; else the ranks exchange pieces."""
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        if not isinstance(bounds, range):
+            return super()._reduce_scatter(buffer, shard, bounds)
+        narrow = shard if shard.dtype == buffer.dtype else buffer.new_empty(shard.numel())
+        work = _as_work(_reduce_scatter_single(_real(narrow), _real(buffer), group=self.group, async_op=True))
+        return work if narrow is shard else _Widened(work, narrow, shard)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        if not isinstance(bounds, range):
+            return super()._all_gather(buffer, bounds)
+        whole = _real(buffer)
+        own = whole.view(self.world_size, -1)[self.rank]
+        return _as_work(_all_gather_single(whole, own, group=self.group, async_op=True))
 
 
 class _Transfers:
     """Several transfers waited for as one; keeps the memory they use alive."""
 
     def __init__(self, transfers: Sequence[Work], *memory: Tensor) -> None:
-        self._transfers = transfers
+        self._transfers: Sequence[Work] = transfers
         self._memory: tuple[Tensor, ...] = memory
 
     def wait(self) -> None:
@@ -237,26 +253,38 @@ class _Transfers:
 class _PairwiseReduction:
     """The pieces that arrive are summed in rank order, so that the result does not depend on who owns it."""
 
-    def __init__(self, transfers: Sequence[Work], pieces: Tensor, received: Tensor, shard: Tensor, rank: int) -> None:
-        self._transfers = _Transfers(transfers)
-        self._pieces: Tensor | None = pieces
-        self._received: Tensor | None = received
+    def __init__(self, transfers: _Transfers, by_rank: list[Tensor], shard: Tensor) -> None:
+        self._transfers = transfers
+        self._by_rank = by_rank
         self._shard = shard
-        self._rank = rank
 
     def wait(self) -> None:
-        if self._pieces is None or self._received is None:
+        if not self._by_rank:
             return
         self._transfers.wait()
-        world_size = self._pieces.shape[0]
-        by_rank = [
-            self._pieces[rank] if rank == self._rank else self._received[(self._rank - rank) % world_size - 1]
-            for rank in range(world_size)
-        ]
-        torch.add(by_rank[0], by_rank[1], out=self._shard)
-        for piece in by_rank[2:]:
+        first, *others = self._by_rank
+        if others and self._shard.dtype == first.dtype:
+            torch.add(first, others.pop(0), out=self._shard)
+        else:
+            self._shard.copy_(first)
+        for piece in others:
             self._shard.add_(piece)
-        self._pieces = self._received = None
+        self._by_rank = []
+
+
+class _Widened:
+    """A reduction whose result is copied into a wider dtype."""
+
+    def __init__(self, work: Work, narrow: Tensor, shard: Tensor) -> None:
+        self._work, self._shard = work, shard
+        self._narrow: Tensor | None = narrow
+
+    def wait(self) -> None:
+        if self._narrow is None:
+            return
+        self._work.wait()
+        self._shard.copy_(self._narrow)
+        self._narrow = None
 
 
 class _Done:
@@ -271,6 +299,10 @@ _DONE = _Done()
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _pieces(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    return [buffer[start:stop] for start, stop in pairwise(bounds)]
 
 
 def _real(tensor: Tensor) -> Tensor:

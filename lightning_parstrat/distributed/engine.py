@@ -5,7 +5,7 @@ alone, and gathers what the others stepped. Rajbhandari et al., "ZeRO: Memory Op
 Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered as in section 5.2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,19 +14,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import LayoutPolicy, ParameterSpec, Partition, fingerprint, plan_buckets
+from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.memory import owned_bytes, parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.buckets import ParameterBucket
-from lightning_parstrat.distributed.checks import check_agreement, check_parameters
-from lightning_parstrat.distributed.collectives import ProcessGroups, make_collectives
+from lightning_parstrat.distributed.checks import check_parameters
+from lightning_parstrat.distributed.collectives import Collectives, ProcessGroups, make_collectives
 from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.optimizer import check_supported, shard_optimizer, unshard_optimizer
+from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
+from lightning_parstrat.distributed.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.reducer import GradientReducer
-from lightning_parstrat.distributed.sharding import OptimizerSharding, choose_partition, shard_existing_state
+from lightning_parstrat.distributed.sharding import OptimizerSharding, shard_existing_state
 from lightning_parstrat.distributed.state_dict import with_own_storage
 from lightning_parstrat.distributed.summary import ShardingSummary, state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.treatment import Treatment, choose_treatment, parameters_kept_whole
 
 
 class ShardedDataParallel:
@@ -36,9 +38,12 @@ class ShardedDataParallel:
     parameters' storage moves into buckets (peak: one bucket more), the optimizers' classes are swapped. Closing it
     gives the parameters ordinary storage again.
 
+    What cannot be sharded trains as under DDP: optimizers that do not step each parameter alone, parameters that share
+    memory with others, and parameters in no optimizer, whose gradients are averaged and shown on every rank.
+
     Args:
         module: The module; its parameters are the same on all ranks (see :func:`broadcast_module`).
-        optimizers: Its optimizers; parameters in none of them are left alone.
+        optimizers: Its optimizers.
         policy: How to bucket and partition.
         groups: The process groups.
 
@@ -52,21 +57,32 @@ class ShardedDataParallel:
         self.module = module
         self.policy = policy
         self.optimizers = list(optimizers)
-        for optimizer in self.optimizers:
-            check_supported(optimizer)
+        earlier = [make_whole(optimizer) for optimizer in self.optimizers]
         parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
         check_parameters(module, parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
-        self.reducer = GradientReducer(
-            make_collectives(groups.gradients, device), make_collectives(groups.control, torch.device("cpu"))
-        )
+        control = make_collectives(groups.control, torch.device("cpu"))
+        self.reducer = GradientReducer(make_collectives(groups.gradients, device), control)
         self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device))
+        self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])
         self._shard_optimizers()
+        for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
+            if state_dict is not None:
+                optimizer.load_state_dict(state_dict)
 
     @property
     def buckets(self) -> list[ParameterBucket]:
-        """All buckets, in the order of their reductions."""
-        return self.reducer.buckets
+        """The buckets of sharded parameters, in the order of their reductions."""
+        return [bucket for bucket in self.reducer.buckets if isinstance(bucket, ParameterBucket)]
+
+    @property
+    def sharded_optimizers(self) -> list[Optimizer]:
+        """The optimizers that step shards."""
+        return [
+            optimizer
+            for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True)
+            if treatment.partition is not None
+        ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -91,8 +107,8 @@ class ShardedDataParallel:
 
     def prepare_backward(self, loss: Tensor) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed."""
-        if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.optimizers):
-            self._adopt_added_parameters()
+        if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
+            self._bucket_parameters()
         self.reducer.prepare_backward(loss)
 
     def expose_gradients(self, wanted: bool) -> bool:
@@ -118,6 +134,12 @@ class ShardedDataParallel:
             owned_bytes=owned_bytes(layouts, rank),
             world_size=self.reducer.collectives.world_size,
             state_bytes=self._state_bytes(rank),
+            master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
+            kept_whole=tuple(
+                f"{type(optimizer).__name__}: {treatment.reason}"
+                for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True)
+                if treatment.partition is None
+            ),
         )
 
     def with_own_storage(self, value: Any) -> Any:
@@ -137,98 +159,98 @@ class ShardedDataParallel:
         self.reducer.remove()
         for bucket in self.buckets:
             bucket.move_out()
-        for optimizer in self.optimizers:
+        for optimizer in self.sharded_optimizers:
             _sharding_of(optimizer).attached = False
 
     def _state_bytes(self, rank: int) -> tuple[int, int] | None:
         whole = own = 0.0
-        for optimizer in self.optimizers:
+        for optimizer in self.sharded_optimizers:
             ratio = state_bytes_per_parameter_byte(optimizer)
             if ratio is None:
                 return None
-            layouts = [bucket.layout for bucket in _sharding_of(optimizer).buckets]
-            whole += ratio * parameter_bytes(layouts)
-            own += ratio * owned_bytes(layouts, rank)
+            buckets = _sharding_of(optimizer).buckets
+            # An optimizer keeps its state in the dtype that it steps.
+            widths = [bucket.shard_dtype.itemsize / bucket.dtype.itemsize for bucket in buckets]
+            for bucket, width in zip(buckets, widths, strict=True):
+                whole += ratio * parameter_bytes([bucket.layout])
+                own += ratio * width * owned_bytes([bucket.layout], rank)
         return round(whole), round(own)
 
     def _shard_optimizers(self) -> None:
-        earlier = [make_whole(optimizer) for optimizer in self.optimizers]
-        for optimizer in self.optimizers:
+        for optimizer in self.sharded_optimizers:
             sharding = shard_optimizer(optimizer, self.reducer, self.gatherer)
-            sharding.adopt_added_parameters = self._adopt_added_parameters
+            sharding.adopt_added_parameters = self._bucket_parameters
         self._bucket_parameters()
-        for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
-            if state_dict is not None:
-                optimizer.load_state_dict(state_dict)
-            else:
-                shard_existing_state(optimizer, _sharding_of(optimizer))
-
-    def _adopt_added_parameters(self) -> None:
-        check_parameters(self.module, [p for optimizer in self.optimizers for p in _parameters_of(optimizer)])
-        self._bucket_parameters()
+        if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
+            raise ValueError(
+                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
+                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
+            )
+        for optimizer in self.sharded_optimizers:
+            shard_existing_state(optimizer, _sharding_of(optimizer))
 
     def _bucket_parameters(self) -> None:
-        """Plans and creates buckets for all parameters that have none yet."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        position = {parameter: index for index, parameter in enumerate(names)}
-        new = [
-            (position.get(parameter, len(position)), parameter, number)
-            for number, optimizer in enumerate(self.optimizers)
-            for parameter in _parameters_of(optimizer)
-            if parameter not in _sharding_of(optimizer).slots
-        ]
-        # Gradients become ready roughly in the reverse order of registration.
-        new.sort(key=lambda item: -item[0])
-        by_partition: dict[Partition, list[tuple[nn.Parameter, int]]] = {}
-        for _, parameter, number in new:
-            partition = choose_partition(self.optimizers[number], self.policy.partition)
-            by_partition.setdefault(partition, []).append((parameter, number))
-        for partition, members in sorted(by_partition.items()):
-            self._create_buckets(partition, members, names)
+        """Creates buckets for all parameters that are in none yet. Collective."""
+        sharded = {slot.parameter for bucket in self.buckets for slot in bucket.slots}
+        owners = self._owners()
+        check_parameters(self.module, list(owners))
+        # What was in no optimizer may be in one now; its gradients must not travel twice.
+        self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.keeps_parameters_whole])
+        planner = BucketPlanner(self.module, self.policy, self.reducer.control)
+        partitions: dict[int, Partition] = {
+            number: treatment.partition
+            for number, treatment in enumerate(self.treatments)
+            if treatment.partition is not None
+        }
+        new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
+        made = planner.sharded_buckets(new, self.optimizers, partitions, len(self.reducer.buckets))
+        self.reducer.add_buckets([bucket for bucket, _ in made])
+        for bucket, numbers in made:
+            for number in numbers:
+                _sharding_of(self.optimizers[number]).add_buckets([bucket])
+        self._share_buckets(owners)
+        outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
+        self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
 
-    def _create_buckets(
-        self, partition: Partition, members: list[tuple[nn.Parameter, int]], names: dict[nn.Parameter, str]
-    ) -> None:
-        parameters = [parameter for parameter, _ in members]
-        specs = [
-            ParameterSpec(
-                name=names.get(parameter, "<not in the module>"),
-                shape=tuple(parameter.shape),
-                dtype=str(parameter.dtype),
-                itemsize=parameter.element_size(),
-                group=(str(parameter.dtype), str(parameter.device), number),
-            )
-            for parameter, number in members
-        ]
-        layout_policy = LayoutPolicy(
-            world_size=self.reducer.collectives.world_size,
-            bucket_cap_bytes=self.policy.bucket_cap_bytes,
-            partition=partition,
-        )
-        layouts = plan_buckets(specs, layout_policy)
-        check_agreement(self.reducer.control, fingerprint(specs, layouts))
-        owner = dict(members)
-        buckets = [
-            ParameterBucket(len(self.buckets) + index, layout, parameters, self.reducer.collectives.rank)
-            for index, layout in enumerate(layouts)
-        ]
-        self.reducer.add_buckets(buckets)
-        for bucket in buckets:
-            _sharding_of(self.optimizers[owner[bucket.slots[0].parameter]]).add_buckets([bucket])
+    def _share_buckets(self, owners: Mapping[Tensor, Owners]) -> None:
+        """Gives optimizers the buckets of parameters that they got while those were another's already."""
+        slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        for parameter, numbers in owners.items():
+            for number in numbers:
+                sharding = _sharding_of(self.optimizers[number])
+                bucket = slots[parameter].bucket
+                if parameter not in sharding.slots and isinstance(bucket, ParameterBucket):
+                    sharding.add_buckets([bucket])
+
+    def _owners(self) -> dict[Tensor, Owners]:
+        """The parameters to shard, each with the optimizers it is in; tells the optimizers which are kept whole."""
+        kept_whole = parameters_kept_whole(self.module, self.optimizers)
+        for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True):
+            if treatment.partition is None:
+                kept_whole |= set(_parameters_of(optimizer))
+        owners: dict[Tensor, Owners] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            if self.treatments[number].partition is None:
+                continue
+            sharding = _sharding_of(optimizer)
+            for parameter in _parameters_of(optimizer):
+                if parameter in kept_whole and parameter not in sharding.slots:
+                    sharding.whole.add(parameter)
+                else:
+                    owners[parameter] = (*owners.get(parameter, ()), number)
+        return owners
 
 
-def make_whole(optimizer: Optimizer) -> dict[str, object] | None:
-    """Undoes the sharding of an earlier training, if there was one. Collective.
-
-    Returns:
-        The optimizer's whole state, or None where it had not been sharded.
-    """
-    if "_sharding" not in vars(optimizer):
-        return None
-    state_dict = optimizer.state_dict()
-    optimizer.state.clear()
-    unshard_optimizer(optimizer)
-    return state_dict
+def _agree(control: Collectives, treatments: list[Treatment]) -> list[Treatment]:
+    """Where any rank would keep an optimizer whole, all do: trying it out may round differently. Collective."""
+    if not treatments:
+        return []
+    whole = torch.tensor([treatment.partition is None for treatment in treatments], dtype=torch.int32)
+    control.all_reduce(whole, op=dist.ReduceOp.MAX).wait()
+    return [
+        Treatment(None, treatment.reason or "so it is on another rank") if flag else treatment
+        for treatment, flag in zip(treatments, whole.tolist(), strict=True)
+    ]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -5,26 +5,29 @@ from contextlib import contextmanager
 
 import torch
 
-from lightning_parstrat.distributed.buckets import ParameterBucket
+from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket, take_where_changed
 from lightning_parstrat.distributed.collectives import Collectives
 
 
-def expose_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> None:
+def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:
     """Gathers the reduced gradients of whole buckets and makes ``param.grad`` views of them.
 
-    Collective: one all-gather per bucket. Parameters that no rank had a gradient for keep ``None``. This rank's shard
-    is a part of the gathered buffer, so what is written into ``param.grad`` in place is what steps.
+    Collective: one all-gather per bucket. Parameters that no rank had a gradient for keep what they have. This rank's
+    shard is a part of the gathered buffer, so what is written into ``param.grad`` in place is what steps.
 
     Args:
         buckets: Those reduced in this backward, in the same order on all ranks.
         collectives: The reducer's.
     """
-    under_way = [(bucket, collectives.all_gather(_whole_gradient(bucket))) for bucket in buckets]
+    under_way = [(bucket, collectives.all_gather(_whole_gradient(bucket), bucket.layout.bounds)) for bucket in buckets]
     for bucket, work in under_way:
         work.wait()
         for slot in bucket.slots:
             if slot.reduced:
                 slot.parameter.grad = slot.view_into(_whole_gradient(bucket))
+        if bucket.keeps_parameters_whole:
+            # From here on `param.grad` is all that holds it, and zeroing it frees it.
+            bucket.shard_gradient = bucket.whole_gradient = None
 
 
 @contextmanager
@@ -58,12 +61,12 @@ def _take_back(bucket: ParameterBucket) -> None:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
         if gradient is not None and slot.piece is not None:
-            slot.view_into_shard(_shard_gradient(bucket)).copy_(slot.part_of(gradient))
+            take_where_changed(slot.view_into_shard(_shard_gradient(bucket)), slot.part_of(gradient))
     bucket.whole_gradient = None
     bucket.attach_gradients()
 
 
-def _whole_gradient(bucket: ParameterBucket) -> torch.Tensor:
+def _whole_gradient(bucket: GradientBucket) -> torch.Tensor:
     if bucket.whole_gradient is None:
         raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
     return bucket.whole_gradient

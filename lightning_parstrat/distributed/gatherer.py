@@ -27,7 +27,9 @@ class ParameterGatherer:
             buckets: Those in which any rank stepped its shard, the same on all ranks. Gathered from the last to the
                 first: the next forward reads parameters in the reverse order of their gradients.
         """
-        under_way = [(bucket, self.collectives.all_gather(bucket.flat)) for bucket in reversed(buckets)]
+        under_way = [
+            (bucket, self.collectives.all_gather(bucket.flat, bucket.layout.bounds)) for bucket in reversed(buckets)
+        ]
         for bucket, work in under_way:
             work.wait()
             # A graph that saved the old values must not be run backward with the new ones: torch raises on it.

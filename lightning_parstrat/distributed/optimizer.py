@@ -8,7 +8,6 @@ The mixin has no attributes of its own but methods, because wrappers such as Lig
 and ask the instance they wrap for everything else; what it knows is in one object, ``optimizer._sharding``.
 """
 
-import inspect
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -18,48 +17,26 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.probe import OneEvaluation
 from lightning_parstrat.distributed.reducer import GradientReducer
-from lightning_parstrat.distributed.sharding import OptimizerSharding, original_class
+from lightning_parstrat.distributed.sharding import OptimizerSharding, original_class, undecorated_step
 from lightning_parstrat.distributed.state_dict import gather_state_dict, load_sharded
 
 
-def check_supported(optimizer: Optimizer) -> None:
-    """Refuses optimizers that cannot step on shards.
-
-    Raises:
-        ValueError: The optimizer evaluates its closure again, wants sparse gradients, or has had its ``step`` replaced.
-    """
-    cls = original_class(optimizer)
-    name = cls.__name__
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"{name} evaluates its closure more than once per step, which sharded optimizer state does not allow."
-            " Choose an optimizer whose `step()` works without a closure, or `strategy='ddp'`."
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            f"{name} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
-            " `nn.Embedding(..., sparse=False)`, or `strategy='ddp'`."
-        )
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"`step` of this {name} was replaced on the instance by {optimizer.step!r}, which would bypass the"
-            " sharding. Derive a class that overrides `step` instead."
-        )
-
-
-def _step(self: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+def _step(self: Any, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
     """Runs ``closure`` (forward, backward, clipping), then steps this rank's shards and gathers the parameters.
 
-    Collective. Further arguments go to the original ``step``.
+    Collective. Further arguments go to the original ``step``, and so does the loss, as a closure's result.
     """
-    loss = None
+    if not self._sharding.attached:
+        # Its training has ended, or it is a copy: it goes on as an ordinary optimizer.
+        self.load_state_dict(make_whole(self))
+        return undecorated_step(type(self))(self, closure, **arguments)
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    self._sharding.step(self, **kwargs)
-    return loss
+        arguments["closure"] = OneEvaluation(loss, self._sharding.original.__name__)
+    return self._sharding.step(self, **arguments)
 
 
 class ShardedOptimizer(Optimizer):
@@ -92,17 +69,16 @@ class ShardedOptimizer(Optimizer):
         load_sharded(self, state_dict, super().load_state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} holds a part of the optimizer's state and cannot be copied or pickled. Use its"
-            " `state_dict()` (on all ranks together), or copy the optimizer before `fit`."
-        )
+        """Copies and pickles hold this rank's part of the state; used on all ranks together, they become whole."""
+        kept = ("defaults", "state", "param_groups", "_sharding")
+        return _rebuild, (self._sharding.original, {key: vars(self)[key] for key in kept})
 
 
 def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: ParameterGatherer) -> OptimizerSharding:
     """Swaps the optimizer's class; its buckets are added by the caller.
 
     Args:
-        optimizer: An optimizer that :func:`check_supported` let pass.
+        optimizer: An optimizer that :func:`choose_treatment` wants sharded.
         reducer: Brings mean gradients to the shards.
         gatherer: Brings updated parameters back.
 
@@ -111,10 +87,22 @@ def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: Pa
     """
     cls = type(optimizer)
     sharding = OptimizerSharding(cls, reducer, gatherer)
-    optimizer.__class__ = type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls), {"__module__": cls.__module__})
+    optimizer.__class__ = _sharded_class(cls)
     optimizer._sharding = sharding  # type: ignore[attr-defined]
     _renew_scheduler_wrapper(optimizer)
     return sharding
+
+
+def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
+    return type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls), {"__module__": cls.__module__})
+
+
+def _rebuild(original: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+    """Ends the copying or unpickling of a sharded optimizer."""
+    cls = _sharded_class(original)
+    optimizer: Optimizer = cls.__new__(cls)
+    optimizer.__setstate__(state)
+    return optimizer
 
 
 def unshard_optimizer(optimizer: Optimizer) -> None:
@@ -122,6 +110,20 @@ def unshard_optimizer(optimizer: Optimizer) -> None:
     optimizer.__class__ = original_class(optimizer)
     del optimizer._sharding  # type: ignore[attr-defined]
     _renew_scheduler_wrapper(optimizer)
+
+
+def make_whole(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Undoes the sharding of an earlier training, if there was one, and leaves the state empty. Collective.
+
+    Returns:
+        The optimizer's whole state, in host memory, to be loaded; or None where it had not been sharded.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        return None
+    state_dict = optimizer.state_dict()
+    optimizer.state.clear()
+    unshard_optimizer(optimizer)
+    return state_dict
 
 
 def _renew_scheduler_wrapper(optimizer: Optimizer) -> None:

@@ -10,22 +10,22 @@ Two rounds, both in index order, keep the ranks in step:
 1. the buckets that expect gradients (a set all ranks agree on), during backward and, where some are missing, after it;
 2. the buckets in which any rank has gradients left over.
 
-Where someone reads or changes gradients (``exposes_gradients``), the shards are gathered again at the end of backward
-and ``param.grad`` is what DDP would show; else it is None after the flush.
+Where someone reads or changes gradients (``exposes_gradients``), and for parameters that every rank steps, the shards
+are gathered again at the end of backward and ``param.grad`` is what DDP would show; else it is None after the flush.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.distributed.buckets import ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.buckets import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.collectives import Collectives, Work
 from lightning_parstrat.distributed.exposure import expose_gradients
 
@@ -40,12 +40,13 @@ class _Reduction(NamedTuple):
     ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
     """
 
-    bucket: ParameterBucket
+    bucket: GradientBucket
     shard: Tensor
     whole: Tensor | None
     work: Work
     post_scale: float
     replaces: bool
+    backward: int
 
 
 _TRANSFERS_UNDER_WAY: list[_Reduction] = []
@@ -74,34 +75,47 @@ class GradientReducer:
     def __init__(self, collectives: Collectives, control: Collectives) -> None:
         self.collectives = collectives
         self.control = control
-        self.buckets: list[ParameterBucket] = []
+        self.buckets: list[GradientBucket] = []
         self._slots: list[ParameterSlot] = []
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
         self.exposes_gradients = False
+        self._settles_in_backward = False
         self._synchronize = True
         self._running = False
         self._graph_task: int | None = None
-        self._queue: list[ParameterBucket] = []
+        self._queue: list[GradientBucket] = []
         self._launched = 0
-        self._missing: dict[ParameterBucket, int] = {}
-        self._sent: set[ParameterBucket] = set()
+        self._missing: dict[GradientBucket, int] = {}
+        self._sent: set[GradientBucket] = set()
         self._reductions: list[_Reduction] = []
-        self._first_of_backward = 0
+        self._backward = 0
         self._agreement: _Agreement | None = None
 
-    def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
+    def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Takes charge of further buckets; call it outside of backward, on all ranks alike."""
         self._settle()
         self.buckets += buckets
         for bucket in buckets:
             for slot in bucket.slots:
                 self._slots.append(slot)
-                self._hooks.append(_register_hook(slot.parameter, partial(self._on_gradient_ready, slot)))
+                self._register_hook(slot)
+
+    def dissolve_buckets(self, buckets: Sequence[GradientBucket]) -> None:
+        """Lets go of buckets whose parameters get others; call it outside of backward, on all ranks alike.
+
+        A reduced gradient that is shown in ``param.grad`` stays there, and so finds its way into the new bucket.
+        """
+        self._settle()
+        self.buckets = [bucket for bucket in self.buckets if bucket not in buckets]
+        self._slots = [slot for slot in self._slots if slot.bucket not in buckets]
+        for bucket in buckets:
+            for slot in bucket.slots:
+                self._hooks.pop(slot).remove()
 
     def remove(self) -> None:
         """Removes all hooks and forgets what is under way. Not collective: it may follow an exception on one rank."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
@@ -135,23 +149,24 @@ class GradientReducer:
         self._abandon_unfinished_backward()
         if not self._synchronize:
             return
+        self._let_users_hooks_run_first()
         self._begin()
         if loss.requires_grad:
             self._loss_hook = loss.register_hook(self._on_loss_gradient)  # type: ignore[no-untyped-call]
 
-    def finish(self, buckets: Sequence[ParameterBucket]) -> None:
+    def finish(self, buckets: Sequence[GradientBucket]) -> None:
         """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
 
         Collective. Called again before the next backward, it takes over what was written into exposed gradients.
         """
         self._settle()
         self._abandon_unfinished_backward()
-        self._complete_reductions()
+        self._complete_reductions(self.buckets)
         if self.exposes_gradients:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
 
-    def reduce_left_over(self, buckets: Sequence[ParameterBucket]) -> None:
+    def reduce_left_over(self, buckets: Sequence[GradientBucket]) -> None:
         """Sends gradients that a backward left in parameters which were not in any bucket then. Collective.
 
         Args:
@@ -164,7 +179,7 @@ class GradientReducer:
             slot.fresh = slot.bucket in buckets
         self._flush()
 
-    def zero(self, buckets: Sequence[ParameterBucket], set_to_none: bool = True) -> None:
+    def zero(self, buckets: Sequence[GradientBucket], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``buckets``; reductions still under way are waited for first."""
         # After an exception in a backward that was not announced, this is where a fresh start shows.
         self._abandon_unfinished_backward()
@@ -179,7 +194,7 @@ class GradientReducer:
         self._graph_task = None
         self._queue = []
         self._launched = 0
-        self._first_of_backward = len(self._reductions)
+        self._backward += 1
         self._missing.clear()
         self._sent.clear()
         for bucket in self.buckets:
@@ -192,6 +207,13 @@ class GradientReducer:
             if expected:
                 self._queue.append(bucket)
                 self._missing[bucket] = expected
+        # Whether this backward waits for the flags must not depend on what this rank finds in it.
+        self._settles_in_backward = self.exposes_gradients or any(
+            slot.parameter.requires_grad
+            for bucket in self.buckets
+            if bucket.keeps_parameters_whole
+            for slot in bucket.slots
+        )
 
     def _on_loss_gradient(self, _: Tensor) -> None:
         self._enter_backward()
@@ -200,7 +222,7 @@ class GradientReducer:
         self._graph_task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._flush)
 
-    def _on_gradient_ready(self, slot: ParameterSlot, _: nn.Parameter) -> None:
+    def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
         slot.fresh = True
         if not self._running:
@@ -224,7 +246,7 @@ class GradientReducer:
             self._launch(self._queue[self._launched - 1])
 
     @torch.no_grad()
-    def _launch(self, bucket: ParameterBucket) -> None:
+    def _launch(self, bucket: GradientBucket) -> None:
         buffer = bucket.pack_gradients()
         mean = 1.0 / self.collectives.world_size
         post_scale = mean
@@ -233,19 +255,23 @@ class GradientReducer:
             buffer.mul_(mean)
             post_scale = 1.0
         whole = None
-        if self.exposes_gradients:
+        if self._exposes(bucket):
             whole = torch.empty_like(buffer)
             shard = bucket.shard_of(whole)
         else:
-            shard = buffer.new_empty(bucket.layout.shard_numel)
-        work = self.collectives.reduce_scatter(buffer, shard)
+            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
+        work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
-        replaces = self.exposes_gradients and bucket not in self._sent
+        replaces = self._exposes(bucket) and bucket not in self._sent
         self._sent.add(bucket)
-        self._reductions.append(_Reduction(bucket, shard, whole, work, post_scale, replaces))
+        self._reductions.append(_Reduction(bucket, shard, whole, work, post_scale, replaces, self._backward))
 
-    def _complete_reductions(self) -> None:
-        pending, self._reductions = self._reductions, []
+    def _exposes(self, bucket: GradientBucket) -> bool:
+        return self.exposes_gradients or bucket.keeps_parameters_whole
+
+    def _complete_reductions(self, buckets: Sequence[GradientBucket]) -> None:
+        pending = [reduction for reduction in self._reductions if reduction.bucket in buckets]
+        self._reductions = [reduction for reduction in self._reductions if reduction.bucket not in buckets]
         for reduction in pending:
             reduction.work.wait()
             bucket = reduction.bucket
@@ -270,11 +296,8 @@ class GradientReducer:
         expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
         flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
         self._agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
-        if waiting or self.exposes_gradients:
+        if waiting or self._settles_in_backward:
             self._settle()
-        if self.exposes_gradients:
-            self._complete_reductions()
-            expose_gradients([bucket for bucket in self.buckets if bucket in self._sent], self.collectives)
 
     def _settle(self) -> None:
         """Ends the round: sends what any rank has gradients for, and learns which parameters were used at all."""
@@ -301,6 +324,9 @@ class GradientReducer:
         for bucket, needed in zip(self.buckets, left_over, strict=True):
             if needed:
                 self._launch(bucket)
+        exposed = [bucket for bucket in self.buckets if bucket in self._sent and self._exposes(bucket)]
+        self._complete_reductions(exposed)
+        expose_gradients(exposed, self.collectives)
 
     def _has_gradient(self, slot: ParameterSlot) -> bool:
         return slot.fresh and slot.parameter.grad is not None and slot.parameter.requires_grad
@@ -309,19 +335,28 @@ class GradientReducer:
         """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""
         if self._running:
             self._running = False
-            _TRANSFERS_UNDER_WAY.extend(self._reductions[self._first_of_backward :])
-            del self._reductions[self._first_of_backward :]
+            unfinished = [reduction for reduction in self._reductions if reduction.backward == self._backward]
+            _TRANSFERS_UNDER_WAY.extend(unfinished)
+            self._reductions = [reduction for reduction in self._reductions if reduction not in unfinished]
 
     def _remove_loss_hook(self) -> None:
         if self._loss_hook is not None:
             self._loss_hook.remove()
             self._loss_hook = None
 
+    def _register_hook(self, slot: ParameterSlot) -> None:
+        """Registers a hook for accumulated gradients, on a frozen parameter too: it may be trained later."""
+        parameter = slot.parameter
+        trainable = parameter.requires_grad
+        parameter.requires_grad_(True)
+        hook = partial(self._on_gradient_ready, slot)
+        self._hooks[slot] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(trainable)
 
-def _register_hook(parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Registers a hook for accumulated gradients, on a frozen parameter too: it may be trained later."""
-    trainable = parameter.requires_grad
-    parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(trainable)
-    return handle
+    def _let_users_hooks_run_first(self) -> None:
+        """Puts hooks that users have registered since before ours, which may take the gradient away."""
+        for slot, hook in self._hooks.items():
+            registered = slot.parameter._post_accumulate_grad_hooks
+            if registered is not None and next(reversed(registered)) != hook.id:
+                hook.remove()
+                self._register_hook(slot)

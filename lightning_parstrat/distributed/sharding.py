@@ -1,17 +1,16 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import Partition
-from lightning_parstrat.core.policy import PartitionChoice
 from lightning_parstrat.distributed.buckets import ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.collectives import process_groups, world_size
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.reducer import GradientReducer
 
@@ -31,13 +30,6 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
     }
 )
 """torch's optimizers whose update of an element looks at that element alone. Exact classes: a subclass may differ."""
-
-
-def choose_partition(optimizer: Optimizer, choice: PartitionChoice) -> Partition:
-    """The partition for ``optimizer``; ``"auto"`` cuts parameters only for optimizers known to be element-wise."""
-    if choice != "auto":
-        return choice
-    return "element" if original_class(optimizer) in ELEMENTWISE_OPTIMIZERS else "parameter"
 
 
 def original_class(optimizer: Optimizer) -> type[Optimizer]:
@@ -65,8 +57,34 @@ class OptimizerSharding:
         self.gatherer = gatherer
         self.buckets: list[ParameterBucket] = []
         self.slots: dict[Tensor, ParameterSlot] = {}
+        self.whole: set[Tensor] = set()
         self.attached = True
         self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
+        self._control_group: dist.ProcessGroup | None = reducer.control.group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: what is known of this rank's part, without anything that can step it."""
+        left_out = ("reducer", "gatherer")
+        kept = {key: value for key, value in vars(self).items() if key not in left_out}
+        return {**kept, "attached": False, "adopt_added_parameters": _nothing_to_adopt, "_control_group": None}
+
+    @property
+    def control_group(self) -> dist.ProcessGroup:
+        """The group of all ranks that hold a part of the state; works on host memory.
+
+        Raises:
+            RuntimeError: This is a copy, and as many ranks as hold its parts are not there.
+        """
+        if self._control_group is not None:
+            return self._control_group
+        needed = self.buckets[0].layout.world_size if self.buckets else 1
+        present = world_size() if dist.is_initialized() else 0
+        if present != needed:
+            raise RuntimeError(
+                f"This copy of a sharded {self.original.__name__} holds one of {needed} parts of its state, and"
+                f" {present} ranks are there. Save `optimizer.state_dict()`, called on all ranks, instead."
+            )
+        return process_groups().control
 
     def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
         """Takes charge of further buckets of this optimizer's parameters."""
@@ -74,21 +92,30 @@ class OptimizerSharding:
         self.slots.update({slot.parameter: slot for bucket in buckets for slot in bucket.slots})
 
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether a group holds a parameter that is in no bucket, however it came there. The same on all ranks."""
-        return any(parameter not in self.slots for group in optimizer.param_groups for parameter in group["params"])
+        """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""
+        return any(
+            parameter not in self.slots and parameter not in self.whole
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
 
-    def shards(self) -> list[nn.Parameter]:
-        """Every shard this rank owns, in the order of the buckets."""
-        slots = (slot for bucket in self.buckets for slot in bucket.slots)
-        return [slot.shard for slot in slots if slot.shard is not None]
+    def stand_ins(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """What this rank steps for ``parameters``: its shards of them, and those that every rank steps whole."""
+        found = []
+        for parameter in parameters:
+            slot = self.slots.get(parameter)
+            if slot is None:
+                found.append(parameter)
+            elif slot.shard is not None:
+                found.append(slot.shard)
+        return found
 
     @contextmanager
     def shard_groups(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within it ``param_groups`` hold this rank's shards instead of the full parameters."""
+        """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
         groups = [(group, group["params"]) for group in optimizer.param_groups]
         for group, parameters in groups:
-            slots = (self.slots[parameter] for parameter in parameters)
-            group["params"] = [slot.shard for slot in slots if slot.shard is not None]
+            group["params"] = self.stand_ins(parameters)
         try:
             yield
         finally:
@@ -104,7 +131,8 @@ class OptimizerSharding:
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        return self.buckets[0].flat.device if self.buckets else torch.device("cpu")
+        known = next(iter((*self.slots, *self.whole)), None)
+        return torch.device("cpu") if known is None else known.device
 
     def maximum_over_ranks(self, value: Tensor) -> Tensor:
         """The largest of all ranks' values of a 0-d tensor, in place. Collective; nothing waits on the host."""
@@ -115,13 +143,16 @@ class OptimizerSharding:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""
         self.reducer.finish(self.buckets)
 
-    def step(self, optimizer: Optimizer, **kwargs: Any) -> None:
-        """Steps the shards, brings the parameters home. Collective: one all-gather per bucket that may have moved."""
-        if not self.attached:
-            raise RuntimeError(
-                f"This {type(optimizer).__name__} was sharded by a training that has ended; its parameters are no"
-                " longer gathered. Start another `fit`, or build a new optimizer."
-            )
+    def step(self, optimizer: Optimizer, **arguments: Any) -> Any:
+        """Steps the shards, brings the parameters home. Collective: one all-gather per bucket that may have moved.
+
+        Args:
+            optimizer: The optimizer that this is of.
+            **arguments: Passed on to the original ``step``.
+
+        Returns:
+            What the original ``step`` returns.
+        """
         if self.has_added_parameters(optimizer):
             known = len(self.buckets)
             self.adopt_added_parameters()
@@ -129,13 +160,14 @@ class OptimizerSharding:
         self.finish_gradients()
         for bucket in self.buckets:
             bucket.move_in()
-        unsharded_step = self.original.step
-        if getattr(unsharded_step, "hooked", False):
-            # The users' step hooks belong to the full groups; `ShardedOptimizer.step` runs them.
-            unsharded_step = unsharded_step.__wrapped__  # type: ignore[attr-defined]
+            bucket.refresh_master_weights()
         with self.shard_groups(optimizer):
-            unsharded_step(optimizer, **kwargs)
-        self.gatherer.gather(self._stepped_buckets())
+            result = undecorated_step(self.original)(optimizer, **arguments)
+        stepped = self._stepped_buckets()
+        for bucket in stepped:
+            bucket.publish_master_weights()
+        self.gatherer.gather(stepped)
+        return result
 
     def _stepped_buckets(self) -> list[ParameterBucket]:
         """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""
@@ -143,6 +175,12 @@ class OptimizerSharding:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
         return [bucket for bucket in self.buckets if bucket.has_gradients]
+
+
+def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """``cls.step`` without torch's wrapper, which runs the users' step hooks: those belong to the full groups."""
+    step: Callable[..., Any] = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 def shard_existing_state(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
@@ -158,4 +196,6 @@ def shard_value(value: Any, slot: ParameterSlot) -> Any:
     """This rank's part of one entry of a parameter's state; what has not the parameter's shape is kept whole."""
     if not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
         return value
-    return slot.part_of(value).clone()
+    part = slot.part_of(value).clone()
+    # State that an optimizer made in the parameter's own dtype goes on in the master weights'.
+    return part.to(slot.bucket.shard_dtype) if value.dtype == slot.parameter.dtype else part

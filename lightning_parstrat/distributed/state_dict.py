@@ -19,6 +19,9 @@ from lightning_parstrat.distributed.sharding import OptimizerSharding, shard_val
 
 StateDict = dict[Any, Any]
 
+MASTER_WEIGHTS = "master_weights"
+"""Where a state dict keeps master weights, by position as ``"state"`` is. Other strategies pass over it."""
+
 
 class _Entry(NamedTuple):
     """One entry of a shard's state: a tensor that lies like the shard (then its dtype), or any other value."""
@@ -43,14 +46,17 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0) -> Stat
     sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
-    group = sharding.reducer.control.group
-    slots = [sharding.slots[parameter] for parameter in _grouped_parameters(optimizer) if parameter in sharding.slots]
-    state = _gather_states(optimizer, slots, group, 0 if destination is None else destination)
+    group = sharding.control_group
+    parameters = _grouped_parameters(optimizer)
+    slots = [sharding.slots[parameter] for parameter in parameters if parameter in sharding.slots]
+    gathered = _gather_states(optimizer, slots, group, 0 if destination is None else destination)
     if destination is None:
-        state = _broadcast_object(state, group)
-    by_parameter: dict[Tensor, StateDict] = {
-        slot.parameter: state[index] for index, slot in enumerate(slots) if index in state
-    }
+        gathered = _broadcast_object(gathered, group)
+    by_parameter: dict[Tensor, StateDict] = {slots[index].parameter: state for index, state in gathered.items()}
+    if destination is None or dist.get_rank(group) == destination:
+        # Every rank has the same state for what every rank steps.
+        kept_whole = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
+        by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in kept_whole})
     state_dict = _pack(optimizer, by_parameter)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         state_dict = post_hook(optimizer, state_dict) or state_dict
@@ -86,16 +92,26 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = []
         for parameter, identifier in zip(group["params"], saved["params"], strict=True):
-            slot = sharding.slots[parameter]
-            if slot.shard is None:
+            slot = sharding.slots.get(parameter)
+            if slot is not None and slot.shard is None:
                 continue
             kept.append(identifier)
-            if identifier in state_dict["state"]:
-                entries = state_dict["state"][identifier]
-                state[identifier] = {key: shard_value(value, slot) for key, value in entries.items()}
+            entries = state_dict["state"].get(identifier)
+            if entries is not None:
+                part = entries if slot is None else {key: shard_value(value, slot) for key, value in entries.items()}
+                state[identifier] = part
+            if slot is not None:
+                _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
         groups.append({**saved, "params": kept})
     with sharding.shard_groups(optimizer):
         load({**state_dict, "state": state, "param_groups": groups})
+
+
+@torch.no_grad()
+def _load_master_weights(slot: ParameterSlot, whole: Tensor | None) -> None:
+    """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
+    if slot.shard is not None and slot.has_master_weights and whole is not None:
+        slot.shard.copy_(slot.part_of(whole))
 
 
 def _gather_states(
@@ -103,7 +119,7 @@ def _gather_states(
 ) -> dict[int, StateDict]:
     """Whole state by position in ``slots``, on the destination; nothing elsewhere."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard in optimizer.state}
+    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None}
     described: list[Any] | None = [None] * world_size if rank == destination else None
     dist.gather_object(own, described, group=group, group_dst=destination)
     if described is None:
@@ -141,20 +157,25 @@ def _describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, _Entry]:
     shard = slot.shard
     if shard is None:
         raise AssertionError("state was found for a shard that does not exist")
-    entries = {}
-    for key, value in optimizer.state[shard].items():
+    entries = {MASTER_WEIGHTS: _Entry(shard.dtype, None)} if slot.has_master_weights else {}
+    for key, value in optimizer.state.get(shard, {}).items():
         if isinstance(value, Tensor) and value.shape == shard.shape:
             entries[key] = _Entry(value.dtype, None)
         else:
-            entries[key] = _Entry(None, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value))
+            entries[key] = _Entry(None, _on_host(value))
     return entries
+
+
+def _on_host(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
 
 
 def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
     """This rank's part of a sharded entry: 1-D in storage order, in host memory."""
     if slot.shard is None or slot.piece is None:
         raise AssertionError("state was found for a shard that does not exist")
-    value: Tensor = optimizer.state[slot.shard][key].detach()
+    value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
+    value = value.detach()
     whole = slot.piece.numel == slot.place.numel
     return (slot.storage_order(value) if whole else value).cpu().contiguous()
 
@@ -167,8 +188,11 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
         {**group, "params": [position[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
     packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
+    # Beside the state, not in it: to torch's optimizers a parameter whose state is not empty has stepped.
+    masters = {index: state.pop(MASTER_WEIGHTS) for index, state in packed.items() if MASTER_WEIGHTS in state}
+    packed = {index: state for index, state in packed.items() if state}
     packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
-    return {"state": packed, "param_groups": groups}
+    return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
 
 
 def _grouped_parameters(optimizer: Optimizer) -> list[Tensor]:

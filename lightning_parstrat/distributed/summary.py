@@ -21,6 +21,10 @@ class ShardingSummary(NamedTuple):
     world_size: int
     state_bytes: tuple[int, int] | None
     """Optimizer state unsharded and on this rank, where it can be told before the first step."""
+    master_bytes: int
+    """Master weights on this rank."""
+    kept_whole: tuple[str, ...]
+    """Optimizers that are not sharded, each with the reason."""
 
 
 def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:

@@ -48,7 +48,8 @@ def observers_of_gradients(
     plugin_methods = _users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
     observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
-        if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        if any(getattr(optimizer, name, None) for name in hooks):
             observers.append(f"step hooks of {type(optimizer).__name__}")
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         observers.append("global optimizer step hooks")

@@ -17,19 +17,21 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import ExposeGradients, PartitionChoice, ShardingPolicy
+from lightning_parstrat.core.policy import ExposeGradients, MasterWeights, PartitionChoice, ShardingPolicy
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.checks import check_same_module
-from lightning_parstrat.distributed.collectives import ProcessGroups, process_groups, world_size
+from lightning_parstrat.distributed.collectives import ProcessGroups, make_collectives, process_groups, world_size
 from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.state_dict import gather_state_dict
+from lightning_parstrat.distributed.summary import ShardingSummary
+from lightning_parstrat.strategies.dataloaders import make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
 from lightning_parstrat.strategies.precision import shard_precision
 
@@ -88,6 +90,10 @@ class ZeRO1Strategy(_ProcessStrategy):
             a hook, a callback or manual optimization may look; it costs memory for all gradients and one more
             all-gather. ``False`` saves that for those whose hooks do not look; :meth:`full_gradients` then shows
             gradients on demand.
+        master_weights: Whether each rank keeps an fp32 copy of its shard of parameters in 16 bits ("bf16-true",
+            "16-true") and steps that, so that updates too small for 16 bits are not lost. ``"auto"`` does so wherever
+            there are such parameters; ``False`` steps in 16 bits as ``ddp`` does; ``True`` insists, and is an error
+            where there is nothing to keep.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -99,13 +105,18 @@ class ZeRO1Strategy(_ProcessStrategy):
         bucket_cap_mb: float = 8.0,
         partition: PartitionChoice = "auto",
         expose_gradients: ExposeGradients = "auto",
+        master_weights: MasterWeights = "auto",
         **kwargs: Any,
     ) -> None:
         self._policy = ShardingPolicy(
-            bucket_cap_mb=bucket_cap_mb, partition=partition, expose_gradients=expose_gradients
+            bucket_cap_mb=bucket_cap_mb,
+            partition=partition,
+            expose_gradients=expose_gradients,
+            master_weights=master_weights,
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
+        self._even_dataloaders: list[object] = []
         super().__init__(**kwargs)
 
     @classmethod
@@ -142,7 +153,22 @@ class ZeRO1Strategy(_ProcessStrategy):
         self._broadcast_buffers_next = True
         # Lightning's wrappers imitate the class that the optimizers had when they were wrapped.
         self.optimizers = optimizers
-        rank_zero_info(describe(self._engine))
+        summary = self._engine.summary()
+        rank_zero_info(describe(summary))
+        for line in summary.kept_whole:
+            rank_zero_warn(f"zero1_custom: every rank keeps all state of {line}. It trains as under `ddp`.")
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
+        trainer = self._module.trainer
+        if not trainer.training or self.world_size == 1:
+            return dataloader
+        sources = (self._module, trainer.datamodule)
+        allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
+        even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
+        self._even_dataloaders.append(even)
+        return even
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -202,10 +228,10 @@ class ZeRO1Strategy(_ProcessStrategy):
         return super().training_step(*args, **kwargs)
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcasts buffers when DDP would, then runs the user's validation step."""
+    def on_validation_start(self) -> None:
+        """Broadcasts buffers when DDP would before its first validation step; a rank may have none to run."""
+        super().on_validation_start()
         self._broadcast_buffers()
-        return super().validation_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -232,6 +258,9 @@ class ZeRO1Strategy(_ProcessStrategy):
     def teardown(self) -> None:
         """Gives the parameters ordinary storage again. Not collective."""
         self._close_engine()
+        for dataloader in self._even_dataloaders:
+            restore(dataloader)
+        self._even_dataloaders.clear()
         super().teardown()
 
     @property
@@ -263,28 +292,23 @@ class ZeRO1Strategy(_ProcessStrategy):
             self._engine = None
 
 
-def describe(engine: ShardedDataParallel) -> str:
+def describe(summary: ShardingSummary) -> str:
     """One line for the start of a fit: what was sharded, over how many ranks, and what it saves."""
-    summary = engine.summary()
     line = (
         f"zero1_custom: {_count(summary.parameters)} parameters ({_size(summary.parameter_bytes)}) in"
         f" {summary.buckets} buckets ({_size(summary.padding_bytes)} of padding) over {summary.world_size} ranks;"
     )
     if summary.state_bytes is None:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
-        return f"{line} this rank holds optimizer state for {share:.1%} of them"
-    whole, own = summary.state_bytes
-    return f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(whole)}"
+        line = f"{line} this rank holds optimizer state for {share:.1%} of them"
+    else:
+        whole, own = summary.state_bytes
+        line = f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(whole)}"
+    return f"{line}; fp32 master weights {_size(summary.master_bytes)} per rank" if summary.master_bytes else line
 
 
-def _unwrapped(optimizer: Any) -> Optimizer:
-    optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise MisconfigurationException(
-            f"`configure_optimizers` returned a {type(optimizer).__name__}, which is no torch.optim.Optimizer; its"
-            " state cannot be sharded. Return torch optimizers, or use `strategy='ddp'`."
-        )
-    return optimizer
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def _count(number: int) -> str:

@@ -1,5 +1,7 @@
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -16,14 +18,22 @@ from lightning_parstrat.core.layout import (
     fingerprint,
     plan_buckets,
 )
+from lightning_parstrat.core.update_cost import newton_schulz
 
 PARTITIONS: tuple[Partition, ...] = ("element", "parameter")
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
 
 
-def spec(shape: tuple[int, ...], group: str = "float32", name: str = "p") -> ParameterSpec:
+def spec(
+    shape: tuple[int, ...], group: str = "float32", name: str = "p", update_cost: float | None = None
+) -> ParameterSpec:
     return ParameterSpec(
-        name=name, shape=shape, dtype=f"dtype{ITEMSIZES[group]}", itemsize=ITEMSIZES[group], group=group
+        name=name,
+        shape=shape,
+        dtype=f"dtype{ITEMSIZES[group]}",
+        itemsize=ITEMSIZES[group],
+        group=group,
+        update_cost=update_cost,
     )
 
 
@@ -36,9 +46,20 @@ def alignment_of(bucket: BucketLayout, policy: LayoutPolicy) -> int:
     return max(1, policy.alignment_bytes // bucket.itemsize)
 
 
+def owners_of(buckets: Sequence[BucketLayout]) -> dict[int, int]:
+    """The rank that owns each parameter, where each has one and is not empty."""
+    return {
+        piece.parameter: rank
+        for bucket in buckets
+        for rank in range(bucket.world_size)
+        for piece in bucket.shard_slices(rank)
+    }
+
+
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple) | st.integers(0, 700).map(lambda size: (size,))
-parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEMSIZES))), max_size=12).map(
-    lambda items: [spec(shape, group, f"p{index}") for index, (shape, group) in enumerate(items)]
+update_costs = st.none() | st.integers(0, 1000) | st.floats(0, 1e15)
+parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(ITEMSIZES)), update_costs), max_size=12).map(
+    lambda items: [spec(shape, group, f"p{index}", cost) for index, (shape, group, cost) in enumerate(items)]
 )
 
 
@@ -71,7 +92,8 @@ def test_slices_name_the_element_that_lies_there(parameters: list[ParameterSpec]
             contents[slot.offset : slot.offset + slot.numel] = [(slot.parameter, i) for i in range(slot.numel)]
         assert len(contents) == bucket.numel
         for rank in range(policy.world_size):
-            shard = contents[rank * bucket.shard_numel : (rank + 1) * bucket.shard_numel]
+            shard = contents[bucket.bounds[rank] : bucket.bounds[rank + 1]]
+            assert len(shard) == bucket.shard_numel(rank)
             for piece in bucket.shard_slices(rank):
                 expected = [(piece.parameter, piece.parameter_start + i) for i in range(piece.numel)]
                 assert shard[piece.shard_start : piece.shard_start + piece.numel] == expected
@@ -89,13 +111,27 @@ def test_slots_and_shards_are_aligned_inside_the_bucket_and_apart(
 ) -> None:
     for bucket in plan_buckets(parameters, policy):
         alignment = alignment_of(bucket, policy)
-        assert bucket.shard_numel > 0
-        assert bucket.shard_numel % alignment == 0
-        assert bucket.numel == bucket.shard_numel * policy.world_size
+        assert bucket.numel > 0
+        assert bucket.world_size == policy.world_size
+        assert (bucket.bounds[0], bucket.bounds[-1]) == (0, bucket.numel)
+        assert all(bound % alignment == 0 for bound in bucket.bounds)
+        assert all(start <= end for start, end in pairwise(bucket.bounds))
         filled = sorted((slot.offset, slot.offset + slot.numel) for slot in bucket.slots if slot.numel)
         assert all(start % alignment == 0 for start, _ in filled)
         assert all(end <= start for (_, end), (start, _) in pairwise(filled))
         assert not filled or filled[-1][1] <= bucket.numel
+
+
+@given(parameter_lists, policies("element"))
+def test_element_partition_cuts_equal_shards_whatever_updates_cost(
+    parameters: list[ParameterSpec], policy: LayoutPolicy
+) -> None:
+    buckets = plan_buckets(parameters, policy)
+    for bucket in buckets:
+        # A range, so that a plan for many ranks takes no more memory than one for few.
+        assert isinstance(bucket.bounds, range)
+        assert {bucket.shard_numel(rank) for rank in range(policy.world_size)} == {bucket.numel // policy.world_size}
+    assert plan_buckets([replace(spec, update_cost=None) for spec in parameters], policy) == buckets
 
 
 @given(parameter_lists, policies("element"))
@@ -108,31 +144,53 @@ def test_element_partition_pads_less_than_an_alignment_per_slot_and_one_per_rank
         assert bucket.padding <= gaps_between_slots + alignment * policy.world_size
 
 
+@given(parameter_lists, policies("parameter"), st.integers(1, 1000))
+def test_parameter_partition_pads_less_than_an_alignment_per_slot_whatever_the_world_size(
+    parameters: list[ParameterSpec], policy: LayoutPolicy, world_size: int
+) -> None:
+    for bucket in plan_buckets(parameters, replace(policy, world_size=world_size)):
+        alignment = alignment_of(bucket, policy)
+        filled = sum(1 for slot in bucket.slots if slot.numel)
+        # A bucket of empty parameters alone has one alignment, so that it is not itself empty.
+        assert bucket.padding <= filled * (alignment - 1) if filled else bucket.padding == alignment
+
+
+def test_a_thousand_ranks_take_no_more_room_than_their_three_parameters() -> None:
+    policy = LayoutPolicy(world_size=1000, bucket_cap_bytes=2**30, partition="parameter")
+    (bucket,) = plan_buckets(specs_of((1000, 1000), (17,), (500, 1000)), policy)
+    assert bucket.numel == 1_000_000 + 32 + 500_000
+    assert len(bucket.bounds) == 1001
+    assert [bucket.shard_numel(rank) for rank in range(4)] == [1_000_000, 500_000, 32, 0]
+    assert not any(bucket.shard_numel(rank) for rank in range(3, 1000))
+
+
 @pytest.mark.parametrize(
-    ("shapes", "world_size", "partition", "offsets", "numel"),
+    ("shapes", "world_size", "partition", "offsets", "bounds"),
     [
         # 16 float32 elements are 64 bytes: one aligned start.
-        pytest.param([(5,), (3,)], 2, "element", [0, 16], 32, id="a gap after 5, and a tail after 16 + 3"),
-        pytest.param([(16,), (16,)], 2, "element", [0, 16], 32, id="nothing to pad"),
-        pytest.param([(33,)], 3, "element", [0], 48, id="a tail"),
-        pytest.param([(5,), (40,)], 2, "parameter", [48, 0], 96, id="the largest goes first, the other beside it"),
-        pytest.param([(5,)], 4, "parameter", [0], 64, id="fewer parameters than ranks"),
+        pytest.param([(5,), (3,)], 2, "element", [0, 16], [0, 16, 32], id="a gap after 5, and a tail after 16 + 3"),
+        pytest.param([(16,), (16,)], 2, "element", [0, 16], [0, 16, 32], id="nothing to pad"),
+        pytest.param([(33,)], 3, "element", [0], [0, 16, 32, 48], id="a tail"),
+        pytest.param([(5,), (40,)], 2, "parameter", [48, 0], [0, 48, 64], id="the first rank has the largest"),
+        pytest.param([(5,), (40,), (9,)], 2, "parameter", [48, 0, 64], [0, 48, 80], id="a rank's own in their order"),
+        pytest.param([(5,)], 4, "parameter", [0], [0, 16, 16, 16, 16], id="fewer parameters than ranks"),
+        pytest.param([(0,)], 2, "parameter", [0], [0, 16, 16], id="nothing but an empty one"),
     ],
 )
-def test_padding_of_known_layouts(
-    shapes: list[tuple[int, ...]], world_size: int, partition: Partition, offsets: list[int], numel: int
+def test_known_layouts(
+    shapes: list[tuple[int, ...]], world_size: int, partition: Partition, offsets: list[int], bounds: list[int]
 ) -> None:
     policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
     (bucket,) = plan_buckets(specs_of(*shapes), policy)
     assert [slot.offset for slot in bucket.slots] == offsets
-    assert bucket.numel == numel
-    assert bucket.padding == numel - sum(size for (size,) in shapes)
+    assert list(bucket.bounds) == bounds
+    assert bucket.padding == bounds[-1] - sum(size for (size,) in shapes)
 
 
 def test_slices_at_a_boundary_that_cuts_a_parameter() -> None:
     policy = LayoutPolicy(world_size=2, bucket_cap_bytes=2**20)
     (bucket,) = plan_buckets(specs_of((40,), (8,)), policy)
-    assert bucket.shard_numel == 32
+    assert list(bucket.bounds) == [0, 32, 64]
     assert bucket.shard_slices(0) == (ShardSlice(0, 0, 0, 32),)
     assert bucket.shard_slices(1) == (ShardSlice(0, 32, 0, 8), ShardSlice(1, 0, 16, 8))
 
@@ -147,17 +205,101 @@ def test_parameter_partition_never_splits_a_parameter(parameters: list[Parameter
                 assert (whole.parameter_start, whole.numel) == (0, slot.numel)
 
 
-@settings(max_examples=40)
-@given(st.lists(st.integers(1, 400), min_size=1, max_size=6), st.integers(1, 3))
-def test_parameter_partition_fills_no_shard_beyond_four_thirds_of_the_optimum(sizes: list[int], ranks: int) -> None:
-    policy = LayoutPolicy(world_size=ranks, bucket_cap_bytes=2**20, partition="parameter", alignment_bytes=1)
-    (bucket,) = plan_buckets(specs_of(*((size,) for size in sizes)), policy)
+@given(parameter_lists, policies("parameter"))
+def test_parameter_partition_places_a_ranks_parameters_side_by_side_in_their_order(
+    parameters: list[ParameterSpec], policy: LayoutPolicy
+) -> None:
+    buckets = plan_buckets(parameters, policy)
+    owners = owners_of(buckets)
+    for bucket in buckets:
+        filled = [slot for slot in bucket.slots if slot.numel]
+        by_offset = [slot.parameter for slot in sorted(filled, key=lambda slot: slot.offset)]
+        assert by_offset == sorted(by_offset, key=lambda parameter: (owners[parameter], parameter))
+
+
+def shares(parameters: Sequence[ParameterSpec]) -> list[float]:
+    """What the ranks are to have about as much of: the share of the update costs plus that of the elements."""
+    costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
+    numels = [spec.numel for spec in parameters]
+    return [cost / sum(costs) + numel / sum(numels) for cost, numel in zip(costs, numels, strict=True)]
+
+
+def loads_of(weights: Sequence[float], owners: Sequence[int], world_size: int) -> list[float]:
+    return [
+        sum(weight for weight, owner in zip(weights, owners, strict=True) if owner == rank)
+        for rank in range(world_size)
+    ]
+
+
+sizes = st.integers(1, 400)
+sizes_and_costs = (
+    st.lists(st.tuples(sizes, st.none()), min_size=1, max_size=6)
+    | st.lists(st.tuples(sizes, st.integers(1, 10**12)), min_size=1, max_size=6)
+    | st.lists(st.tuples(sizes, st.floats(1e-9, 1e-3)), min_size=1, max_size=6)
+)
+
+
+@settings(max_examples=100)
+@given(sizes_and_costs, st.integers(1, 3), st.sampled_from((1, 1000, 2**20)), st.booleans())
+def test_parameter_partition_gives_no_rank_more_than_four_thirds_of_the_optimum(
+    items: list[tuple[int, float | None]], world_size: int, cap: int, two_groups: bool
+) -> None:
+    names = ("float32", "bfloat16") if two_groups else ("float32",)
+    parameters = [
+        spec((size,), names[index % len(names)], f"p{index}", cost) for index, (size, cost) in enumerate(items)
+    ]
+    policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=cap, partition="parameter", alignment_bytes=1)
+    owners = owners_of(plan_buckets(parameters, policy))
+    weights = shares(parameters)
     optimum = min(
-        max(sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks))
-        for owners in product(range(ranks), repeat=len(sizes))
+        max(loads_of(weights, choice, world_size)) for choice in product(range(world_size), repeat=len(parameters))
     )
-    assert optimum <= bucket.shard_numel
-    assert 3 * bucket.shard_numel <= 4 * optimum
+    fullest = max(loads_of(weights, [owners[index] for index in range(len(parameters))], world_size))
+    assert optimum * (1 - 1e-9) <= fullest <= optimum * 4 / 3 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cap", [1, 100, 2**20])
+def test_all_buckets_together_are_balanced_not_each_alone(cap: int) -> None:
+    policy = LayoutPolicy(world_size=4, bucket_cap_bytes=cap, partition="parameter")
+    buckets = plan_buckets(specs_of(*[(16,)] * 8), policy)
+    assert [sum(bucket.shard_numel(rank) for bucket in buckets) for rank in range(4)] == [32] * 4
+
+
+@given(parameter_lists, policies("parameter"), st.sampled_from((2.0**-80, 2.0**-10, 2.0**10)))
+def test_the_unit_of_the_update_costs_does_not_matter(
+    parameters: list[ParameterSpec], policy: LayoutPolicy, unit: float
+) -> None:
+    # Whole numbers, so that no cost is so small that it cannot be scaled exactly.
+    costs = [round(spec.numel if spec.update_cost is None else spec.update_cost) for spec in parameters]
+    plans = [
+        plan_buckets(
+            [replace(spec, update_cost=cost * scale) for spec, cost in zip(parameters, costs, strict=True)], policy
+        )
+        for scale in (1.0, unit)
+    ]
+    assert plans[0] == plans[1]
+
+
+MUON_SHAPES = [(64, 4096), (512, 512), (4096, 64), (64, 64, 64)]
+"""As many elements each; Newton-Schulz costs twelve times as much for the square one as for the others."""
+
+
+@pytest.mark.parametrize("cap", [1, 2**30])
+@pytest.mark.parametrize(
+    ("steps", "groups"),
+    [
+        pytest.param(None, [{0, 2}, {1, 3}], id="by elements"),
+        pytest.param(5, [{1}, {0, 2, 3}], id="by what Newton-Schulz costs"),
+    ],
+)
+def test_a_costly_update_leaves_its_owner_less_else_to_own(steps: int | None, groups: list[set[int]], cap: int) -> None:
+    parameters = [
+        spec(shape, name=f"p{index}", update_cost=None if steps is None else newton_schulz(shape, steps))
+        for index, shape in enumerate(MUON_SHAPES)
+    ]
+    policy = LayoutPolicy(world_size=2, bucket_cap_bytes=cap, partition="parameter")
+    owners = owners_of(plan_buckets(parameters, policy))
+    assert [{index for index, owner in owners.items() if owner == rank} for rank in range(2)] == groups
 
 
 @given(parameter_lists, policies())
@@ -204,22 +346,27 @@ def test_a_group_left_open_long_ago_comes_before_one_that_fills_later() -> None:
 
 @given(parameter_lists, policies())
 def test_planning_again_gives_the_same(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    again = [
-        ParameterSpec(name=p.name, shape=p.shape, dtype=p.dtype, itemsize=p.itemsize, group=p.group) for p in parameters
-    ]
+    again = [replace(spec) for spec in parameters]
     buckets = plan_buckets(parameters, policy)
     assert plan_buckets(again, policy) == buckets
     assert fingerprint(again, plan_buckets(again, policy)) == fingerprint(parameters, buckets)
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_plan_and_fingerprint_do_not_depend_on_the_process(partition: Partition) -> None:
+@pytest.mark.parametrize(("partition", "update_cost"), [("element", None), ("parameter", None), ("parameter", True)])
+def test_plan_and_fingerprint_do_not_depend_on_the_process(partition: Partition, update_cost: bool | None) -> None:
     # Ranks differ in the seed of `hash`, on which the order of sets depends.
     script = f"""
 from lightning_parstrat.core.layout import *
 names = ["float32", "float64", "bfloat16"]
 specs = [
-    ParameterSpec(name=f"p{{i}}", shape=(i * 37 % 50,), dtype="float32", itemsize=4, group=names[i % 3])
+    ParameterSpec(
+        name=f"p{{i}}",
+        shape=(i * 37 % 50,),
+        dtype="float32",
+        itemsize=4,
+        group=names[i % 3],
+        update_cost={update_cost!r} and i * 29 % 31 / 7,
+    )
     for i in range(40)
 ]
 policy = LayoutPolicy(world_size=3, bucket_cap_bytes=300, partition={partition!r})
@@ -234,6 +381,15 @@ print(fingerprint(specs, plan), plan)
     }
     assert len(printed) == 1
     assert "BucketLayout" in printed.pop()
+
+
+def test_fingerprint_differs_where_update_costs_give_parameters_to_other_ranks() -> None:
+    policy = LayoutPolicy(world_size=2, bucket_cap_bytes=2**20, partition="parameter")
+    numbers = set()
+    for costs in ((None, None), (1.0, 100.0)):
+        parameters = [spec((4,), name=f"p{index}", update_cost=cost) for index, cost in enumerate(costs)]
+        numbers.add(fingerprint(parameters, plan_buckets(parameters, policy)))
+    assert len(numbers) == 2
 
 
 BASE = [("w", (4, 6)), ("v", (6, 4)), ("b", (6,))]
@@ -290,7 +446,7 @@ def test_small_parameters_are_planned(
     policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
     (bucket,) = plan_buckets(specs_of(*shapes), policy)
     assert len(bucket.slots) == len(shapes)
-    assert bucket.shard_numel > 0
+    assert bucket.numel > 0
     pieces = [piece for rank in range(world_size) for piece in bucket.shard_slices(rank)]
     assert sum(piece.numel for piece in pieces) == owned
     assert all(piece.numel for piece in pieces)

@@ -1,4 +1,6 @@
+from bisect import bisect_right
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -33,7 +35,7 @@ def send_everything(buckets: tuple[BucketLayout, ...]) -> tuple[Counter[int], Co
     """Per rank, the bytes sent when every rank sends every other one the other's shard, then its own shard."""
     reduced, gathered = Counter[int](), Counter[int]()
     for bucket in buckets:
-        shards = [range(start, start + bucket.shard_numel) for start in range(0, bucket.numel, bucket.shard_numel)]
+        shards = [range(start, stop) for start, stop in pairwise(bucket.bounds)]
         for source in range(bucket.world_size):
             for destination in set(range(bucket.world_size)) - {source}:
                 reduced[source] += len(shards[destination]) * bucket.itemsize
@@ -43,12 +45,19 @@ def send_everything(buckets: tuple[BucketLayout, ...]) -> tuple[Counter[int], Co
 
 @given(plans)
 def test_traffic_is_what_sending_every_shard_to_everyone_else_takes(buckets: tuple[BucketLayout, ...]) -> None:
-    traffic = step_traffic(buckets)
     reduced, gathered = send_everything(buckets)
-    for rank in range(buckets[0].world_size if buckets else 0):
-        assert (traffic.reduce_scatter_bytes, traffic.all_gather_bytes) == (reduced[rank], gathered[rank])
     collectives = sum(1 for bucket in buckets if bucket.world_size > 1)
-    assert (traffic.reduce_scatters, traffic.all_gathers) == (collectives, collectives)
+    for rank in range(buckets[0].world_size if buckets else 1):
+        assert step_traffic(buckets, rank) == StepTraffic(collectives, reduced[rank], collectives, gathered[rank])
+
+
+@given(plans)
+def test_all_ranks_together_send_every_bucket_to_all_but_one(buckets: tuple[BucketLayout, ...]) -> None:
+    world_size = buckets[0].world_size if buckets else 1
+    traffic = [step_traffic(buckets, rank) for rank in range(world_size)]
+    everything = (world_size - 1) * sum(bucket.numel * bucket.itemsize for bucket in buckets)
+    assert sum(one.reduce_scatter_bytes for one in traffic) == everything
+    assert sum(one.all_gather_bytes for one in traffic) == everything
 
 
 @given(plans)
@@ -57,7 +66,7 @@ def test_owned_bytes_are_those_of_the_parameters_elements_in_the_shard(buckets: 
     for bucket in buckets:
         for slot in bucket.slots:
             for element in range(slot.offset, slot.offset + slot.numel):
-                counted[element // bucket.shard_numel] += bucket.itemsize
+                counted[bisect_right(bucket.bounds, element) - 1] += bucket.itemsize
     world_size = buckets[0].world_size if buckets else 1
     owned = [owned_bytes(buckets, rank) for rank in range(world_size)]
     assert owned == [counted[rank] for rank in range(world_size)]
@@ -65,21 +74,34 @@ def test_owned_bytes_are_those_of_the_parameters_elements_in_the_shard(buckets: 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world_size", "partition", "traffic", "owned"),
+    ("sizes", "world_size", "partition", "sent", "owned"),
     [
         # 1000 float32 elements on 4 ranks: 256 each, the last rank's shard ends in 24 elements of padding.
-        ([(1000, "float32")], 4, "element", StepTraffic(1, 3072, 1, 3072), [1024, 1024, 1024, 928]),
-        ([(1000, "float32")], 2, "parameter", StepTraffic(1, 4032, 1, 4032), [4000, 0]),
-        ([(32, "float32"), (64, "bfloat16")], 2, "element", StepTraffic(2, 128, 2, 128), [128, 128]),
-        ([(1000, "float32")], 1, "element", StepTraffic(0, 0, 0, 0), [4000]),
-        ([], 2, "element", StepTraffic(0, 0, 0, 0), [0, 0]),
+        ([(1000, "float32")], 4, "element", [(1, 3072, 1, 3072)] * 4, [1024, 1024, 1024, 928]),
+        # 1000 float32 elements are padded to 1008; who owns all has no gradients to send, and all the parameters.
+        ([(1000, "float32")], 2, "parameter", [(1, 0, 1, 4032), (1, 4032, 1, 0)], [4000, 0]),
+        (
+            [(1000, "float32"), (32, "float32")],
+            3,
+            "parameter",
+            [(1, 128, 1, 8064), (1, 4032, 1, 256), (1, 4160, 1, 0)],
+            [4000, 128, 0],
+        ),
+        ([(32, "float32"), (64, "bfloat16")], 2, "element", [(2, 128, 2, 128)] * 2, [128, 128]),
+        ([(1000, "float32")], 1, "element", [(0, 0, 0, 0)], [4000]),
+        ([(1000, "float32")], 1, "parameter", [(0, 0, 0, 0)], [4000]),
+        ([], 2, "element", [(0, 0, 0, 0)] * 2, [0, 0]),
     ],
 )
 def test_known_plans(
-    sizes: list[tuple[int, str]], world_size: int, partition: Partition, traffic: StepTraffic, owned: list[int]
+    sizes: list[tuple[int, str]],
+    world_size: int,
+    partition: Partition,
+    sent: list[tuple[int, int, int, int]],
+    owned: list[int],
 ) -> None:
     buckets = plan(sizes, world_size, 2**20, partition)
-    assert step_traffic(buckets) == traffic
+    assert [step_traffic(buckets, rank) for rank in range(world_size)] == sent
     assert [owned_bytes(buckets, rank) for rank in range(world_size)] == owned
     assert parameter_bytes(buckets) == sum(owned)
 
@@ -87,6 +109,8 @@ def test_known_plans(
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_without_padding_traffic_is_the_ring_all_reduces(world_size: int) -> None:
     size = 16 * world_size * 10
-    traffic = step_traffic(plan([(size, "float32")], world_size, 2**20, "element"))
+    buckets = plan([(size, "float32")], world_size, 2**20, "element")
     ring_all_reduce = 2 * (world_size - 1) * size * 4 // world_size
-    assert traffic.reduce_scatter_bytes + traffic.all_gather_bytes == ring_all_reduce
+    for rank in range(world_size):
+        traffic = step_traffic(buckets, rank)
+        assert traffic.reduce_scatter_bytes + traffic.all_gather_bytes == ring_all_reduce

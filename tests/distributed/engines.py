@@ -1,6 +1,6 @@
 """An engine without Lightning, and collectives that keep a log, for tests inside the pool's processes."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,12 +35,12 @@ class LoggedCollectives(Collectives):
         self.launched = 0
 
     @override
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor) -> Work:
-        return self._logged("reduce", self.inner.reduce_scatter(buffer, shard))
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        return self._logged("reduce", self.inner.reduce_scatter(buffer, shard, bounds))
 
     @override
-    def _all_gather(self, buffer: Tensor) -> Work:
-        return self._logged("gather", self.inner.all_gather(buffer))
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        return self._logged("gather", self.inner.all_gather(buffer, bounds))
 
     def _logged(self, kind: str, work: Work) -> Work:
         event = (kind, self.launched)

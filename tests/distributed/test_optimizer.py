@@ -1,7 +1,5 @@
 """The class swap: same object, same groups for everyone, and none of the ways around it."""
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.optimizer import check_supported
-from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, choose_partition
 from lightning_parstrat.distributed.summary import state_bytes_per_parameter_byte
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
@@ -48,7 +44,7 @@ def scheduler_made_before_the_swap() -> list[str]:
         optimizer.step()
         scheduler.step()
     # The swap was not bypassed: this rank has stepped its shard only, and gathered the rest.
-    owned = sum(shard.numel() for shard in optimizer._sharding.shards())
+    owned = sum(shard.numel() for shard in optimizer._sharding.stand_ins(module.parameters()))
     assert sum(state["momentum_buffer"].numel() for state in optimizer.state.values()) == owned < 24
     assert stepped_in_full(module, before)
     return [str(warning.message) for warning in caught]
@@ -183,7 +179,7 @@ def zeroed_by(how: str) -> list[bool]:
     engine.reducer.finish(engine.buckets)
     optimizer.zero_grad(set_to_none=how == "none")
     engine.reducer.finish(engine.buckets)
-    gradients = [shard.grad for shard in optimizer._sharding.shards()]
+    gradients = [shard.grad for shard in optimizer._sharding.stand_ins(module.parameters())]
     return [gradient is None if how == "none" else not gradient.any() for gradient in gradients]
 
 
@@ -269,80 +265,6 @@ def stale_graph() -> None:
 
 def test_a_graph_with_parameters_that_moved_is_an_error_as_in_torch(own_pool: RankPool) -> None:
     own_pool.run(2, stale_graph)
-
-
-def copies() -> list[str]:
-    module = linear()
-    optimizer = sgd(module.parameters())
-    make_engine(module, optimizer)
-    messages = []
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError) as caught:
-            attempt(optimizer)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_copying_a_part_of_the_state_is_refused_with_the_remedy(pool: RankPool) -> None:
-    for messages in pool.run(1, copies):
-        assert all("state_dict()" in message for message in messages)
-
-
-def lbfgs() -> Optimizer:
-    return torch.optim.LBFGS(linear().parameters())
-
-
-def sparse_adam() -> Optimizer:
-    return torch.optim.SparseAdam(list(linear().parameters()))
-
-
-class ClosureTwice(torch.optim.SGD):
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
-        closure()
-        super().step()
-        return closure()
-
-
-def closure_twice() -> Optimizer:
-    return ClosureTwice(linear().parameters(), lr=0.1)
-
-
-def replaced_step() -> Optimizer:
-    optimizer = sgd(linear().parameters())
-    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
-    return optimizer
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lbfgs, ["LBFGS", "closure"]),
-        (sparse_adam, ["SparseAdam", "sparse"]),
-        (closure_twice, ["ClosureTwice", "closure"]),
-        (replaced_step, ["SGD", "replaced"]),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused(make: Callable[[], Optimizer], words: list[str]) -> None:
-    with pytest.raises(ValueError) as caught:
-        check_supported(make())
-    assert all(word in str(caught.value) for word in words)
-
-
-class MyAdam(torch.optim.Adam):
-    """Might do anything."""
-
-
-@pytest.mark.parametrize("optimizer", sorted(ELEMENTWISE_OPTIMIZERS, key=lambda cls: cls.__name__))
-def test_known_optimizers_are_supported_and_partitioned_by_element(optimizer: type[Optimizer]) -> None:
-    instance = optimizer(linear().parameters(), lr=0.1)  # type: ignore[call-arg]
-    check_supported(instance)
-    assert choose_partition(instance, "auto") == "element"
-    assert choose_partition(instance, "parameter") == "parameter"
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.Adafactor, MyAdam])
-def test_unknown_optimizers_keep_parameters_whole(optimizer: type[Optimizer]) -> None:
-    assert choose_partition(optimizer(linear().parameters(), lr=0.1), "auto") == "parameter"  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

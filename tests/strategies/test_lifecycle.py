@@ -140,7 +140,7 @@ class CountTraffic(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         now = self.totals(trainer)
         self.steps.append(tuple(new - old for new, old in zip(now, self.before, strict=True)))
-        self.formula = step_traffic([bucket.layout for bucket in trainer.strategy._engine.buckets])
+        self.formula = step_traffic([bucket.layout for bucket in trainer.strategy._engine.buckets], dist.get_rank())
         state = trainer.optimizers[0].state.values()
         self.state_elements = sum(entries["exp_avg"].numel() for entries in state)
         self.parameters = sum(parameter.numel() for parameter in pl_module.parameters())

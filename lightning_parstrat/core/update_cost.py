@@ -1,0 +1,32 @@
+"""What an optimizer's update of one parameter costs, where that does not grow with its elements alone.
+
+Whole parameters are shared out over the ranks by these costs: a rank that got the few large matrices would keep all
+others waiting in every step.
+"""
+
+from collections.abc import Sequence
+
+_ELEMENTWISE_WORK = 10
+"""Operations per element for momentum, weight decay and the update itself; a small number beside any matrix product."""
+
+
+def newton_schulz(shape: Sequence[int], steps: int) -> float:
+    """Operations of one orthogonalised update of a matrix, as Muon makes it.
+
+    Each of the ``steps`` iterations multiplies an m x n matrix (m <= n) with its transpose, the m x m product with
+    itself, and the result with the matrix: ``2 m^2 n + 2 m^3 + 2 m^2 n`` operations. Keller Jordan, "Muon: An optimizer
+    for hidden layers in neural networks" (2024), section "Runtime analysis".
+
+    Args:
+        shape: The parameter's; all dimensions after the first count as one, as torch's Muon does not take any other.
+        steps: Iterations per update.
+
+    Returns:
+        The number of floating point operations.
+    """
+    rows = shape[0] if shape else 1
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    short, long = min(rows, columns), max(rows, columns)
+    return steps * (4 * short**2 * long + 2 * short**3) + _ELEMENTWISE_WORK * rows * columns

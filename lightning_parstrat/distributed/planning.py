@@ -1,0 +1,127 @@
+"""From parameters and optimizers to buckets: the same plan on every rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.layout import (
+    BucketLayout,
+    LayoutPolicy,
+    ParameterSpec,
+    Partition,
+    fingerprint,
+    plan_buckets,
+)
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket
+from lightning_parstrat.distributed.checks import check_agreement
+from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.treatment import update_cost
+
+Owners = tuple[int, ...]
+"""The positions of the optimizers that a parameter belongs to."""
+
+
+class OwnedBucket(NamedTuple):
+    """A bucket, and the positions of the optimizers that step all of its parameters."""
+
+    bucket: ParameterBucket
+    owners: Owners
+
+
+class BucketPlanner:
+    """Makes buckets. Collective: the ranks compare each plan before anything is moved.
+
+    Args:
+        module: Gives the parameters names, and their order.
+        policy: How to bucket.
+        control: Compares plans; its group works on host memory.
+    """
+
+    def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives) -> None:
+        self._policy = policy
+        self._control = control
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self._position = {parameter: index for index, parameter in enumerate(self._names)}
+
+    def sharded_buckets(
+        self,
+        owners: Mapping[Tensor, Owners],
+        optimizers: Sequence[Optimizer],
+        partitions: Mapping[int, Partition],
+        first: int,
+    ) -> list[OwnedBucket]:
+        """Buckets of parameters whose ranks each step a shard; moves the parameters in.
+
+        Args:
+            owners: The parameters, each with its optimizers.
+            optimizers: All optimizers.
+            partitions: Per position of an optimizer, how its parameters may be cut.
+            first: Index of the first bucket.
+        """
+        made: list[OwnedBucket] = []
+        by_partition: dict[Partition, list[Tensor]] = {"element": [], "parameter": []}
+        for parameter in self._in_order_of_gradients(owners):
+            whole = any(partitions[number] == "parameter" for number in owners[parameter])
+            by_partition["parameter" if whole else "element"].append(parameter)
+        for partition, parameters in by_partition.items():
+            specs = [
+                self._spec(
+                    parameter,
+                    owners[parameter],
+                    sum(update_cost(optimizers[number], parameter) for number in owners[parameter]),
+                )
+                for parameter in parameters
+            ]
+            for layout in self._plan(specs, partition):
+                dtype = self._policy.master_dtype(parameters[layout.slots[0].parameter].dtype)
+                bucket = ParameterBucket(first + len(made), layout, parameters, self._control.rank, dtype)
+                made.append(OwnedBucket(bucket, owners[parameters[layout.slots[0].parameter]]))
+        return made
+
+    def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
+        """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
+        ordered = self._in_order_of_gradients(parameters)
+        layouts = self._plan([self._spec(parameter, ()) for parameter in ordered], "element")
+        return [
+            GradientBucket(first + index, layout, ordered, self._control.rank) for index, layout in enumerate(layouts)
+        ]
+
+    def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
+        """Gradients become ready roughly in the reverse order of registration."""
+        unregistered = len(self._position)
+        return sorted(parameters, key=lambda parameter: -self._position.get(parameter, unregistered))
+
+    def _plan(self, specs: Sequence[ParameterSpec], partition: Partition) -> tuple[BucketLayout, ...]:
+        policy = LayoutPolicy(
+            world_size=self._control.world_size, bucket_cap_bytes=self._policy.bucket_cap_bytes, partition=partition
+        )
+        layouts = plan_buckets(specs, policy)
+        check_agreement(self._control, fingerprint(specs, layouts))
+        return layouts
+
+    def _spec(self, parameter: Tensor, owners: Owners, update_cost: float | None = None) -> ParameterSpec:
+        return ParameterSpec(
+            name=self._names.get(parameter, "<not in the module>"),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype),
+            itemsize=parameter.element_size(),
+            group=(str(parameter.dtype), str(parameter.device), owners),
+            update_cost=update_cost,
+        )
+
+
+def trained_outside(module: nn.Module, sharded: Mapping[Tensor, Owners]) -> list[Tensor]:
+    """Parameters of ``module`` that can have gradients and are in no sharded optimizer, without those DDP ignores."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [
+        parameter
+        for name, parameter in module.named_parameters()
+        if name not in ignored
+        and parameter not in sharded
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and parameter.layout == torch.strided
+    ]

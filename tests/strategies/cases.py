@@ -1,0 +1,171 @@
+"""The table of trainings whose parameters and losses must equal the oracle's: a case is a line."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from tests.strategies import odd, zoo
+
+FP32, FP64 = 2e-5, 1e-9
+
+
+class Case(NamedTuple):
+    module: type[zoo.Zoo]
+    optimizer: Callable[..., Optimizer] = zoo.adamw
+    trainer: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    oracle: str = "whole batch"
+    tolerance: float = FP32
+    world_sizes: tuple[int, ...] = (1, 2, 3)
+    strategy: dict[str, Any] = {}  # noqa: RUF012
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def adagrad(parameters: Any) -> Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
+
+
+def amsgrad(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=1e-2, eps=1e-4, amsgrad=True)
+
+
+def foreach(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, foreach=True)
+
+
+def fused(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
+
+
+def rmsprop(parameters: Any) -> Optimizer:
+    return torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-3, momentum=0.5, centered=True)
+
+
+def adafactor(parameters: Any) -> Optimizer:
+    return torch.optim.Adafactor(parameters, lr=1e-2)
+
+
+def muon(parameters: Any) -> Optimizer:
+    return torch.optim.Muon(parameters, lr=0.02)
+
+
+CLIP = {"gradient_clip_val": 0.05}
+DOUBLE = {"precision": "64-true"}
+EXPOSED = {"expose_gradients": "auto"}
+CASES = {
+    # Ten kinds of modules, by a single process on the whole batch.
+    "mlp": Case(zoo.MLP),
+    "convolutional": Case(zoo.Convolutional),
+    "tied": Case(zoo.TiedLanguageModel),
+    "attention": Case(zoo.Attention),
+    "recurrent": Case(zoo.Recurrent),
+    "unused": Case(zoo.Unused),
+    "frozen": Case(zoo.Frozen),
+    "bare parameters": Case(zoo.BareParameters),
+    "scheduled": Case(zoo.ScheduledTransformer, trainer={"precision": "64-true"}, tolerance=FP64),
+    "scheduled, single precision": Case(zoo.ScheduledTransformer, oracle="ddp"),
+    "complex": Case(zoo.Complex),
+    # Whose result depends on how the batch is split: by DDP.
+    "unused by some ranks": Case(zoo.UnusedBySomeRanks, oracle="ddp"),
+    "batch norm": Case(zoo.BatchNormalised, trainer={"max_epochs": 2}, oracle="ddp"),
+    "gan": Case(zoo.Adversarial, oracle="ddp"),
+    # Optimizers.
+    "sgd": Case(zoo.MLP, sgd),
+    "sgd, unused": Case(zoo.Unused, sgd),
+    "adagrad, whose state exists before the first step": Case(zoo.MLP, adagrad),
+    "amsgrad": Case(zoo.Convolutional, amsgrad, world_sizes=(2, 3)),
+    "rmsprop": Case(zoo.MLP, rmsprop, world_sizes=(3,)),
+    "foreach": Case(zoo.Attention, foreach, world_sizes=(2, 3)),
+    "fused": Case(zoo.Attention, fused, world_sizes=(2, 3)),
+    "adafactor, which looks at whole matrices": Case(zoo.Convolutional, adafactor, world_sizes=(2, 3)),
+    # Clipping and accumulation.
+    "clip by norm": Case(zoo.MLP, trainer=CLIP),
+    "clip by value": Case(zoo.MLP, trainer={"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),
+    "clip by norm, unused": Case(zoo.Unused, trainer=CLIP, world_sizes=(2, 3)),
+    "clip by norm, fewer parameters than ranks": Case(zoo.BareParameters, sgd, trainer=CLIP, world_sizes=(2, 3)),
+    "accumulate": Case(zoo.MLP, trainer={"accumulate_grad_batches": 2}, oracle="ddp"),
+    "accumulate, short window": Case(
+        zoo.TiedLanguageModel, trainer={"accumulate_grad_batches": 3, **CLIP}, oracle="ddp"
+    ),
+    "accumulate, unused": Case(zoo.Unused, trainer={"accumulate_grad_batches": 3}, oracle="ddp", world_sizes=(2, 3)),
+    # Precision.
+    "double": Case(zoo.ScheduledTransformer, trainer={"precision": "64-true", **CLIP}, tolerance=FP64),
+    "double, unused by some ranks": Case(
+        zoo.UnusedBySomeRanks, trainer={"precision": "64-true"}, oracle="ddp", tolerance=FP64, world_sizes=(2, 3)
+    ),
+    "bf16 autocast": Case(zoo.MLP, trainer={"precision": "bf16-mixed", **CLIP}, oracle="ddp", world_sizes=(2, 3)),
+    "fp16 autocast, a scaler": Case(zoo.MLP, trainer={"fp16": True, **CLIP}, oracle="ddp", tolerance=1e-3),
+    "fp16 autocast, a scale so large that steps are skipped": Case(
+        zoo.MLP, trainer={"fp16": True, "init_scale": 2.0**24}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)
+    ),
+    # The strategy's own arguments.
+    "exposed": Case(zoo.MLP, trainer=CLIP, strategy={"expose_gradients": True}),
+    "exposed, unused by some ranks": Case(
+        zoo.UnusedBySomeRanks, oracle="ddp", trainer=CLIP, strategy={"expose_gradients": True}
+    ),
+    "exposed, accumulated": Case(
+        zoo.Unused, oracle="ddp", trainer={"accumulate_grad_batches": 2}, strategy={"expose_gradients": True}
+    ),
+    "exposed gan": Case(zoo.Adversarial, oracle="ddp", strategy={"expose_gradients": "auto"}),
+    "exposed, a scaler": Case(
+        zoo.MLP,
+        trainer={"fp16": True, **CLIP},
+        oracle="ddp",
+        tolerance=1e-3,
+        world_sizes=(2, 3),
+        strategy={"expose_gradients": True},
+    ),
+    "one bucket": Case(zoo.Attention, strategy={"bucket_cap_mb": 25}, world_sizes=(2, 3)),
+    "a bucket for each parameter": Case(zoo.Attention, strategy={"bucket_cap_mb": 1e-6}, world_sizes=(2, 3)),
+    "whole parameters": Case(zoo.Convolutional, strategy={"partition": "parameter"}),
+    # Parameters of all kinds.
+    "memory shared without being tied": Case(odd.SharedMemory, trainer=CLIP, oracle="ddp"),
+    "a parameter that cannot train": Case(odd.NeverTrained),
+    "layouts": Case(odd.Layouts, trainer=CLIP),
+    "several dtypes": Case(odd.SeveralDtypes, trainer=CLIP),
+    "reused under checkpoints": Case(odd.ReusedUnderCheckpoints, trainer=CLIP),
+    "compiled": Case(odd.Compiled, trainer=CLIP, world_sizes=(2, 3)),
+    "parametrized": Case(odd.Parametrized, oracle="ddp", world_sizes=(2, 3)),
+    "outside every optimizer": Case(odd.OutsideOptimizers, trainer=CLIP, oracle="ddp", strategy=EXPOSED),
+    # Several optimizers, manual optimization.
+    "a parameter in two optimizers": Case(odd.SharedParameter, oracle="ddp", strategy=EXPOSED),
+    "repeated backward": Case(odd.RepeatedBackward, oracle="ddp", strategy=EXPOSED),
+    "by closure": Case(odd.ByClosure, oracle="ddp", strategy=EXPOSED),
+    "backward without a word": Case(odd.Unannounced, strategy=EXPOSED),
+    "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),
+    "gradient penalty": Case(odd.GradientPenalty, oracle="ddp", strategy=EXPOSED),
+    "gradients hidden, repeated backward": Case(odd.RepeatedBackward, oracle="ddp"),
+    "gradients hidden, by closure": Case(odd.ByClosure, oracle="ddp"),
+    "gradients hidden, gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
+    # Moving targets.
+    "toggling": Case(odd.Toggling, trainer={"accumulate_grad_batches": 2}),
+    "frozen later": Case(odd.FrozenLater),
+    "swapped data": Case(odd.SwappedData, trainer=CLIP),
+    "groups added": Case(odd.GroupsAdded),
+    "users' hooks": Case(odd.WithHooks, oracle="ddp"),
+    # Optimizers that look at whole matrices, or at everything.
+    "muon": Case(odd.Matrices, muon, oracle="ddp", strategy=EXPOSED),
+    "muon, hidden": Case(odd.Matrices, muon, oracle="ddp", world_sizes=(2, 3)),
+    "adafactor, clipped": Case(zoo.Convolutional, adafactor, trainer={**DOUBLE, **CLIP}, tolerance=FP64),
+    "no torch optimizer": Case(zoo.MLP, odd.OddOptimizer, oracle="ddp"),
+    "globally scaled": Case(zoo.MLP, odd.GloballyScaled, trainer=CLIP),
+    "keeps its own list": Case(zoo.Unused, odd.KeepsItsOwnList),
+    "has modes": Case(odd.Averaging, odd.HasModes),
+    "uses the loss": Case(zoo.MLP, odd.UsesTheLoss),
+    "replaced step": Case(zoo.MLP, odd.replaced_step),
+    "globally scaled, hidden gan": Case(zoo.Adversarial, odd.GloballyScaled, oracle="ddp"),
+    "fused, a scaler": Case(zoo.MLP, fused, trainer={"fp16": True}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)),
+    # Low precision without master weights is DDP's.
+    "bf16-true": Case(
+        zoo.MLP,
+        trainer={"precision": "bf16-true"},
+        oracle="ddp",
+        tolerance=0.02,
+        world_sizes=(2, 3),
+        strategy={"master_weights": False},
+    ),
+}

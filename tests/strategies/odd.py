@@ -1,0 +1,443 @@
+"""Modules and optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from tests.strategies.zoo import FEATURES, MLP, Zoo, adamw
+
+
+class SharedMemory(Zoo):
+    """Two parameters over the same memory without being one, and a buffer that views a third."""
+
+    def build(self) -> None:
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.second = nn.Linear(FEATURES, FEATURES)
+        self.second.weight = nn.Parameter(self.first.weight.data)
+        self.head = nn.Linear(FEATURES, 2)
+        self.register_buffer("of_head", self.head.weight.data[0])
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = self.second(torch.tanh(self.first(batch)))
+        return (self.head(hidden).pow(2).mean(1) + hidden @ self.of_head).mean()
+
+
+class NeverTrained(MLP):
+    """A parameter without gradients of its own, in the optimizer, of a dtype that has none."""
+
+    def build(self) -> None:
+        super().build()
+        self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
+
+
+class SharedParameter(MLP):
+    """One layer is in two optimizers, which take turns."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizers = self.optimizers()
+        loss = self.compute_loss(batch)
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(self.parameters()), torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.5)]
+
+
+class OutsideOptimizers(MLP):
+    """A scale that is in no optimizer: the user steps it by its gradient."""
+
+    def build(self) -> None:
+        super().build()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.bystander = nn.Parameter(torch.ones(2))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch * self.scale.repeat(4))
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        if self.scale.grad is not None:
+            self.scale.data.sub_(self.scale.grad, alpha=0.1)
+            self.scale.grad = None
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.net.parameters())
+
+
+class Layouts(Zoo):
+    """Transposed, strided and permuted weights."""
+
+    def build(self) -> None:
+        self.transposed = nn.Parameter(torch.randn(5, FEATURES).t() / 3)
+        self.strided = nn.Parameter((torch.randn(5, 8) / 3)[:, ::2])
+        self.permuted = nn.Parameter(torch.randn(2, 3, 4).permute(2, 0, 1) / 3)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = torch.tanh(batch @ self.transposed @ self.strided)
+        return (hidden @ self.permuted.flatten(1)).pow(2).mean()
+
+
+class SeveralDtypes(Zoo):
+    """Single and double precision side by side."""
+
+    def build(self) -> None:
+        self.wide = nn.Linear(FEATURES, 7).double()
+        self.narrow = nn.Linear(7, 5)
+        self.head = nn.Linear(5, 1).double()
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = torch.tanh(self.narrow(torch.tanh(self.wide(batch.double())).float()))
+        return self.head(hidden.double()).pow(2).mean().to(batch.dtype)
+
+
+class ReusedUnderCheckpoints(Zoo):
+    """One layer twice in the same graph, under both kinds of activation checkpointing."""
+
+    def build(self) -> None:
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.block = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, FEATURES))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = self.first(batch)
+        hidden = checkpoint(self.block, hidden, use_reentrant=True)
+        hidden = checkpoint(self.block, torch.tanh(hidden), use_reentrant=False)
+        return (self.block(hidden) + hidden).pow(2).mean()
+
+
+class Compiled(MLP):
+    """The graph that a compiler makes, without its code."""
+
+    def build(self) -> None:
+        super().build()
+        self.body = torch.compile(self.net, backend="aot_eager")
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.body(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
+
+
+class Parametrized(Zoo):
+    def build(self) -> None:
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 8))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.head = nn.utils.parametrizations.orthogonal(nn.Linear(8, 3))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.spectral(self.normed(batch)))).sub(0.1).pow(2).mean()
+
+
+class Toggling(Zoo):
+    """Which half trains changes with every batch."""
+
+    def build(self) -> None:
+        self.first = nn.Linear(FEATURES, 6)
+        self.second = nn.Linear(6, 2)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(batch))).pow(2).mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.first.requires_grad_(batch_idx % 3 != 0)
+        self.second.requires_grad_(batch_idx % 3 != 1)
+
+
+class FrozenLater(MLP):
+    """Its first layer stops training after three steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[0].requires_grad_(self.global_step < 3)
+
+
+class SwappedData(MLP):
+    """Weights are clamped in place, replaced by other tensors, and swapped for others for a while."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.net[0].weight.data.clamp_(-0.2, 0.2)
+        self.net[2].weight.data = self.net[2].weight.data * 0.95
+        with torch.no_grad():
+            self.net[4].bias.copy_(self.net[4].bias.sign() * 0.05)
+
+
+class GroupsAdded(MLP):
+    """Starts with one layer; the others join, one by a new group, one by being appended, with state carried over."""
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer(self.net[0].parameters())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        if batch_idx == 2:
+            optimizer.add_param_group({"params": list(self.net[2].parameters()), "lr": 0.02})
+        if batch_idx == 4:
+            optimizer.param_groups[0]["params"].extend(self.net[4].parameters())
+
+
+class WithHooks(MLP):
+    """Looks at, and changes, gradients as they are accumulated, by hooks registered after everything was set up."""
+
+    def on_train_start(self) -> None:
+        self.net[0].weight.register_hook(lambda gradient: gradient * 2)
+        self.seen = 0
+        for parameter in self.net[2].parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)
+
+    def halve(self, parameter: Tensor) -> None:
+        self.seen += 1
+        parameter.grad.mul_(0.5)
+
+
+class Manual(MLP):
+    """Base of manual optimization with one optimizer."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+
+class RepeatedBackward(Manual):
+    """Two losses, each with a backward, before one step; zeroed in place."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.compute_loss(batch)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(loss * 0.5 + self.net[2].weight.pow(2).sum() * 0.01)
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+
+class ByClosure(Manual):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.compute_loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            return loss
+
+        loss = optimizer.step(closure=closure)
+        return loss.detach()
+
+
+class Unannounced(Manual):
+    """Calls backward by itself, which Lightning's DDP does not synchronise: the ranks part. Here they do not."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        loss = self.compute_loss(batch)
+        loss.backward()
+        optimizer.step()
+        self.zero_grad(set_to_none=batch_idx % 2 == 0)
+        return loss.detach()
+
+
+class TwoSpeeds(Zoo):
+    """A GAN whose discriminator steps twice as often; models toggled without synchronising while they accumulate."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, FEATURES))
+        self.discriminator = nn.Sequential(nn.Linear(FEATURES, 10), nn.Tanh(), nn.Linear(10, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        for_generator, for_discriminator = self.optimizers()
+        for half in batch.chunk(2):
+            last = half is not None and half.data_ptr() != batch.data_ptr()
+            with for_discriminator.toggle_model(sync_grad=last):
+                fake = self.generator(half[:, :4]).detach()
+                loss = F.softplus(-self.discriminator(half)).mean() + F.softplus(self.discriminator(fake)).mean()
+                self.manual_backward(loss / 2)
+                if last:
+                    for_discriminator.step()
+                    for_discriminator.zero_grad()
+        if batch_idx % 2:
+            self.toggle_optimizer(for_generator)
+            self.manual_backward(F.softplus(-self.discriminator(self.generator(batch[:, :4]))).mean())
+            for_generator.step()
+            self.generator.zero_grad()
+            self.untoggle_optimizer(for_generator)
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            self.make_optimizer(self.generator.parameters()),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.05, momentum=0.9),
+        ]
+
+
+class GradientPenalty(Manual):
+    """A graph through gradients."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        inputs = batch.clone().requires_grad_(True)
+        outputs = self.net(inputs)
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        loss = outputs.pow(2).mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss.detach()
+
+
+class OddOptimizer:
+    """Has an optimizer's methods without being one of torch's."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.05}]
+        self.defaults: dict[str, Any] = {}
+        self.state: dict[Any, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.05 * parameter.grad
+        return loss
+
+
+class GloballyScaled(Optimizer):
+    """Its steps are as long as all gradients together say."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([parameter.grad.norm() for parameter in stepped]).norm()
+        for parameter in stepped:
+            parameter -= 0.05 * parameter.grad / (1 + norm)
+        return loss
+
+
+class KeepsItsOwnList(torch.optim.SGD):
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.kept = list(parameters)
+        super().__init__(self.kept, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in self.kept:
+            if parameter.grad is not None:
+                parameter -= 0.05 * parameter.grad
+        return loss
+
+
+class HasModes(torch.optim.SGD):
+    """Schedule-free averaging in outline: `eval` puts averages into the parameters, `train` takes them out again."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("average", parameter.clone()).lerp_(parameter, 0.3)
+        return loss
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if "average" in self.state[parameter]:
+                parameter.data, self.state[parameter]["average"] = self.state[parameter]["average"], parameter.data
+
+    def train(self) -> None:
+        self._swap()
+
+    def eval(self) -> None:
+        self._swap()
+
+
+class Averaging(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 2:
+            self.optimizers(use_pl_optimizer=False).eval()
+            self.optimizers(use_pl_optimizer=False).train()
+
+
+class UsesTheLoss(torch.optim.SGD):
+    """Polyak's step size needs the closure's result."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 0.05 * torch.sigmoid(loss.detach()).to(parameter) * 0 + 0.05 * parameter.grad
+        return loss
+
+
+def replaced_step(parameters: Iterable[Any]) -> Optimizer:
+    """A user has put a function of his own in the place of `step`."""
+    optimizer = adamw(parameters)
+    step = optimizer.step
+
+    def half_a_step(closure: Callable[[], Any] | None = None) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.005
+        return step(closure)
+
+    optimizer.step = half_a_step  # type: ignore[method-assign]
+    return optimizer
+
+
+class Matrices(Zoo):
+    """Matrices of different shapes by one optimizer, everything else by another, stepped together by hand."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        self.net = nn.Sequential(
+            nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 24), nn.Linear(24, 1)
+        )
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizers = self.optimizers()
+        loss = self.compute_loss(batch)
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def configure_optimizers(self) -> Any:
+        return [
+            self.make_optimizer([p for p in self.parameters() if p.ndim == 2]),
+            adamw([p for p in self.parameters() if p.ndim != 2]),
+        ]
