@@ -31,6 +31,7 @@ class ParameterSlot:
         arrived: Whether this rank had a gradient for it in the current backward.
         reduced: Whether any rank had a gradient for it in the last backward that was reduced.
         used: Whether any rank has had a gradient for it since gradients were zeroed.
+        is_stranger: Whether its user has given it other data, of which the bucket holds a copy.
         idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
     """
 
@@ -40,6 +41,7 @@ class ParameterSlot:
         "expected",
         "fresh",
         "idle_backwards",
+        "is_stranger",
         "parameter",
         "piece",
         "place",
@@ -61,6 +63,7 @@ class ParameterSlot:
         self.arrived = False
         self.reduced = False
         self.used = False
+        self.is_stranger = False
         self.idle_backwards = 0
 
     @property
@@ -222,7 +225,7 @@ class ParameterBucket(GradientBucket):
     ) -> None:
         super().__init__(index, layout, parameters, rank)
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
-        self.move_in()
+        self._move_in(self.slots)
         self.master = None if master_dtype is None else self.shard.to(master_dtype)
         stepped = self.shard if self.master is None else self.master
         for slot in self.slots:
@@ -244,28 +247,68 @@ class ParameterBucket(GradientBucket):
         return self.shard_of(self.flat)
 
     @torch.no_grad()
-    def move_in(self) -> None:
-        """Brings every parameter whose data is not its place in the buffer (at first all, later those swapped) there.
+    def take_in_strangers(self) -> None:
+        """Copies in what users have put in the place of parameters' data: other tensors, which stay theirs.
+
+        The tensor goes on being the parameter's storage, as under DDP where its user may hold on to it; the bucket
+        works on a copy of it from then on. And the memory that the parameter had in the bucket is left to whoever
+        holds it now (two parameters may have swapped data): the bucket moves.
 
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
         """
+        strangers = [slot for slot in self.slots if slot.place.numel and not self._lies_in(slot)]
+        if not strangers:
+            return
+        self._check_unchanged(strangers)
+        if not all(slot.is_stranger for slot in strangers):
+            self._leave_memory_that_others_hold(strangers)
+        for slot in strangers:
+            slot.is_stranger = True
+            slot.view_into(self.flat).copy_(slot.parameter.data)
+
+    @torch.no_grad()
+    def copy_out_to_strangers(self) -> None:
+        """Copies what was stepped to where parameters have storage outside of the bucket."""
         for slot in self.slots:
-            if slot.place.numel == 0:
-                continue
+            if slot.is_stranger:
+                slot.parameter.data.copy_(slot.view_into(self.flat))
+
+    @torch.no_grad()
+    def _move_in(self, slots: Sequence[ParameterSlot]) -> None:
+        for slot in slots:
+            if slot.place.numel:
+                view = slot.view_into(self.flat)
+                view.copy_(slot.parameter.data)
+                slot.parameter.data = view
+
+    def _lies_in(self, slot: ParameterSlot) -> bool:
+        data = slot.parameter.data
+        home = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
+        return data.data_ptr() == home and data.stride() == slot.strides and data.dtype == self.dtype
+
+    def _check_unchanged(self, slots: Sequence[ParameterSlot]) -> None:
+        for slot in slots:
             data = slot.parameter.data
-            home = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
-            if data.data_ptr() == home and data.stride() == slot.strides:
-                continue
             if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
                 raise ValueError(
                     f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
                     f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
                     " before `fit`, not during it."
                 )
-            view = slot.view_into(self.flat)
-            view.copy_(data)
-            slot.parameter.data = view
+
+    def _leave_memory_that_others_hold(self, strangers: Sequence[ParameterSlot]) -> None:
+        """Moves to a new buffer where tensors other than the parameters at home and the shards lie in this one."""
+        at_home = [slot for slot in self.slots if slot.place.numel and slot not in strangers]
+        shards = [slot for slot in self.slots if slot.shard is not None] if self.master is None else []
+        own = 2 + len(at_home) + len(shards)  # The buffer itself, and the handle that is asked.
+        if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) <= own:
+            return
+        self.flat = self.flat.clone()
+        self._move_in(at_home)
+        for slot in shards:
+            if slot.shard is not None:
+                slot.shard.data = slot.view_into_shard(self.shard)
 
     @torch.no_grad()
     def move_out(self) -> None:
@@ -274,7 +317,8 @@ class ParameterBucket(GradientBucket):
         Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
         """
         for slot in self.slots:
-            slot.parameter.data = slot.parameter.data.clone()
+            if not slot.is_stranger:
+                slot.parameter.data = slot.parameter.data.clone()
             if slot.shard is not None:
                 slot.shard.grad = None
                 if self.master is None:

@@ -46,9 +46,15 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         group: A group that works on host memory.
 
     Raises:
-        ValueError: The modules differ; a broadcast between them would hang.
+        ValueError: The modules differ, so that a broadcast between them would hang; or a parameter has no shape yet.
     """
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} of a lazy module has no shape yet, so that ranks could not agree on it. Run a batch through"
+                " the module before `fit`, for instance in `configure_model`."
+            )
     specs = [
         ParameterSpec(
             name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), itemsize=tensor.element_size(), group=None
@@ -59,15 +65,22 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     check_agreement(make_collectives(group, torch.device("cpu")), fingerprint(specs, ()))
 
 
+def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
+    """The largest and the smallest of all ranks' numbers. Collective; one all-reduce of 16 bytes."""
+    extremes = torch.tensor([number, -number], dtype=torch.int64)
+    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
+    largest, smallest = extremes.tolist()
+    return largest, -smallest
+
+
 def check_agreement(control: Collectives, number: int) -> None:
     """Compares a number over all ranks. Collective; one all-reduce of 16 bytes.
 
     Raises:
         ValueError: The ranks have different numbers, that is, different parameters or plans.
     """
-    extremes = torch.tensor([number, -number], dtype=torch.int64)
-    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
-    if extremes[0] != -extremes[1]:
+    largest, smallest = extremes_over_ranks(number, control)
+    if largest != smallest:
         raise ValueError(
             "The ranks do not have the same parameters in the same order, so they cannot share their optimizer state."
             " Build the same module and the same optimizers on every rank (check code that depends on the rank)."

@@ -8,6 +8,7 @@ bytes. ``LocalCollectives`` is world size 1, where a reduce-scatter is the ident
 import atexit
 import functools
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,7 +52,18 @@ class ProcessGroups(NamedTuple):
     control: dist.ProcessGroup
 
 
-_PROCESS_GROUPS: dict[timedelta | None, tuple[object, ProcessGroups]] = {}
+class _KnownGroups(NamedTuple):
+    """Groups made for one default group, by weak references.
+
+    torch holds them until they are destroyed; whoever held them longer would, in a process forked from this one,
+    destroy what waits for threads that are not there.
+    """
+
+    world: "weakref.ref[dist.ProcessGroup]"
+    groups: tuple["weakref.ref[dist.ProcessGroup]", ...]
+
+
+_PROCESS_GROUPS: dict[timedelta | None, _KnownGroups] = {}
 
 
 def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
@@ -64,14 +76,20 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
     """
     _let_worker_threads_finish_at_exit()
     world = dist.group.WORLD
-    if timeout not in _PROCESS_GROUPS or _PROCESS_GROUPS[timeout][0] is not world:
-        groups = ProcessGroups(
-            gradients=dist.new_group(timeout=timeout),
-            parameters=dist.new_group(timeout=timeout),
-            control=dist.new_group(timeout=timeout, backend="gloo"),
-        )
-        _PROCESS_GROUPS[timeout] = (world, groups)
-    return _PROCESS_GROUPS[timeout][1]
+    known = _PROCESS_GROUPS.get(timeout)
+    if known is not None and known.world() is world:
+        gradients, parameters, control = (group() for group in known.groups)
+        if gradients is not None and parameters is not None and control is not None:
+            return ProcessGroups(gradients, parameters, control)
+    groups = ProcessGroups(
+        gradients=dist.new_group(timeout=timeout),
+        parameters=dist.new_group(timeout=timeout),
+        control=dist.new_group(timeout=timeout, backend="gloo"),
+    )
+    if world is None:
+        raise AssertionError("process groups were made without a default group")
+    _PROCESS_GROUPS[timeout] = _KnownGroups(weakref.ref(world), tuple(weakref.ref(group) for group in groups))
+    return groups
 
 
 @functools.cache
@@ -101,10 +119,22 @@ class Collectives(ABC):
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.traffic = Traffic()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            RuntimeError: It has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError("The process group that this training communicated by has been destroyed.")
+        return group
 
     def reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Sums ``buffer`` over all ranks and leaves this rank's part of the sum in ``shard``.

@@ -111,6 +111,10 @@ class ShardedDataParallel:
             self._bucket_parameters()
         self.reducer.prepare_backward(loss)
 
+    def zero_gradients(self) -> None:
+        """Forgets all reduced gradients. Collective where some are still under way."""
+        self.reducer.zero(self.buckets)
+
     def expose_gradients(self, wanted: bool) -> bool:
         """Shows reduced gradients in ``param.grad`` from now on where any rank wants them. Collective.
 
@@ -168,12 +172,11 @@ class ShardedDataParallel:
             ratio = state_bytes_per_parameter_byte(optimizer)
             if ratio is None:
                 return None
-            buckets = _sharding_of(optimizer).buckets
-            # An optimizer keeps its state in the dtype that it steps.
-            widths = [bucket.shard_dtype.itemsize / bucket.dtype.itemsize for bucket in buckets]
-            for bucket, width in zip(buckets, widths, strict=True):
-                whole += ratio * parameter_bytes([bucket.layout])
-                own += ratio * width * owned_bytes([bucket.layout], rank)
+            for bucket in _sharding_of(optimizer).buckets:
+                # An optimizer keeps its state in the dtype that it steps.
+                width = ratio * bucket.shard_dtype.itemsize / bucket.dtype.itemsize
+                whole += width * parameter_bytes([bucket.layout])
+                own += width * owned_bytes([bucket.layout], rank)
         return round(whole), round(own)
 
     def _shard_optimizers(self) -> None:

@@ -32,6 +32,7 @@ class ParameterGatherer:
         ]
         for bucket, work in under_way:
             work.wait()
+            bucket.copy_out_to_strangers()
             # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
             stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
             torch.autograd.graph.increment_version(stepped)

@@ -1,6 +1,6 @@
 """torch optimizers, stepping on this rank's shard: the same object, its class swapped for a subclass.
 
-As torch's FSDP2 does with modules, ``AdamW`` becomes ``ShardedAdamW(ShardedOptimizer, AdamW)``. Users, schedulers and
+As torch's FSDP2 does with modules, ``AdamW`` becomes a class ``AdamW(ShardedOptimizer, AdamW)``. Users, schedulers and
 callbacks go on seeing the full parameters in ``param_groups``; only while the original ``step`` runs (or gradients are
 unscaled or clipped) do the groups hold this rank's shards instead.
 
@@ -8,35 +8,38 @@ The mixin has no attributes of its own but methods, because wrappers such as Lig
 and ask the instance they wrap for everything else; what it knows is in one object, ``optimizer._sharding``.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.probe import OneEvaluation
 from lightning_parstrat.distributed.reducer import GradientReducer
-from lightning_parstrat.distributed.sharding import OptimizerSharding, original_class, undecorated_step
+from lightning_parstrat.distributed.sharding import OptimizerSharding, original_class, without_step_hooks
 from lightning_parstrat.distributed.state_dict import gather_state_dict, load_sharded
 
 
 def _step(self: Any, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-    """Runs ``closure`` (forward, backward, clipping), then steps this rank's shards and gathers the parameters.
+    """Steps this rank's shards by the original ``step``, and gathers the parameters. Collective.
 
-    Collective. Further arguments go to the original ``step``, and so does the loss, as a closure's result.
+    Args:
+        self: The optimizer.
+        closure: Forward, backward and clipping; evaluated when the original asks for it, on the full parameters.
+        **arguments: Further arguments of the original.
+
+    Returns:
+        What the original returns.
     """
     if not self._sharding.attached:
-        # Its training has ended, or it is a copy: it goes on as an ordinary optimizer.
-        self.load_state_dict(make_whole(self))
-        return undecorated_step(type(self))(self, closure, **arguments)
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-        arguments["closure"] = OneEvaluation(loss, self._sharding.original.__name__)
-    return self._sharding.step(self, **arguments)
+        # Its training has ended, or it is a copy: it goes on as an ordinary optimizer, of its own class.
+        whole = make_whole(self)
+        self.load_state_dict(whole)
+        original = functools.partial(type(self).step, self)
+        with without_step_hooks(self):
+            return original(**arguments) if closure is None else original(closure=closure, **arguments)
+    return self._sharding.step(self, super(ShardedOptimizer, self).step, closure, arguments)
 
 
 class ShardedOptimizer(Optimizer):
@@ -93,8 +96,28 @@ def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: Pa
     return sharding
 
 
+class _ShardedFirst(type):
+    """Makes of ``(original, ShardedOptimizer)`` a class with the object layout of the first, methods of the second.
+
+    Only an object whose layout stays the same can change its class, and a class has that of its first base; layouts
+    differ where the original has bases beside ``Optimizer``, such as ``abc.ABC``.
+    """
+
+    def mro(cls) -> list[type]:
+        if cls.__bases__[1:] == (ShardedOptimizer,):
+            return [cls, ShardedOptimizer, *cls.__bases__[0].__mro__]
+        return super().mro()
+
+
 def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
-    return type(f"Sharded{cls.__name__}", (ShardedOptimizer, cls), {"__module__": cls.__module__})
+    """One for each class, and of the same name: a monitor of learning rates files optimizers by both."""
+    existing = [subclass for subclass in cls.__subclasses__() if ShardedOptimizer in subclass.__bases__]
+    if existing:
+        return existing[0]
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    metaclass = _ShardedFirst if type(cls) is type else type("_ShardedFirst", (_ShardedFirst, type(cls)), {})
+    sharded: type[Optimizer] = metaclass(cls.__name__, (cls, ShardedOptimizer), namespace)
+    return sharded
 
 
 def _rebuild(original: type[Optimizer], state: dict[str, Any]) -> Optimizer:
@@ -133,7 +156,7 @@ def _renew_scheduler_wrapper(optimizer: Optimizer) -> None:
         return
     reference = weakref.ref(optimizer)
 
-    @wraps(type(optimizer).step)
+    @functools.wraps(type(optimizer).step)
     def step(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
         if alive is None:

@@ -282,7 +282,8 @@ class GradientReducer:
             else:
                 bucket.shard_gradient.add_(reduction.shard)
         for bucket in {reduction.bucket for reduction in pending}:
-            bucket.attach_gradients()
+            if not self._exposes(bucket):
+                bucket.attach_gradients()
 
     def _flush(self) -> None:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""

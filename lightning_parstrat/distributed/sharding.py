@@ -1,16 +1,18 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_parstrat.distributed.buckets import ParameterBucket, ParameterSlot
-from lightning_parstrat.distributed.collectives import process_groups, world_size
+from lightning_parstrat.distributed.collectives import Collectives, process_groups, world_size
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.reducer import GradientReducer
 
@@ -60,13 +62,13 @@ class OptimizerSharding:
         self.whole: set[Tensor] = set()
         self.attached = True
         self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
-        self._control_group: dist.ProcessGroup | None = reducer.control.group
+        self._control: Collectives | None = reducer.control
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is known of this rank's part, without anything that can step it."""
         left_out = ("reducer", "gatherer")
         kept = {key: value for key, value in vars(self).items() if key not in left_out}
-        return {**kept, "attached": False, "adopt_added_parameters": _nothing_to_adopt, "_control_group": None}
+        return {**kept, "attached": False, "adopt_added_parameters": _nothing_to_adopt, "_control": None}
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -75,8 +77,8 @@ class OptimizerSharding:
         Raises:
             RuntimeError: This is a copy, and as many ranks as hold its parts are not there.
         """
-        if self._control_group is not None:
-            return self._control_group
+        if self._control is not None:
+            return self._control.group
         needed = self.buckets[0].layout.world_size if self.buckets else 1
         present = world_size() if dist.is_initialized() else 0
         if present != needed:
@@ -143,31 +145,56 @@ class OptimizerSharding:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""
         self.reducer.finish(self.buckets)
 
-    def step(self, optimizer: Optimizer, **arguments: Any) -> Any:
+    def step(
+        self,
+        optimizer: Optimizer,
+        original_step: Callable[..., Any],
+        closure: Callable[[], Any] | None,
+        arguments: dict[str, Any],
+    ) -> Any:
         """Steps the shards, brings the parameters home. Collective: one all-gather per bucket that may have moved.
 
         Args:
             optimizer: The optimizer that this is of.
-            **arguments: Passed on to the original ``step``.
+            original_step: Its ``step`` before it was sharded, bound to it.
+            closure: Evaluated while ``param_groups`` hold the full parameters, or None.
+            arguments: Further arguments of the original.
 
         Returns:
-            What the original ``step`` returns.
+            What the original returns.
         """
+        with ExitStack() as groups, without_step_hooks(optimizer):
+
+            def evaluate() -> Any:
+                groups.close()
+                with torch.enable_grad():
+                    loss = closure() if closure is not None else None
+                self._make_ready(optimizer)
+                groups.enter_context(self.shard_groups(optimizer))
+                return loss
+
+            if closure is None:
+                self._make_ready(optimizer)
+            else:
+                arguments = {**arguments, "closure": OneEvaluation(evaluate, self.original.__name__)}
+            groups.enter_context(self.shard_groups(optimizer))
+            result = original_step(**arguments)
+        stepped = self._stepped_buckets()
+        for bucket in stepped:
+            bucket.publish_master_weights()
+        self.gatherer.gather(stepped)
+        return result
+
+    def _make_ready(self, optimizer: Optimizer) -> None:
+        """Brings gradients and parameters to the shards."""
         if self.has_added_parameters(optimizer):
             known = len(self.buckets)
             self.adopt_added_parameters()
             self.reducer.reduce_left_over(self.buckets[known:])
         self.finish_gradients()
         for bucket in self.buckets:
-            bucket.move_in()
+            bucket.take_in_strangers()
             bucket.refresh_master_weights()
-        with self.shard_groups(optimizer):
-            result = undecorated_step(self.original)(optimizer, **arguments)
-        stepped = self._stepped_buckets()
-        for bucket in stepped:
-            bucket.publish_master_weights()
-        self.gatherer.gather(stepped)
-        return result
 
     def _stepped_buckets(self) -> list[ParameterBucket]:
         """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""
@@ -177,10 +204,55 @@ class OptimizerSharding:
         return [bucket for bucket in self.buckets if bucket.has_gradients]
 
 
-def undecorated_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """``cls.step`` without torch's wrapper, which runs the users' step hooks: those belong to the full groups."""
-    step: Callable[..., Any] = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+class ClosureEvaluatedAgainError(RuntimeError):
+    """An optimizer called its closure a second time within one step."""
+
+
+class OneEvaluation:
+    """A closure that may be called once.
+
+    Args:
+        closure: What is evaluated.
+        optimizer: The optimizer's name, for the message.
+    """
+
+    def __init__(self, closure: Callable[[], Any], optimizer: str) -> None:
+        self._closure = closure
+        self._optimizer = optimizer
+        self._evaluated = False
+
+    def __call__(self) -> Any:
+        """Returns what the closure does.
+
+        Raises:
+            ClosureEvaluatedAgainError: It was called before.
+        """
+        if self._evaluated:
+            raise ClosureEvaluatedAgainError(
+                f"{self._optimizer} evaluates its closure more than once per step, which sharded optimizer state does"
+                " not allow. Choose an optimizer that needs one evaluation, or `strategy='ddp'`."
+            )
+        self._evaluated = True
+        return self._closure()
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Within it ``step`` of the optimizer's own class runs no hooks: they have been run, on the full groups."""
+    own = vars(optimizer)
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {name: own[name] for name in names if name in own}
+    of_all_optimizers: list[OrderedDict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]  # type: ignore[list-item]
+    kept_globally = [(hooks, hooks.copy()) for hooks in of_all_optimizers]
+    own.update({name: OrderedDict() for name in kept})
+    for hooks, _ in kept_globally:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        own.update(kept)
+        for hooks, before in kept_globally:
+            hooks.update(before)
 
 
 def shard_existing_state(optimizer: Optimizer, sharding: OptimizerSharding) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, original_class
+from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, original_class, without_step_hooks
 
 
 class ShardingSummary(NamedTuple):
@@ -44,8 +44,9 @@ def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
         options = {key: value for key, value in group.items() if key in known and key != "params"}
         try:
             twin = cls([probe], **{**options, "capturable": False} if "capturable" in known else options)
-            # Not `twin.step()`: hooks that a user has registered for all optimizers are not meant for this one.
-            getattr(cls.step, "__wrapped__", cls.step)(twin)
+            # Hooks that a user has registered for all optimizers are not meant for this one.
+            with without_step_hooks(twin):
+                twin.step()
         except Exception:
             # Settings that only work on the user's device, such as a learning rate in a CUDA tensor.
             return None

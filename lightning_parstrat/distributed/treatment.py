@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
 from lightning_parstrat.core.update_cost import newton_schulz
-from lightning_parstrat.distributed.probe import (
+from lightning_parstrat.distributed.probe import steps_elements_alone, steps_parameters_alone
+from lightning_parstrat.distributed.sharding import (
+    ELEMENTWISE_OPTIMIZERS,
     ClosureEvaluatedAgainError,
-    steps_elements_alone,
-    steps_parameters_alone,
+    original_class,
 )
-from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, original_class
 
 
 class Treatment(NamedTuple):
@@ -50,15 +50,18 @@ def choose_treatment(optimizer: Optimizer, choice: PartitionChoice) -> Treatment
     cls = original_class(optimizer)
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         return Treatment(None, "its `step` was replaced on the object")
-    if cls.state_dict is not Optimizer.state_dict or cls.load_state_dict is not Optimizer.load_state_dict:
-        return Treatment(None, "it saves and loads its state in a way of its own")
+    if cls.state_dict is not Optimizer.state_dict:
+        return Treatment(None, "it saves its state in a way of its own")
     if hasattr(cls, "train") and hasattr(cls, "eval"):
         return Treatment(None, "its `train` and `eval` change parameters outside of `step`")
     if cls in ELEMENTWISE_OPTIMIZERS:
         return Treatment("element" if choice == "auto" else choice)
-    if choice == "element":
-        _check_elementwise(optimizer)
-    return _try_out(optimizer) if choice == "auto" else Treatment(choice)
+    try:
+        if choice == "element":
+            _check_elementwise(optimizer)
+        return _try_out(optimizer) if choice == "auto" else Treatment(choice)
+    except ClosureEvaluatedAgainError as error:
+        raise ValueError(str(error)) from None
 
 
 def parameters_kept_whole(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
@@ -110,10 +113,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
 
 
 def _try_out(optimizer: Optimizer) -> Treatment:
-    try:
-        alone = steps_parameters_alone(optimizer)
-    except ClosureEvaluatedAgainError as error:
-        raise ValueError(str(error)) from None
+    alone = steps_parameters_alone(optimizer)
     if alone:
         return Treatment("parameter")
     if alone is None:

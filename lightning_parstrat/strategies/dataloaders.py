@@ -6,37 +6,57 @@ Lightning's distributed sampler makes of any map-style dataset, nothing changes 
 """
 
 from collections.abc import Iterator
-from itertools import islice
+from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_parstrat.distributed.checks import extremes_over_ranks
 from lightning_parstrat.distributed.collectives import Collectives
 
 _NO_BATCH = object()
 
 
 class EvenDataLoader:
-    """Mixed into the class of a data loader that must not yield all of its batches on every rank."""
+    """Base of the classes of data loaders that must not yield all of their batches on every rank.
 
-    _original: type
+    A class can only be swapped for one of the same layout: the loader's own comes first among the bases, this one and
+    its kinds have no slots, and their methods are copied, see :func:`_swap`.
+    """
 
-    def _own_batches(self) -> Iterator[Any]:
-        return iter(super().__iter__())  # type: ignore[misc]
+    __slots__ = ()
+    _uneven_class: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, such as a worker process may be sent, is of the loader's own class."""
+        even_class = type(self)
+        restore(self)
+        try:
+            make, *rest = self.__reduce_ex__(protocol)
+            # Pickle insists that what it knows by name makes an object of the class at hand.
+            return partial(make), *rest
+        finally:
+            _set_class(self, even_class)
+
+    def _all_batches(self) -> Iterator[Any]:
+        return iter(type(self)._uneven_class.__iter__(self))
 
 
 class _StandIn:
-    """For an iterable whose class is fixed, such as a list or a generator."""
+    """For an iterable whose class is fixed, such as a list or a generator, or passed on to its batches."""
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._dataloader)
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_dataloader":
@@ -62,7 +82,7 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
     """
     restore(dataloader)
     length = sized_len(dataloader)
-    most, least = _extremes(-1 if length is None else length, control)
+    most, least = extremes_over_ranks(-1 if length is None else length, control)
     if least == -1:
         return _swap(dataloader, _VotesOnEveryBatch, control)
     if least == most:
@@ -82,64 +102,68 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
 def restore(dataloader: Any) -> None:
     """Gives a loader its own class back; it may be used by others."""
     if isinstance(dataloader, EvenDataLoader):
-        dataloader.__class__ = dataloader._original
+        _set_class(dataloader, type(dataloader)._uneven_class)
 
 
 class _EndsEarly(EvenDataLoader):
     """Ends after the number of batches that every rank has."""
 
-    _agreement: int
+    __slots__ = ()
+    _even_agreement: int
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._own_batches(), self._agreement)
+        return islice(self._all_batches(), self._even_agreement)
 
     def __len__(self) -> int:
-        return self._agreement
+        return self._even_agreement
 
 
 class _VotesOnEveryBatch(EvenDataLoader):
     """Ends when the first rank has no batch left."""
 
-    _agreement: Collectives
+    __slots__ = ()
+    _even_agreement: Collectives
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._own_batches()
-        for number in range(2**62):
-            batch = next(batches, _NO_BATCH)
-            somebody_has, nobody_lacks = _extremes(int(batch is not _NO_BATCH), self._agreement)
-            if not nobody_lacks:
-                if somebody_has:
-                    rank_zero_warn(
-                        f"After {number} training batches a rank had none left while others had; the epoch ends there"
-                        " on all ranks."
-                    )
-                return
-            yield batch
+        return _while_all_have_one(self._all_batches(), self._even_agreement)
 
     def __len__(self) -> int:
         raise TypeError("the data loader of some rank does not know its length")
 
 
-def _extremes(number: int, control: Collectives) -> tuple[int, int]:
-    """The largest and the smallest of all ranks' numbers."""
-    extremes = torch.tensor([number, -number], dtype=torch.int64)
-    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
-    most, least = extremes.tolist()
-    return most, -least
+def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterator[Any]:
+    for number in count():
+        batch = next(batches, _NO_BATCH)
+        somebody_has, nobody_lacks = extremes_over_ranks(int(batch is not _NO_BATCH), control)
+        if not nobody_lacks:
+            if somebody_has:
+                rank_zero_warn(
+                    f"After {number} training batches a rank had none left while others had; the epoch ends there on"
+                    " all ranks."
+                )
+            return
+        yield batch
 
 
 def _swap(dataloader: Any, kind: type[EvenDataLoader], agreement: Any) -> Any:
     cls = type(dataloader)
     namespace = {
-        "_agreement": agreement,
-        "_original": cls,
+        "_even_agreement": agreement,
+        "_uneven_class": cls,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
+        **{name: getattr(kind, name) for name in ("__iter__", "__len__", "__reduce_ex__")},
     }
-    if not hasattr(cls, "__iter__"):
+    # What is computed from a tensor, its rows included, is of the tensor's class.
+    if not hasattr(cls, "__iter__") or isinstance(dataloader, torch.Tensor):
         return _swap(_StandIn(dataloader), kind, agreement)
     try:
-        dataloader.__class__ = type(cls.__name__, (kind, cls), namespace)
+        _set_class(dataloader, type(cls.__name__, (cls, kind), namespace))
     except TypeError:
         return _swap(_StandIn(dataloader), kind, agreement)
     return dataloader
+
+
+def _set_class(dataloader: object, cls: type) -> None:
+    """Past the loader's own ``__setattr__``, by which a frozen dataclass would refuse."""
+    object.__setattr__(dataloader, "__class__", cls)

@@ -1,5 +1,6 @@
 """``zero1_custom``: DDP's results with the optimizer state sharded over the ranks."""
 
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,7 +32,7 @@ from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.state_dict import gather_state_dict
 from lightning_parstrat.distributed.summary import ShardingSummary
-from lightning_parstrat.strategies.dataloaders import make_even, restore
+from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
 from lightning_parstrat.strategies.precision import shard_precision
 
@@ -116,7 +117,7 @@ class ZeRO1Strategy(_ProcessStrategy):
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
-        self._even_dataloaders: list[object] = []
+        self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
     @classmethod
@@ -167,7 +168,9 @@ class ZeRO1Strategy(_ProcessStrategy):
         sources = (self._module, trainer.datamodule)
         allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
         even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
-        self._even_dataloaders.append(even)
+        if isinstance(even, EvenDataLoader):
+            # Weakly: loaders of earlier epochs may go.
+            self._even_dataloaders.append(weakref.ref(even))
         return even
 
     @override
@@ -229,8 +232,22 @@ class ZeRO1Strategy(_ProcessStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Broadcasts buffers when DDP would before its first validation step; a rank may have none to run."""
+        """Forgets gradients where Lightning has had the module forget them, which could not reach the shards."""
         super().on_validation_start()
+        trainer = self._module.trainer
+        if self._engine is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate():
+            self._engine.zero_gradients()
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's validation step."""
+        self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
+        super().on_validation_end()
         self._broadcast_buffers()
 
     @override
@@ -259,7 +276,7 @@ class ZeRO1Strategy(_ProcessStrategy):
         """Gives the parameters ordinary storage again. Not collective."""
         self._close_engine()
         for dataloader in self._even_dataloaders:
-            restore(dataloader)
+            restore(dataloader())
         self._even_dataloaders.clear()
         super().teardown()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.summary import state_bytes_per_parameter_byte
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
@@ -85,7 +86,8 @@ def identity() -> None:
     optimizer = torch.optim.AdamW(module.parameters())
     groups = optimizer.param_groups
     make_engine(module, optimizer)
-    assert isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "ShardedAdamW"
+    assert isinstance(optimizer, torch.optim.AdamW) and isinstance(optimizer, ShardedOptimizer)
+    assert type(optimizer).__name__ == "AdamW"
     assert optimizer.param_groups is groups
     assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]

@@ -12,7 +12,7 @@ FP32, FP64 = 2e-5, 1e-9
 
 
 class Case(NamedTuple):
-    module: type[zoo.Zoo]
+    module: Callable[[zoo.OptimizerFactory], Any]
     optimizer: Callable[..., Optimizer] = zoo.adamw
     trainer: dict[str, Any] = {}  # noqa: RUF012  (never changed)
     oracle: str = "whole batch"
@@ -129,6 +129,7 @@ CASES = {
     "several dtypes": Case(odd.SeveralDtypes, trainer=CLIP),
     "reused under checkpoints": Case(odd.ReusedUnderCheckpoints, trainer=CLIP),
     "compiled": Case(odd.Compiled, trainer=CLIP, world_sizes=(2, 3)),
+    "compiled as a whole": Case(odd.compiled_as_a_whole, trainer=CLIP, world_sizes=(2, 3)),
     "parametrized": Case(odd.Parametrized, oracle="ddp", world_sizes=(2, 3)),
     "outside every optimizer": Case(odd.OutsideOptimizers, trainer=CLIP, oracle="ddp", strategy=EXPOSED),
     # Several optimizers, manual optimization.
@@ -145,6 +146,7 @@ CASES = {
     "toggling": Case(odd.Toggling, trainer={"accumulate_grad_batches": 2}),
     "frozen later": Case(odd.FrozenLater),
     "swapped data": Case(odd.SwappedData, trainer=CLIP),
+    "traded data": Case(odd.TradedData, trainer=CLIP),
     "groups added": Case(odd.GroupsAdded),
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),
     # Optimizers that look at whole matrices, or at everything.
@@ -160,6 +162,15 @@ CASES = {
     "globally scaled, hidden gan": Case(zoo.Adversarial, odd.GloballyScaled, oracle="ddp"),
     "fused, a scaler": Case(zoo.MLP, fused, trainer={"fp16": True}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)),
     # Low precision without master weights is DDP's.
+    "16-true": Case(
+        zoo.MLP,
+        sgd,
+        trainer={"precision": "16-true"},
+        oracle="ddp",
+        tolerance=5e-3,
+        world_sizes=(2, 3),
+        strategy={"master_weights": False},
+    ),
     "bf16-true": Case(
         zoo.MLP,
         trainer={"precision": "bf16-true"},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tests.strategies.zoo import FEATURES, MLP, Zoo, adamw
+from tests.strategies.zoo import FEATURES, MLP, OptimizerFactory, Zoo, adamw
 
 
 class SharedMemory(Zoo):
@@ -127,6 +127,11 @@ class Compiled(MLP):
         return (self.body(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
 
 
+def compiled_as_a_whole(make_optimizer: OptimizerFactory) -> Any:
+    """What a user hands to `fit` after `torch.compile(module)`."""
+    return torch.compile(MLP(make_optimizer), backend="aot_eager")
+
+
 class Parametrized(Zoo):
     def build(self) -> None:
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(FEATURES, 8))
@@ -167,6 +172,31 @@ class SwappedData(MLP):
         self.net[2].weight.data = self.net[2].weight.data * 0.95
         with torch.no_grad():
             self.net[4].bias.copy_(self.net[4].bias.sign() * 0.05)
+
+
+class TradedData(MLP):
+    """Data changes places: between parameters, and with tensors that the user keeps and uses, in turns."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.register_buffer("shadow", torch.linspace(-0.5, 0.5, 64).view(8, 8))
+        self.register_buffer("alias", torch.zeros(8))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (
+            (self.net(batch).pow(2).sum(1) - batch.mean(1) + (self.shadow.sum() + self.alias.sum()) * 0.1).pow(2).mean()
+        )
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        first, second = self.net[2].weight, self.net[4].weight
+        if batch_idx % 3 == 0:
+            first.data, second.data = second.data, first.data
+        if batch_idx % 3 == 1:
+            first.data, self.shadow.data = self.shadow.data, first.data
+        if batch_idx == 2:
+            # From here on the buffer is trained along with the parameter.
+            self.alias = torch.full((8,), 0.1)
+            self.net[4].bias.data = self.alias
 
 
 class GroupsAdded(MLP):

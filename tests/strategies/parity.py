@@ -1,5 +1,6 @@
 """Training under a strategy inside the pool's processes, and comparing two runs step by step."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,7 +118,11 @@ def largest_difference(actual: Run, expected: Run) -> float:
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape and one.dtype == other.dtype
             if one.numel():
-                worst = max(worst, ((one - other).abs().max() / other.abs().max().clamp(min=1e-3)).item())
+                difference = ((one - other).abs().max() / other.abs().max().clamp(min=1e-3)).item()
+                # `max` would pass over a NaN.
+                worst = difference if difference > worst or math.isnan(difference) else worst
+                if math.isnan(worst):
+                    return worst
     return worst
 
 

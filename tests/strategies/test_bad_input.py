@@ -89,6 +89,11 @@ class CutMatrices(zoo.MLP):
         return torch.optim.Adafactor(self.parameters())
 
 
+class Lazy(zoo.MLP):
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+
+
 class NothingToKeep(zoo.MLP):
     arguments = {"master_weights": True}  # noqa: RUF012
 
@@ -111,6 +116,7 @@ def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
         (SeveralDevices, ["ValueError", "cpu", "meta"]),
         (EvaluatesAgain, ["ValueError", "ClosureTwice", "closure more than once", "ddp"]),
         (CutMatrices, ["ValueError", "partition='element'", "Adafactor", "'parameter'"]),
+        (Lazy, ["ValueError", "'net.0.weight'", "no shape yet", "configure_model"]),
         (NothingToKeep, ["ValueError", "master_weights=True", "bf16-true"]),
     ],
 )

@@ -1,0 +1,601 @@
+"""Lightning's callbacks and the Trainer's own arguments: all that a training shows is what it shows under DDP.
+
+A case is a line. Each is trained by the oracle and by the strategy, and everything is compared: parameters, losses,
+learning rates and loss scale after every batch, parameters and buffers that validation sees, metrics, and what is left
+in the module at the end.
+"""
+
+import copy
+import csv
+import io
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    BatchSizeFinder,
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.cases import FP64
+from tests.strategies.parity import (
+    PoolEnvironment,
+    Recorder,
+    Run,
+    ddp,
+    largest_difference,
+    largest_loss_difference,
+    make_trainer,
+    zero1,
+)
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": ddp,
+    "whole batch": lambda: None,
+    "zero1": zero1,
+    "zero1_custom": lambda: "zero1_custom",
+}
+
+
+class Plateau(zoo.MLP):
+    """Its learning rate falls when validation does not improve by much."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = zoo.adamw(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Finetuned(zoo.MLP):
+    """The optimizer starts with the head; the callback adds the backbone when it thaws it."""
+
+    def build(self) -> None:
+        self.backbone = nn.Sequential(nn.Linear(zoo.FEATURES, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh())
+        self.head = nn.Linear(7, 1)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.head(self.backbone(batch)) - 1).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+class Tunable(zoo.MLP):
+    """Has the attributes that finders look for."""
+
+    def build(self) -> None:
+        super().build()
+        self.lr = 1e-3
+        self.batch_size = 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=1e-4)
+
+    def train_dataloader(self) -> Any:
+        return zoo.loader(40, self.batch_size, torch.float64, dist.get_rank(), dist.get_world_size())
+
+
+class KeepsOptimizer(zoo.MLP):
+    """What copies or pickles the module meets its optimizer and its scheduler, too."""
+
+    def configure_optimizers(self) -> Any:
+        self.opt = zoo.adamw(self.parameters())
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.opt, 1, gamma=0.9)
+        return [self.opt], [{"scheduler": self.scheduler, "interval": "step"}]
+
+
+class OverflowsOnOneRank(zoo.MLP):
+    """Every fourth gradient is too large on the last rank, so that all must skip the step."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        loss = super().compute_loss(batch)
+        last = dist.get_rank() == dist.get_world_size() - 1
+        return loss * 1e6 if self.training and last and self.trainer.global_step % 4 == 2 else loss
+
+
+class Fails(zoo.MLP):
+    """Raises ``error`` at ``where`` in the third batch, on all ranks, until it is mended."""
+
+    where = ""
+    error: type[BaseException] = KeyError
+
+    def fail_in(self, where: str) -> None:
+        if self.where == where and self.trainer.fit_loop.batch_idx == 2:
+            raise self.error("on purpose")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.fail_in("training_step")
+        loss = self.compute_loss(batch)
+        # The first layer's gradient is the last to come: those of the others are on their way by then.
+        self.net[0].bias.register_hook(lambda gradient: self.fail_in("backward"))
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.fail_in("on_after_backward")
+
+    def configure_gradient_clipping(self, optimizer: Optimizer, *arguments: Any, **named: Any) -> None:
+        self.clip_gradients(optimizer, 0.05, "norm")
+        self.fail_in("configure_gradient_clipping")
+
+    def configure_optimizers(self) -> Any:
+        if self.where == "step":
+            optimizer = FailsInStep(self.parameters(), lr=1e-2, eps=1e-4)
+            optimizer.fail_in = self.fail_in
+            return optimizer
+        optimizer = zoo.adamw(self.parameters())
+        optimizer.register_step_post_hook(lambda *_: self.fail_in("after the step"))
+        return optimizer
+
+
+class FailsInStep(torch.optim.AdamW):
+    fail_in: Callable[[str], None] = staticmethod(lambda where: None)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        self.fail_in("step")
+        super().step()
+        return loss
+
+
+class HandMadeAverage(Callback):
+    """An average as users write it: a deep copy of the module, updated after every step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.average = copy.deepcopy(pl_module)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        for mean, parameter in zip(self.average.parameters(), pl_module.parameters(), strict=True):
+            mean.lerp_(parameter, 0.2)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict(self.average.state_dict())
+
+
+class CopiesOnOneRank(Callback):
+    """Keeps copies of the module in training, made in one of several ways, on rank 0 alone: none may be collective."""
+
+    def __init__(self, make_copy: Callable[[LightningModule], LightningModule]) -> None:
+        self.make_copy = make_copy
+        self.copies: list[LightningModule] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.is_global_zero:
+            self.copies.append(self.make_copy(pl_module))
+
+
+def saved_and_loaded(module: LightningModule) -> LightningModule:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Watch(Recorder):
+    """Keeps all there is to see, each time as a list of tensors."""
+
+    def keep(self, *values: Any) -> None:
+        self.parameters.append([torch.as_tensor(value).detach().double().clone() for value in values])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs)
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.keep(trainer.current_epoch, trainer.global_step, *rates, 1.0 if scaler is None else scaler.get_scale())
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.keep(*pl_module.state_dict().values())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.keep(*trainer.callback_metrics.values())
+
+
+class Setting(NamedTuple):
+    """What a script has at hand; each call of ``trainer`` gives a new one with new callbacks."""
+
+    module: zoo.Zoo
+    make_module: Callable[[], zoo.Zoo]
+    trainer: Callable[..., Trainer]
+    data: tuple[Any, Any]
+    folder: Path
+
+
+Script = Callable[[Setting], zoo.Zoo]
+
+
+def fit(setting: Setting) -> zoo.Zoo:
+    setting.trainer().fit(setting.module, *setting.data)
+    return setting.module
+
+
+def fit_own_data(setting: Setting) -> zoo.Zoo:
+    setting.trainer().fit(setting.module)
+    return setting.module
+
+
+def validate_then_fit(setting: Setting) -> zoo.Zoo:
+    trainer = setting.trainer()
+    trainer.validate(setting.module, setting.data[1], verbose=False)
+    trainer.fit(setting.module, *setting.data)
+    return setting.module
+
+
+def fit_twice(setting: Setting) -> zoo.Zoo:
+    return fit(setting) and fit(setting)
+
+
+def fit_on_with_the_same_trainer(setting: Setting) -> zoo.Zoo:
+    trainer = setting.trainer()
+    trainer.fit(setting.module, *setting.data)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(setting.module, *setting.data)
+    return setting.module
+
+
+def resume_from(name: str) -> Script:
+    def script(setting: Setting) -> zoo.Zoo:
+        fit(setting)
+        fresh = setting.make_module()
+        trainer = setting.trainer(callbacks=[])
+        trainer.fit(fresh, *setting.data, ckpt_path=str(setting.folder / name), weights_only=False)
+        return fresh
+
+    return script
+
+
+def fail(setting: Setting, where: str, error: type[BaseException]) -> None:
+    setting.module.where, setting.module.error = where, error
+    handler = signal.getsignal(signal.SIGINT)
+    # Lightning takes an interruption for the end of the process, and ignores any further one.
+    with pytest.raises(SystemExit if error is KeyboardInterrupt else error):
+        fit(setting)
+    signal.signal(signal.SIGINT, handler)
+    setting.module.where = ""
+
+
+def fail_and_fit(where: str, error: type[BaseException]) -> Script:
+    def script(setting: Setting) -> zoo.Zoo:
+        fail(setting, where, error)
+        check_ordinary_storage(setting.module)
+        return fit(setting)
+
+    return script
+
+
+def fail_and_resume(where: str, error: type[BaseException]) -> Script:
+    def script(setting: Setting) -> zoo.Zoo:
+        fail(setting, where, error)
+        fresh = setting.make_module()
+        trainer = setting.trainer(callbacks=[])
+        trainer.fit(fresh, *setting.data, ckpt_path=str(setting.folder / "on_exception.ckpt"), weights_only=False)
+        return fresh
+
+    return script
+
+
+def check_ordinary_storage(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+
+
+def callback_of(kind: type[Callback], trainer: Trainer) -> Any:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
+
+
+def found_learning_rate(trainer: Trainer) -> list[Any]:
+    finder = callback_of(LearningRateFinder, trainer).optimal_lr
+    return [finder.suggestion(), *finder.results["lr"], *finder.results["loss"]]
+
+
+def losses_until_stopped(trainer: Trainer) -> list[Any]:
+    losses = callback_of(LearningRateFinder, trainer).optimal_lr.results["loss"]
+    assert len(losses) < 25
+    return losses
+
+
+def logged(trainer: Trainer) -> list[Any]:
+    if not trainer.is_global_zero:
+        return []
+    with open(Path(trainer.logger.log_dir) / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    # By these names users find their curves.
+    assert list(rows[0]) == ["epoch", "lr-AdamW", "lr-AdamW-momentum", "step", "val_loss"]
+    return [float(value or 0) for row in rows for _, value in sorted(row.items())]
+
+
+def parameters_of_copies(trainer: Trainer) -> list[Any]:
+    copies = callback_of(CopiesOnOneRank, trainer).copies
+    return [value for module in copies for value in module.state_dict().values()]
+
+
+def stopped_early(trainer: Trainer) -> list[Any]:
+    assert trainer.current_epoch < trainer.max_epochs
+    return [callback_of(EarlyStopping, trainer).stopped_epoch]
+
+
+class Case(NamedTuple):
+    """``callbacks`` gets a folder of its own; ``look`` says what more to compare."""
+
+    callbacks: Callable[[Path], list[Callback]] = lambda folder: []
+    module: type[zoo.Zoo] = zoo.MLP
+    trainer: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    script: Script = fit
+    look: Callable[[Trainer], list[Any]] = lambda trainer: []
+    oracle: str = "ddp"
+    tolerance: float = FP64
+    world_sizes: tuple[int, ...] = (2, 3)
+    # An argument of the Trainer that needs the folder.
+    logger: Callable[[Path], Any] = lambda folder: False
+
+
+SAVED = {"enable_checkpointing": True}
+PLACES = ("training_step", "backward", "on_after_backward", "configure_gradient_clipping", "step", "after the step")
+# They differ in what Lightning does, not in what the ranks do: each at one world size.
+ERRORS: dict[type[BaseException], tuple[int, ...]] = {KeyError: (2,), KeyboardInterrupt: (3,)}
+CASES = {
+    # Averages of weights.
+    "weight averaging": Case(lambda _: [WeightAveraging()]),
+    "weight averaging of buffers": Case(lambda _: [WeightAveraging()], zoo.BatchNormalised),
+    "weight averaging, fit twice": Case(lambda _: [WeightAveraging()], zoo.Convolutional, script=fit_twice),
+    "weight averaging, an optimizer in the module": Case(
+        lambda _: [WeightAveraging()], KeepsOptimizer, script=fit_twice
+    ),
+    "weight averaging, resumed": Case(
+        lambda folder: [WeightAveraging(), ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
+        zoo.BatchNormalised,
+        trainer=SAVED,
+        script=resume_from("step=3.ckpt"),
+    ),
+    "exponential averaging": Case(lambda _: [EMAWeightAveraging(decay=0.8)], zoo.Attention),
+    "exponential averaging of buffers": Case(
+        lambda _: [EMAWeightAveraging(decay=0.8, update_every_n_steps=2)],
+        zoo.BatchNormalised,
+        trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
+    ),
+    "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
+    "stochastic weight averaging": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2)], trainer={"max_epochs": 4}
+    ),
+    "stochastic weight averaging, batch norm": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
+        zoo.BatchNormalised,
+        trainer={"max_epochs": 3},
+    ),
+    # The pass over the data that renews the statistics ends with a step, by gradients that validation may have freed.
+    "stochastic weight averaging, batch norm, validated seldom": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
+        zoo.BatchNormalised,
+        trainer={"max_epochs": 3, "check_val_every_n_epoch": 2},
+    ),
+    "stochastic weight averaging, an optimizer in the module": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=1)], KeepsOptimizer, script=fit_twice
+    ),
+    # What trains, for how long, how fast.
+    # DDP itself never reduces what was frozen when it was created: the oracle is one process on the whole batch.
+    "backbone finetuning": Case(
+        lambda _: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)],
+        Finetuned,
+        trainer={"max_epochs": 3},
+        oracle="whole batch",
+    ),
+    "pruning": Case(
+        lambda _: [ModelPruning("l1_unstructured", amount=0.3, use_lottery_ticket_hypothesis=False)],
+        trainer={"max_epochs": 3},
+    ),
+    "early stopping": Case(
+        lambda _: [EarlyStopping("val_loss", min_delta=10.0, patience=1)], trainer={"max_epochs": 5}, look=stopped_early
+    ),
+    "plateau": Case(module=Plateau, trainer={"max_epochs": 4}),
+    "gradient accumulation scheduler": Case(
+        lambda _: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})], zoo.Unused, trainer={"max_epochs": 3}
+    ),
+    "learning rate finder": Case(
+        lambda _: [LearningRateFinder(1e-4, 0.5, num_training_steps=20, early_stop_threshold=None)],
+        Tunable,
+        trainer={"max_epochs": 5},
+        look=found_learning_rate,
+    ),
+    "learning rate finder that stops early": Case(
+        lambda _: [LearningRateFinder(1e-3, 30.0, num_training_steps=25, early_stop_threshold=2.0)],
+        Tunable,
+        trainer={"max_epochs": 6},
+        look=losses_until_stopped,
+    ),
+    "learning rate monitor": Case(
+        lambda _: [LearningRateMonitor("step", log_momentum=True)],
+        zoo.ScheduledTransformer,
+        trainer={"log_every_n_steps": 1},
+        look=logged,
+        logger=lambda folder: CSVLogger(folder),
+    ),
+    # Checkpoints.
+    "resumed within an epoch": Case(
+        lambda folder: [ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
+        zoo.ScheduledTransformer,
+        trainer=SAVED,
+        script=resume_from("step=3.ckpt"),
+    ),
+    "resumed within an epoch that accumulates": Case(
+        lambda folder: [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
+        zoo.ScheduledTransformer,
+        trainer={**SAVED, "accumulate_grad_batches": 2},
+        script=resume_from("step=2.ckpt"),
+    ),
+    "resumed from the best": Case(
+        lambda folder: [ModelCheckpoint(folder, "best", monitor="val_loss", save_last=True)],
+        trainer={**SAVED, "val_check_interval": 2},
+        script=resume_from("best.ckpt"),
+    ),
+    # The Trainer's arguments.
+    "overfit batches": Case(trainer={"overfit_batches": 2, "max_epochs": 3}),
+    "limited batches": Case(trainer={"limit_train_batches": 3, "limit_val_batches": 1}),
+    "limited to a share": Case(trainer={"limit_train_batches": 0.7, "accumulate_grad_batches": 2}),
+    "fast dev run": Case(trainer={"fast_dev_run": 3}),
+    "inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": True, "val_check_interval": 2}),
+    "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
+    "validated before": Case(module=zoo.BatchNormalised, script=validate_then_fit),
+    "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
+    "fit twice": Case(module=zoo.BatchNormalised, script=fit_twice),
+    "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
+    # Copies of the module made in training.
+    "deep copies on one rank": Case(
+        lambda _: [CopiesOnOneRank(copy.deepcopy)], KeepsOptimizer, look=parameters_of_copies
+    ),
+    "pickled on one rank": Case(
+        lambda _: [CopiesOnOneRank(saved_and_loaded)], KeepsOptimizer, look=parameters_of_copies
+    ),
+    # The loss scale.
+    "loss scale that falls": Case(trainer={"fp16": True, "init_scale": 2.0**24, "max_epochs": 6}, tolerance=1e-3),
+    "loss scale, one rank overflows": Case(
+        module=OverflowsOnOneRank, trainer={"fp16": True, "max_epochs": 6}, tolerance=1e-3
+    ),
+    # Failures in a step, and what comes after.
+    **{
+        f"{error.__name__} in {where}": Case(module=Fails, script=fail_and_fit(where, error), world_sizes=sizes)
+        for where in PLACES
+        for error, sizes in ERRORS.items()
+    },
+    **{
+        f"{error.__name__} in {where}, resumed": Case(
+            lambda folder: [OnExceptionCheckpoint(folder)],
+            Fails,
+            trainer=SAVED,
+            script=fail_and_resume(where, error),
+            world_sizes=sizes,
+        )
+        for where in ("training_step", "backward")
+        for error, sizes in ERRORS.items()
+    },
+}
+
+
+def observe(case: Case, strategy: str, folder: Path) -> Run:
+    """Runs the case's script on this rank; what is kept besides parameters is put among them."""
+    torch.manual_seed(0)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dtype = torch.float32 if "fp16" in case.trainer else torch.float64
+    split = (1, 0, 1) if case.oracle == strategy == "whole batch" else (world_size, rank, world_size)
+    batch = 4 * world_size // split[0]
+
+    def make_module() -> zoo.Zoo:
+        # Converted at once: callbacks copy it before the Trainer does.
+        return case.module().to(dtype)
+
+    def data(per_rank: int) -> Any:
+        return zoo.loader(per_rank * world_size, batch, dtype, *split[1:])
+
+    watch = Watch()
+
+    def trainer(**more: Any) -> Trainer:
+        callbacks = [watch, *more.pop("callbacks", case.callbacks(folder))]
+        arguments = {"max_epochs": 2, "default_root_dir": folder, "logger": case.logger(folder), **case.trainer}
+        if dtype == torch.float64:
+            arguments["precision"] = "64-true"
+        return make_trainer(STRATEGIES[strategy](), callbacks=callbacks, **arguments, **more)
+
+    setting = Setting(make_module(), make_module, trainer, (data(20), data(8)), folder)
+    if case.module is Tunable:
+        # A finder takes its data from the module.
+        setting = setting._replace(data=(None, data(8)))
+    module = case.script(setting)
+    check_ordinary_storage(module)
+    watch.keep(*module.state_dict().values())
+    watch.keep(module.trainer.global_step, module.trainer.current_epoch, *case.look(module.trainer))
+    # A comparison with what is not a number finds no difference.
+    assert all(torch.isfinite(value).all() for values in watch.parameters for value in values)
+    return Run(watch.parameters, watch.losses, module, module.trainer)
+
+
+def compare(name: str, strategy: str, folder: str) -> tuple[float, float]:
+    # By name, because a case's functions cannot be pickled.
+    case = CASES[name]
+    expected = observe(case, case.oracle, Path(folder) / "oracle")
+    actual = observe(case, strategy, Path(folder) / "actual")
+    return largest_difference(actual, expected), largest_loss_difference(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [(name, size) for name, case in CASES.items() for size in case.world_sizes]
+)
+def test_shows_what_the_oracle_shows(pool: RankPool, tmp_path: Path, name: str, world_size: int) -> None:
+    for everything, losses in pool.run(world_size, compare, name, "zero1", str(tmp_path)):
+        assert everything <= CASES[name].tolerance
+        assert losses <= 10 * CASES[name].tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if 2 in case.world_sizes])
+def test_shows_what_the_oracle_shows_by_flag(pool: RankPool, tmp_path: Path, name: str) -> None:
+    """With gradients exposed or not, as "auto" decides, and all parameters in one bucket."""
+    for everything, losses in pool.run(2, compare, name, "zero1_custom", str(tmp_path)):
+        assert everything <= CASES[name].tolerance
+        assert losses <= 10 * CASES[name].tolerance
+
+
+def refusal_of_batch_size_finder(strategy: str) -> str:
+    module = Tunable().double()
+    trainer = make_trainer(STRATEGIES[strategy](), precision="64-true", callbacks=[BatchSizeFinder(max_trials=2)])
+    with pytest.raises(Exception) as caught:
+        trainer.fit(module)
+    make_trainer(STRATEGIES[strategy](), precision="64-true").fit(module)
+    return repr(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero1_custom"])
+def test_the_batch_size_finder_is_refused_as_under_ddp(pool: RankPool, strategy: str) -> None:
+    # Lightning's own refusal: its finder does not work with several processes.
+    expected = pool.run(2, refusal_of_batch_size_finder, "ddp")
+    assert "not supported with distributed strategies" in expected[0]
+    assert pool.run(2, refusal_of_batch_size_finder, strategy) == expected
+
+
+def synchronise_batch_norm(strategy: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = zoo.BatchNormalised().double()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    trainer = Trainer(
+        accelerator="cuda",
+        devices=world_size,
+        strategy=STRATEGIES[strategy](),
+        plugins=[PoolEnvironment()],
+        precision="64-true",
+        sync_batchnorm=True,
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, *(zoo.loader(length, 4, torch.float64, rank, world_size) for length in (40, 16)))
+    return [value.cpu() for value in module.state_dict().values()]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="synchronised batch normalization needs a GPU for each rank")
+@pytest.mark.parametrize("strategy", ["zero1", "zero1_custom"])
+def test_batch_norm_is_synchronised_as_under_ddp(own_pool: RankPool, strategy: str) -> None:
+    # On CPU neither torch's layer nor its DDP does this.
+    expected = own_pool.run(2, synchronise_batch_norm, "ddp")
+    for actual, reference in zip(own_pool.run(2, synchronise_batch_norm, strategy), expected, strict=True):
+        torch.testing.assert_close(actual, reference, rtol=FP64, atol=FP64)
