@@ -9,14 +9,19 @@ CONSTRAINTS := constraints.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 
 PYTEST_ARGS ?=
+LIGHTNING ?=
+LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization models/test_hooks.py models/test_amp.py \
+	plugins/precision/test_amp_integration.py callbacks/test_finetuning_callback.py callbacks/test_lr_monitor.py \
+	callbacks/test_weight_averaging.py callbacks/test_stochastic_weight_avg.py \
+	trainer/connectors/test_checkpoint_connector.py strategies/test_ddp.py
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench build clean
+.PHONY: help install demo test test-lightning lint format bench build clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create .venv with everything in it
 
@@ -32,6 +37,11 @@ demo: install  ## train a small GPT on two local CPU processes, in two to three 
 
 test: install lint  ## lint, then all tests; PYTEST_ARGS="-k layout" is passed on
 	$(RUN) pytest $(PYTEST_ARGS)
+
+test-lightning: install  ## Lightning's own tests on zero1_custom; LIGHTNING=a checkout of Lightning, of the version installed
+	test -d "$(LIGHTNING)/tests/tests_pytorch" || { echo "LIGHTNING=$(LIGHTNING): no checkout of Lightning is there"; exit 1; }
+	cd "$(LIGHTNING)/tests" && PYTHONPATH="$(CURDIR):$$PWD" "$(CURDIR)/$(VENV)/bin/python" -m pytest -p tests.lightning_suite.plugin \
+		--zero1-single-device $(PYTEST_ARGS) $(addprefix tests_pytorch/,$(LIGHTNING_TESTS))
 
 lint: install  ## ruff and mypy
 	$(RUN) ruff check .
