@@ -56,3 +56,28 @@ def weights_after(tmp_path: Path, strategy: str) -> str:
 @pytest.mark.parametrize("launcher", ["", "_spawn", "_fork", "_notebook"])
 def test_the_weights_come_back_as_from_ddp(tmp_path: Path, launcher: str) -> None:
     assert weights_after(tmp_path, f"zero1_custom{launcher}") == weights_after(tmp_path, f"ddp{launcher}")
+
+
+AGAIN_IN_FORKED_PROCESSES = """
+import os
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+for _ in range(2):
+    trainer = Trainer(accelerator="cpu", devices=1, strategy="zero1_custom", max_steps=3, limit_val_batches=0, **quiet)
+    trainer.fit(BoringModel())
+    dist.destroy_process_group()
+    for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        os.environ.pop(name, None)
+Trainer(
+    accelerator="cpu", devices=2, strategy="zero1_custom_fork", max_steps=3, limit_val_batches=0, **quiet
+).fit(BoringModel())
+print("trained again")
+"""
+
+
+def test_processes_forked_after_an_earlier_training_do_not_hang(tmp_path: Path) -> None:
+    # Whatever they inherit of destroyed process groups waits, when it is freed, for threads that were not forked.
+    assert "trained again" in run_script(AGAIN_IN_FORKED_PROCESSES, tmp_path)

@@ -191,7 +191,11 @@ def test_many_reductions_under_way_do_not_mix(pool: RankPool, world_size: int, u
 def groups_twice() -> tuple[bool, bool, str]:
     first, second = process_groups(), process_groups()
     separate = len({id(group) for group in first}) == 3
-    return first is second, separate, dist.get_backend(first.control)
+    return (
+        all(one is other for one, other in zip(first, second, strict=True)),
+        separate,
+        dist.get_backend(first.control),
+    )
 
 
 def test_process_groups_are_separate_and_made_once(pool: RankPool) -> None:
