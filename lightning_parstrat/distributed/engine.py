@@ -25,7 +25,8 @@ from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
 from lightning_parstrat.distributed.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.reducer import GradientReducer
-from lightning_parstrat.distributed.sharding import OptimizerSharding, shard_existing_state
+from lightning_parstrat.distributed.shard_state import shard_existing_state
+from lightning_parstrat.distributed.sharding import OptimizerSharding
 from lightning_parstrat.distributed.state_dict import with_own_storage
 from lightning_parstrat.distributed.summary import ShardingSummary, state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.treatment import Treatment, choose_treatment, parameters_kept_whole
@@ -190,7 +191,7 @@ class ShardedDataParallel:
                 " precision='bf16-true' or '16-true', or leave master_weights='auto'."
             )
         for optimizer in self.sharded_optimizers:
-            shard_existing_state(optimizer, _sharding_of(optimizer))
+            optimizer.state = shard_existing_state(optimizer.state, _sharding_of(optimizer).slots)
 
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""

@@ -10,6 +10,7 @@ and ask the instance they wrap for everything else; what it knows is in one obje
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.reducer import GradientReducer
+from lightning_parstrat.distributed.shard_state import StateByShard
 from lightning_parstrat.distributed.sharding import OptimizerSharding, original_class, without_step_hooks
 from lightning_parstrat.distributed.state_dict import gather_state_dict, load_sharded
 
@@ -74,7 +76,8 @@ class ShardedOptimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold this rank's part of the state; used on all ranks together, they become whole."""
         kept = ("defaults", "state", "param_groups", "_sharding")
-        return _rebuild, (self._sharding.original, {key: vars(self)[key] for key in kept})
+        attributes = {key: vars(self)[key] for key in kept}
+        return _rebuild, (self._sharding.original, {**attributes, "state": dict(self.state)})
 
 
 def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: ParameterGatherer) -> OptimizerSharding:
@@ -125,6 +128,7 @@ def _rebuild(original: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     cls = _sharded_class(original)
     optimizer: Optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
+    optimizer.state = StateByShard(state["_sharding"].slots, state["state"])
     return optimizer
 
 
@@ -144,7 +148,7 @@ def make_whole(optimizer: Optimizer) -> dict[str, Any] | None:
     if not isinstance(optimizer, ShardedOptimizer):
         return None
     state_dict = optimizer.state_dict()
-    optimizer.state.clear()
+    optimizer.state = defaultdict(dict)
     unshard_optimizer(optimizer)
     return state_dict
 

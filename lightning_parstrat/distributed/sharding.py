@@ -253,21 +253,3 @@ def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
         own.update(kept)
         for hooks, before in kept_globally:
             hooks.update(before)
-
-
-def shard_existing_state(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
-    """Replaces whole state that the optimizer holds already (Adagrad makes it at once) by this rank's shards."""
-    for parameter in [key for key in optimizer.state if key in sharding.slots]:
-        state = optimizer.state.pop(parameter)
-        slot = sharding.slots[parameter]
-        if slot.shard is not None:
-            optimizer.state[slot.shard] = {key: shard_value(value, slot) for key, value in state.items()}
-
-
-def shard_value(value: Any, slot: ParameterSlot) -> Any:
-    """This rank's part of one entry of a parameter's state; what has not the parameter's shape is kept whole."""
-    if not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
-        return value
-    part = slot.part_of(value).clone()
-    # State that an optimizer made in the parameter's own dtype goes on in the master weights'.
-    return part.to(slot.bucket.shard_dtype) if value.dtype == slot.parameter.dtype else part

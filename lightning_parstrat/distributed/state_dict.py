@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_parstrat.distributed.buckets import ParameterSlot
-from lightning_parstrat.distributed.sharding import OptimizerSharding, shard_value
+from lightning_parstrat.distributed.shard_state import StateByShard, shard_value
+from lightning_parstrat.distributed.sharding import OptimizerSharding
 
 StateDict = dict[Any, Any]
 
@@ -105,6 +106,7 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
         groups.append({**saved, "params": kept})
     with sharding.shard_groups(optimizer):
         load({**state_dict, "state": state, "param_groups": groups})
+    optimizer.state = StateByShard(sharding.slots, optimizer.state)
 
 
 @torch.no_grad()

@@ -147,6 +147,8 @@ CASES = {
     "frozen later": Case(odd.FrozenLater),
     "swapped data": Case(odd.SwappedData, trainer=CLIP),
     "traded data": Case(odd.TradedData, trainer=CLIP),
+    "changes the optimizer's state": Case(odd.ChangesState),
+    "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
     "groups added": Case(odd.GroupsAdded),
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),
     # Optimizers that look at whole matrices, or at everything.

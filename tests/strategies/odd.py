@@ -1,5 +1,6 @@
 """Modules and optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -197,6 +198,31 @@ class TradedData(MLP):
             # From here on the buffer is trained along with the parameter.
             self.alias = torch.full((8,), 0.1)
             self.net[4].bias.data = self.alias
+
+
+class ChangesState(MLP):
+    """Resets and changes the optimizer's state in training, in every way that a user might."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = self.optimizers(use_pl_optimizer=False).state
+        first, second = self.net[0].weight, self.net[2].bias
+        if batch_idx == 1:
+            state[first] = {}
+        if batch_idx == 2 and second in state:
+            state[second]["exp_avg"].mul_(0.1)
+            state[second]["step"].zero_()
+        if batch_idx == 3:
+            state.pop(second, None)
+        if batch_idx == 4:
+            state[first] = {
+                "step": torch.tensor(7.0),
+                "exp_avg": torch.full_like(first, 0.01),
+                "exp_avg_sq": torch.linspace(0, 1, first.numel()).view_as(first),
+            }
+        if batch_idx == 6:
+            state.clear()
+        if batch_idx == 8:
+            self.optimizers(use_pl_optimizer=False).state = defaultdict(dict)
 
 
 class GroupsAdded(MLP):
