@@ -190,8 +190,6 @@ class ShardedDataParallel:
                 "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
                 " precision='bf16-true' or '16-true', or leave master_weights='auto'."
             )
-        for optimizer in self.sharded_optimizers:
-            optimizer.state = shard_existing_state(optimizer.state, _sharding_of(optimizer).slots)
 
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
@@ -213,6 +211,8 @@ class ShardedDataParallel:
             for number in numbers:
                 _sharding_of(self.optimizers[number]).add_buckets([bucket])
         self._share_buckets(owners)
+        for optimizer in self.sharded_optimizers:
+            optimizer.state = shard_existing_state(optimizer.state, _sharding_of(optimizer).slots)
         outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
 

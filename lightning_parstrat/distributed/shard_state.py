@@ -67,7 +67,9 @@ class StateByShard(defaultdict[Any, Any]):
 
 
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:
-    """This rank's shards of whole state that an optimizer holds already (Adagrad makes it at once)."""
+    """This rank's shards of whole state that is there before its parameter is sharded (Adagrad makes it at once)."""
+    if isinstance(state, StateByShard) and not any(key in slots for key in state):
+        return state
     sharded = StateByShard(slots, {})
     for key, entries in state.items():
         sharded[key] = entries

@@ -77,3 +77,19 @@ def writing() -> float:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_is_written_by_parameter_is_what_is_saved(pool: RankPool, world_size: int) -> None:
     assert len(pool.run(world_size, writing)) == world_size
+
+
+def state_of_a_parameter_that_joins() -> float:
+    module, optimizer, engine = two_steps()
+    late = nn.Parameter(torch.ones(6))
+    optimizer.state[late] = {"momentum_buffer": torch.arange(6.0)}
+    optimizer.param_groups[0]["params"].append(late)
+    backward(engine, module(torch.ones(2, 5)).pow(2).mean() + 0 * late.sum())
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), 1 - 0.1 * 0.9 * torch.arange(6.0))
+    return float(optimizer.state_dict()["state"][2]["momentum_buffer"].sum())
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_state_that_was_there_before_is_sharded_with_its_parameter(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, state_of_a_parameter_that_joins) == [pytest.approx(0.9 * 15)] * world_size
