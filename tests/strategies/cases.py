@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from tests.strategies import odd, zoo
+from tests.strategies import odd, odd_optimizers, zoo
 
 FP32, FP64 = 2e-5, 1e-9
 
@@ -155,13 +155,13 @@ CASES = {
     "muon": Case(odd.Matrices, muon, oracle="ddp", strategy=EXPOSED),
     "muon, hidden": Case(odd.Matrices, muon, oracle="ddp", world_sizes=(2, 3)),
     "adafactor, clipped": Case(zoo.Convolutional, adafactor, trainer={**DOUBLE, **CLIP}, tolerance=FP64),
-    "no torch optimizer": Case(zoo.MLP, odd.OddOptimizer, oracle="ddp"),
-    "globally scaled": Case(zoo.MLP, odd.GloballyScaled, trainer=CLIP),
-    "keeps its own list": Case(zoo.Unused, odd.KeepsItsOwnList),
-    "has modes": Case(odd.Averaging, odd.HasModes),
-    "uses the loss": Case(zoo.MLP, odd.UsesTheLoss),
-    "replaced step": Case(zoo.MLP, odd.replaced_step),
-    "globally scaled, hidden gan": Case(zoo.Adversarial, odd.GloballyScaled, oracle="ddp"),
+    "no torch optimizer": Case(zoo.MLP, odd_optimizers.OddOptimizer, oracle="ddp"),
+    "globally scaled": Case(zoo.MLP, odd_optimizers.GloballyScaled, trainer=CLIP),
+    "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList),
+    "has modes": Case(odd.Averaging, odd_optimizers.HasModes),
+    "needs the loss": Case(zoo.MLP, odd_optimizers.NeedsTheLoss),
+    "replaced step": Case(zoo.MLP, odd_optimizers.replaced_step),
+    "globally scaled, hidden gan": Case(zoo.Adversarial, odd_optimizers.GloballyScaled, oracle="ddp"),
     "fused, a scaler": Case(zoo.MLP, fused, trainer={"fp16": True}, oracle="ddp", tolerance=1e-3, world_sizes=(2, 3)),
     # Low precision without master weights is DDP's.
     "16-true": Case(

@@ -1,0 +1,127 @@
+"""Optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tests.strategies.zoo import adamw
+
+
+class OddOptimizer:
+    """Has an optimizer's methods without being one of torch's."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": 0.05}]
+        self.defaults: dict[str, Any] = {}
+        self.state: dict[Any, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.05 * parameter.grad
+        return loss
+
+
+class GloballyScaled(Optimizer):
+    """Its steps are as long as all gradients together say."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([parameter.grad.norm() for parameter in stepped]).norm()
+        for parameter in stepped:
+            parameter -= 0.05 * parameter.grad / (1 + norm)
+        return loss
+
+
+class KeepsItsOwnList(torch.optim.SGD):
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        self.kept = list(parameters)
+        super().__init__(self.kept, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for parameter in self.kept:
+            if parameter.grad is not None:
+                parameter -= 0.05 * parameter.grad
+        return loss
+
+
+class HasModes(torch.optim.SGD):
+    """Schedule-free averaging in outline: `eval` puts averages into the parameters, `train` takes them out again."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("average", parameter.clone()).lerp_(parameter, 0.3)
+        return loss
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if "average" in self.state[parameter]:
+                parameter.data, self.state[parameter]["average"] = self.state[parameter]["average"], parameter.data
+
+    def train(self) -> None:
+        self._swap()
+
+    def eval(self) -> None:
+        self._swap()
+
+
+class NeedsTheLoss(torch.optim.SGD):
+    """A step that ends by a rule on the loss must be given one."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None:
+            raise ValueError("this optimizer steps by the loss")
+        with torch.enable_grad():
+            loss = closure()
+        if not torch.isfinite(loss):
+            return loss
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter -= 0.05 * parameter.grad
+        return loss
+
+
+def replaced_step(parameters: Iterable[Any]) -> Optimizer:
+    """A user has put a function of his own in the place of `step`."""
+    optimizer = adamw(parameters)
+    step = optimizer.step
+
+    def half_a_step(closure: Callable[[], Any] | None = None) -> Any:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.005
+        return step(closure)
+
+    optimizer.step = half_a_step  # type: ignore[method-assign]
+    return optimizer
