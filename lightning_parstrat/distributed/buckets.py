@@ -6,7 +6,7 @@ that its shards can be gathered in place. In a plain ``GradientBucket`` they sta
 (or none), and the mean gradient is shown to all, as under DDP.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class ParameterSlot:
         reduced: Whether any rank had a gradient for it in the last backward that was reduced.
         used: Whether any rank has had a gradient for it since gradients were zeroed.
         is_stranger: Whether its user has given it other data, of which the bucket holds a copy.
+        trainable: Whether it required a gradient when the last backward began.
         idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
     """
 
@@ -48,6 +49,7 @@ class ParameterSlot:
         "reduced",
         "shard",
         "strides",
+        "trainable",
         "used",
     )
 
@@ -64,6 +66,7 @@ class ParameterSlot:
         self.reduced = False
         self.used = False
         self.is_stranger = False
+        self.trainable = False
         self.idle_backwards = 0
 
     @property
@@ -149,8 +152,13 @@ class GradientBucket:
         """This rank's part of a buffer of the bucket's length: 1-D, a view."""
         return whole[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
 
-    def pack_gradients(self) -> Tensor:
+    def pack_gradients(self, exposed: bool, again: bool) -> Tensor:
         """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
+
+        Args:
+            exposed: Whether ``param.grad`` may hold the mean of an earlier backward. That is packed, because another
+                rank may have accumulated into it since, and stays, because none may have.
+            again: Whether the bucket has been packed in this backward: then only what came since is.
 
         Returns:
             1-D, ``layout.numel`` elements of the parameters' dtype; zero where there was no gradient.
@@ -161,8 +169,8 @@ class GradientBucket:
         buffer = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
-            slot.fresh = False
-            gradient = slot.parameter.grad
+            earlier, slot.fresh = exposed and not slot.fresh, False
+            gradient = None if earlier and again else slot.parameter.grad
             place = slot.view_into(buffer)
             if gradient is None:
                 place.zero_()
@@ -172,8 +180,9 @@ class GradientBucket:
                     f"A parameter of shape {tuple(slot.parameter.shape)} got a sparse gradient ({gradient.layout});"
                     " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
                 )
-            slot.arrived = True
-            slot.parameter.grad = None
+            if not earlier:
+                slot.arrived = True
+                slot.parameter.grad = None
             places.append(place)
             gradients.append(gradient.detach())
         if places:
@@ -186,17 +195,18 @@ class GradientBucket:
     def attach_gradients(self) -> None:
         """Hands the reduced gradient to the owners of shards; here there are none."""
 
-    def zero_gradients(self, set_to_none: bool = True) -> None:
-        """Forgets the reduced gradient, or fills it with zeros."""
-        if not set_to_none:
-            if self.shard_gradient is not None:
-                self.shard_gradient.zero_()
-            return
-        self.shard_gradient = self.whole_gradient = None
-        for slot in self.slots:
-            slot.used = False
-            if slot.shard is not None:
-                slot.shard.grad = None
+    def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients of ``slots``, or fills them with zeros."""
+        mine = [slot for slot in self.slots if slot in slots]
+        if set_to_none and len(mine) == len(self.slots):
+            self.shard_gradient = self.whole_gradient = None
+        for slot in mine:
+            if self.shard_gradient is not None and slot.piece is not None:
+                slot.view_into_shard(self.shard_gradient).zero_()
+            if set_to_none:
+                slot.used = False
+                if slot.shard is not None:
+                    slot.shard.grad = None
 
 
 class ParameterBucket(GradientBucket):

@@ -45,7 +45,9 @@ def clip_gradients_by_value(optimizer: Optimizer, max_value: float) -> None:
     sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
     sharding.finish_gradients()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    torch.nn.utils.clip_grad_value_(sharding.stand_ins(parameters), max_value)
+    stepped = [tensor for tensor in sharding.stand_ins(parameters) if tensor.grad is not None]
+    if stepped:
+        torch.nn.utils.clip_grad_value_(stepped, max_value)
 
 
 def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:

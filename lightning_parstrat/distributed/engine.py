@@ -114,7 +114,11 @@ class ShardedDataParallel:
 
     def zero_gradients(self) -> None:
         """Forgets all reduced gradients. Collective where some are still under way."""
-        self.reducer.zero(self.buckets)
+        self.reducer.zero({slot for bucket in self.buckets for slot in bucket.slots})
+
+    def collect_unannounced_gradients(self, wanted: bool) -> None:
+        """Whether a step also reduces gradients of backwards that :meth:`prepare_backward` did not announce."""
+        self.reducer.collects_unannounced = wanted
 
     def expose_gradients(self, wanted: bool) -> bool:
         """Shows reduced gradients in ``param.grad`` from now on where any rank wants them. Collective.
@@ -155,13 +159,13 @@ class ShardedDataParallel:
         storages = {bucket.flat.untyped_storage().data_ptr() for bucket in self.buckets}
         return with_own_storage(value, storages)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
 
-        Not collective, so that it may follow an exception on one rank. The optimizers stay sharded: their
-        ``state_dict()`` still gathers the whole state, so that a checkpoint can be saved after training.
+        Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
+        sharded: their ``state_dict()`` still gathers the whole state, so that a checkpoint can be saved after training.
         """
-        self.reducer.remove()
+        self.reducer.remove(failed)
         for bucket in self.buckets:
             bucket.move_out()
         for optimizer in self.sharded_optimizers:
@@ -224,7 +228,7 @@ class ShardedDataParallel:
                 sharding = _sharding_of(self.optimizers[number])
                 bucket = slots[parameter].bucket
                 if parameter not in sharding.slots and isinstance(bucket, ParameterBucket):
-                    sharding.add_buckets([bucket])
+                    sharding.add_slot(slots[parameter], bucket)
 
     def _owners(self) -> dict[Tensor, Owners]:
         """The parameters to shard, each with the optimizers it is in; tells the optimizers which are kept whole."""

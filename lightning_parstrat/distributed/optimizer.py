@@ -53,11 +53,12 @@ class ShardedOptimizer(Optimizer):
     # torch wraps every class's step once; this one is wrapped, and must not be again after unpickling.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the full parameters' gradients and the reduced ones of the shards."""
-        super().zero_grad(set_to_none)
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Zeroes the full parameters' gradients and the reduced ones of the shards. Arguments are the original's."""
+        super().zero_grad(*args, **kwargs)
         if self._sharding.attached:
-            self._sharding.reducer.zero(self._sharding.buckets, set_to_none)
+            set_to_none = bool(kwargs.get("set_to_none", args[0] if args else True))
+            self._sharding.reducer.zero(set(self._sharding.slots.values()), set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds the group and buckets its parameters. Collective: all ranks add the same group."""

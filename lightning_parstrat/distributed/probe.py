@@ -8,6 +8,7 @@ elsewhere there; sharding it would change results without a word.
 
 import copy
 import random
+import sys
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -192,11 +193,16 @@ def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
     python = random.getstate()
+    # torch works without numpy.
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
     finally:
         random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
 
 
 def _step(twin: _Twin, phase: int) -> None:

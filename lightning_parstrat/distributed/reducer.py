@@ -15,7 +15,7 @@ are gathered again at the end of backward and ``param.grad`` is what DDP would s
 """
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -49,9 +49,9 @@ class _Reduction(NamedTuple):
     backward: int
 
 
-_TRANSFERS_UNDER_WAY: list[_Reduction] = []
-"""What a failed backward had launched. Its buffers must outlive the transfers, and its receives must stay posted: else
-the next training on these process groups would receive what was meant for this one."""
+_TRANSFERS_UNDER_WAY: list[Work] = []
+"""What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
+must stay posted: else the next training on these process groups would receive what was meant for this one."""
 
 
 class _Agreement(NamedTuple):
@@ -80,6 +80,7 @@ class GradientReducer:
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
         self.exposes_gradients = False
+        self.collects_unannounced = False
         self._settles_in_backward = False
         self._synchronize = True
         self._running = False
@@ -98,6 +99,8 @@ class GradientReducer:
         self.buckets += buckets
         for bucket in buckets:
             for slot in bucket.slots:
+                # What was accumulated before it was in this bucket is as good as new.
+                slot.fresh = slot.parameter.grad is not None
                 self._slots.append(slot)
                 self._register_hook(slot)
 
@@ -113,13 +116,21 @@ class GradientReducer:
             for slot in bucket.slots:
                 self._hooks.pop(slot).remove()
 
-    def remove(self) -> None:
-        """Removes all hooks and forgets what is under way. Not collective: it may follow an exception on one rank."""
+    def remove(self, failed: bool) -> None:
+        """Removes all hooks and forgets what is under way. Not collective: it may follow an exception on one rank.
+
+        Args:
+            failed: Whether an exception ends the training, so that other ranks may not be there any more.
+        """
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
-        _TRANSFERS_UNDER_WAY.extend(self._reductions)
+        if not failed and not self._running:
+            # A backward that nobody stepped: all ranks have launched all of it.
+            self._settle()
+            self._complete_reductions(self.buckets)
+        _TRANSFERS_UNDER_WAY.extend(reduction.work for reduction in self._reductions)
         self._reductions.clear()
         self._agreement = None
         self._running = False
@@ -161,32 +172,35 @@ class GradientReducer:
         """
         self._settle()
         self._abandon_unfinished_backward()
+        if self.collects_unannounced:
+            self.reduce_left_over(buckets)
         self._complete_reductions(self.buckets)
         if self.exposes_gradients:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
 
     def reduce_left_over(self, buckets: Sequence[GradientBucket]) -> None:
-        """Sends gradients that a backward left in parameters which were not in any bucket then. Collective.
+        """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
+
+        One small all-reduce, and a reduce-scatter for each of ``buckets`` in which any rank has some.
 
         Args:
-            buckets: Made for these parameters since that backward.
+            buckets: Those to look into.
         """
         self._settle()
         self._sent.clear()
         for slot in self._slots:
-            slot.arrived = False
-            slot.fresh = slot.bucket in buckets
-        self._flush()
+            slot.arrived = slot.trainable = slot.expected = False
+        self._agree_on_leftovers(buckets)
+        self._settle()
 
-    def zero(self, buckets: Sequence[GradientBucket], set_to_none: bool = True) -> None:
-        """Forgets the reduced gradients of ``buckets``; reductions still under way are waited for first."""
-        # After an exception in a backward that was not announced, this is where a fresh start shows.
+    def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients of ``slots``; reductions still under way are waited for first."""
+        self._settle()
         self._abandon_unfinished_backward()
-        if self._reductions or self._agreement is not None:
-            self.finish(buckets)
-        for bucket in buckets:
-            bucket.zero_gradients(set_to_none)
+        self._complete_reductions(self.buckets)
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            bucket.zero_gradients(slots, set_to_none)
 
     def _begin(self) -> None:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
@@ -202,7 +216,8 @@ class GradientReducer:
             for slot in bucket.slots:
                 slot.arrived = False
                 awaited = slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
-                slot.expected = awaited and slot.parameter.requires_grad
+                slot.trainable = slot.parameter.requires_grad
+                slot.expected = awaited and slot.trainable
                 expected += slot.expected
             if expected:
                 self._queue.append(bucket)
@@ -226,11 +241,8 @@ class GradientReducer:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
         slot.fresh = True
         if not self._running:
-            if not self._synchronize:
-                return
-            # A backward that nobody announced: the user called `loss.backward()`.
-            self._settle()
-            self._begin()
+            # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
+            return
         if self._graph_task is None:
             self._enter_backward()
         if not slot.expected or torch._C._current_graph_task_id() != self._graph_task:
@@ -247,7 +259,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def _launch(self, bucket: GradientBucket) -> None:
-        buffer = bucket.pack_gradients()
+        buffer = bucket.pack_gradients(self._exposes(bucket), bucket in self._sent)
         mean = 1.0 / self.collectives.world_size
         post_scale = mean
         if buffer.dtype == torch.float16 and mean != 1.0:
@@ -289,16 +301,21 @@ class GradientReducer:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
         self._running = False
         self._remove_loss_hook()
+        self._agree_on_leftovers(self.buckets)
+        if self._launched < len(self._queue) or self._settles_in_backward:
+            self._settle()
+
+    def _agree_on_leftovers(self, buckets: Sequence[GradientBucket]) -> None:
+        """Tells the other ranks for which parameters there were gradients, and which buckets have some left over."""
         waiting = set(self._queue[self._launched :])
-        arrived = [slot.arrived or self._has_gradient(slot) for slot in self._slots]
-        left_over = [
-            bucket not in waiting and any(self._has_gradient(slot) for slot in bucket.slots) for bucket in self.buckets
-        ]
+        looked_into = set(buckets)
+        left = [slot.bucket in looked_into and self._has_gradient(slot) for slot in self._slots]
+        arrived = [slot.arrived or has for slot, has in zip(self._slots, left, strict=True)]
+        with_left = {slot.bucket for slot, has in zip(self._slots, left, strict=True) if has}
+        left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
         expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
         flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
         self._agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
-        if waiting or self._settles_in_backward:
-            self._settle()
 
     def _settle(self) -> None:
         """Ends the round: sends what any rank has gradients for, and learns which parameters were used at all."""
@@ -315,7 +332,7 @@ class GradientReducer:
         for slot, used in zip(self._slots, flags, strict=False):
             slot.reduced = bool(used)
             slot.used = slot.used or slot.reduced
-            if slot.parameter.requires_grad:
+            if slot.trainable:
                 slot.idle_backwards = 0 if used else slot.idle_backwards + 1
         for bucket in self._queue[self._launched :]:
             if any(slot.reduced for slot in bucket.slots):
@@ -336,8 +353,9 @@ class GradientReducer:
         """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""
         if self._running:
             self._running = False
+            self._queue, self._launched = [], 0
             unfinished = [reduction for reduction in self._reductions if reduction.backward == self._backward]
-            _TRANSFERS_UNDER_WAY.extend(unfinished)
+            _TRANSFERS_UNDER_WAY.extend(reduction.work for reduction in unfinished)
             self._reductions = [reduction for reduction in self._reductions if reduction not in unfinished]
 
     def _remove_loss_hook(self) -> None:

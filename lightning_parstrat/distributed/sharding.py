@@ -93,6 +93,12 @@ class OptimizerSharding:
         self.buckets += buckets
         self.slots.update({slot.parameter: slot for bucket in buckets for slot in bucket.slots})
 
+    def add_slot(self, slot: ParameterSlot, bucket: ParameterBucket) -> None:
+        """Takes charge of one parameter of a bucket that is another optimizer's."""
+        self.slots[slot.parameter] = slot
+        if bucket not in self.buckets:
+            self.buckets.append(bucket)
+
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
         """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""
         return any(

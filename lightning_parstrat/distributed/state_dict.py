@@ -88,7 +88,8 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
             "The loaded optimizer state does not match the optimizer: it has parameter groups of sizes"
             f" {saved_sizes}, the optimizer has {sizes}."
         )
-    state: dict[Any, Any] = {}
+    of_parameters = {identifier for saved in saved_groups for identifier in saved["params"]}
+    state = {key: value for key, value in state_dict["state"].items() if key not in of_parameters}
     groups = []
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = []
@@ -185,7 +186,9 @@ def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
 def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     """Torch's own packing: positions instead of parameters."""
     parameters = _grouped_parameters(optimizer)
-    position = {parameter: index for index, parameter in enumerate(parameters)}
+    position: dict[Tensor, int] = {}
+    for index, parameter in enumerate(parameters):
+        position.setdefault(parameter, index)
     groups = [
         {**group, "params": [position[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     ]

@@ -1,6 +1,8 @@
 """Who may look at gradients: the one place that knows."""
 
+import inspect
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -20,6 +22,15 @@ _HOOKS_THAT_SEE_GRADIENTS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
+_HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER = (
+    "on_fit_end",
+    "on_train_batch_start",
+    "on_train_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "training_step",
+)
+"""Whoever overrides these rarely wants gradients, so only those count whose code mentions them."""
 _PLUGIN_METHODS_THAT_SEE_GRADIENTS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients", "optimizer_step")
 
 
@@ -45,6 +56,8 @@ def observers_of_gradients(
         observers.append("manual optimization")
     for owner in (module, *callbacks):
         observers += [f"{type(owner).__name__}.{hook}" for hook in _users_own(owner, _HOOKS_THAT_SEE_GRADIENTS)]
+        late = _users_own(owner, _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER)
+        observers += [f"{type(owner).__name__}.{hook}" for hook in late if mentions_gradients(owner, hook)]
     plugin_methods = _users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
     observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
@@ -64,4 +77,38 @@ def _users_own(owner: Any, names: Sequence[str]) -> list[str]:
 def _is_users(function: Any) -> bool:
     if function is None:
         return False
-    return not getattr(function, "__module__", "").startswith(("lightning.pytorch.", "lightning.fabric.", _OURS))
+    return not getattr(function, "__module__", "").startswith(
+        ("lightning.pytorch.", "lightning.fabric.", "torch.", _OURS)
+    )
+
+
+def mentions_gradients(owner: Any, name: str) -> bool:
+    """Whether the code of a method reads an attribute ``grad``, or that of the methods of its object that it calls.
+
+    Args:
+        owner: The object.
+        name: The method's name.
+    """
+    seen: set[str] = set()
+    waiting = [name]
+    while waiting:
+        method = waiting.pop()
+        seen.add(method)
+        names = _names_in(getattr(inspect.unwrap(getattr(owner, method)), "__code__", None))
+        if not names.isdisjoint(("grad", "grad_norm")):
+            return True
+        waiting += [called for called in names - seen if _is_users(_method(owner, called))]
+    return False
+
+
+def _method(owner: Any, name: str) -> Any:
+    found = getattr(type(owner), name, None)
+    return found if inspect.isroutine(found) else None
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """All names that a function's code refers to, with those of the functions inside it."""
+    if code is None:
+        return set()
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)

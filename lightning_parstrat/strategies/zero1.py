@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -117,6 +118,8 @@ class ZeRO1Strategy(_ProcessStrategy):
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
+        self._in_training = False
+        self._failed = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
@@ -146,14 +149,32 @@ class ZeRO1Strategy(_ProcessStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and shards them."""
-        super().setup_optimizers(trainer)
         self._close_engine()
-        optimizers = [_unwrapped(optimizer) for optimizer in self.optimizers]
-        trained = [optimizer for optimizer in optimizers if not isinstance(optimizer, _MockOptimizer)]
-        self._engine = ShardedDataParallel(self._module, trained, self._policy, self._groups)
-        self._broadcast_buffers_next = True
+        super().setup_optimizers(trainer)
+        self._shard(self.optimizers)
         # Lightning's wrappers imitate the class that the optimizers had when they were wrapped.
-        self.optimizers = optimizers
+        self.optimizers = [_unwrapped(optimizer) for optimizer in self.optimizers]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers in training. Others that are set in the middle of it are sharded in their turn; collective."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        known = None if self._engine is None else self._engine.optimizers
+        if known is not None and any(_unwrapped(optimizer) not in known for optimizer in _trained(optimizers)):
+            self._close_engine()
+            self._shard(optimizers)
+            optimizers = [_unwrapped(optimizer) for optimizer in optimizers]
+        self._optimizers = optimizers
+        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in optimizers]
+
+    def _shard(self, optimizers: list[Optimizer]) -> None:
+        self._engine = ShardedDataParallel(self._module, _trained(optimizers), self._policy, self._groups)
+        self._broadcast_buffers_next = True
+        if self._in_training:
+            self._prepare_for_users_of_gradients()
         summary = self._engine.summary()
         rank_zero_info(describe(summary))
         for line in summary.kept_whole:
@@ -187,8 +208,13 @@ class ZeRO1Strategy(_ProcessStrategy):
     def on_train_start(self) -> None:
         """Decides whether gradients are exposed: by now all callbacks and hooks are in place."""
         super().on_train_start()
+        self._in_training = True
+        self._prepare_for_users_of_gradients()
+
+    def _prepare_for_users_of_gradients(self) -> None:
         if self._engine is None:
             return
+        self._engine.collect_unannounced_gradients(not self._module.automatic_optimization)
         choice = self._policy.expose_gradients
         observers = observers_of_gradients(
             self._module, self._module.trainer.callbacks, self._engine.optimizers, self.precision_plugin
@@ -235,7 +261,9 @@ class ZeRO1Strategy(_ProcessStrategy):
         """Forgets gradients where Lightning has had the module forget them, which could not reach the shards."""
         super().on_validation_start()
         trainer = self._module.trainer
-        if self._engine is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate():
+        forgotten = not is_overridden("on_validation_model_zero_grad", self._module)
+        accumulates = trainer.sanity_checking or trainer.fit_loop._should_accumulate()
+        if self._engine is not None and forgotten and not accumulates:
             self._engine.zero_gradients()
 
     @override
@@ -272,9 +300,16 @@ class ZeRO1Strategy(_ProcessStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Remembers that other ranks may not get as far as this one's teardown."""
+        super().on_exception(exception)
+        self._failed = True
+
+    @override
     def teardown(self) -> None:
-        """Gives the parameters ordinary storage again. Not collective."""
+        """Gives the parameters ordinary storage again. Not collective after an exception."""
         self._close_engine()
+        self._in_training = self._failed = False
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()
@@ -305,7 +340,7 @@ class ZeRO1Strategy(_ProcessStrategy):
 
     def _close_engine(self) -> None:
         if self._engine is not None:
-            self._engine.close()
+            self._engine.close(self._failed)
             self._engine = None
 
 
@@ -326,6 +361,11 @@ def describe(summary: ShardingSummary) -> str:
 
 def _unwrapped(optimizer: Any) -> Any:
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:
+    unwrapped = [_unwrapped(optimizer) for optimizer in optimizers]
+    return [optimizer for optimizer in unwrapped if not isinstance(optimizer, _MockOptimizer)]
 
 
 def _count(number: int) -> str:

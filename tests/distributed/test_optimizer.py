@@ -224,7 +224,7 @@ def appended_parameters() -> None:
     for one in (module, reference):
         optimizer = torch.optim.SGD(one["old"].parameters(), lr=0.1)
         if one is module:
-            make_engine(one, optimizer)
+            make_engine(one, optimizer).collect_unannounced_gradients(True)
         optimizer.param_groups[0]["params"] += list(one["new"].parameters())
         for _ in range(3):
             optimizer.zero_grad()

@@ -24,7 +24,7 @@ from tests.distributed.test_probe import (
     Own,
     Uncopyable,
 )
-from tests.strategies.odd import GloballyScaled, HasModes, KeepsItsOwnList, OddOptimizer, UsesTheLoss
+from tests.strategies.odd_optimizers import GloballyScaled, HasModes, KeepsItsOwnList, NeedsTheLoss, OddOptimizer
 
 
 def linear() -> nn.Linear:
@@ -85,7 +85,7 @@ TREATMENTS: dict[str, tuple[Callable[[Any], Any], PartitionChoice, str | None, s
     "a subclass": (MyAdam, "auto", "parameter", ""),
     "a subclass, cut": (MyAdam, "element", "element", ""),
     "own": (Own, "auto", "parameter", ""),
-    "uses the loss": (UsesTheLoss, "auto", "parameter", ""),
+    "uses the loss": (NeedsTheLoss, "auto", "parameter", ""),
     "norm of a parameter": (NormOfAParameter, "auto", "parameter", ""),
     "loads its state": (LoadsItsState, "auto", "parameter", ""),
     "has `train`, but no `eval`": (HasTrainOnly, "auto", "parameter", ""),

@@ -135,6 +135,17 @@ CASES = {
     # Several optimizers, manual optimization.
     "a parameter in two optimizers": Case(odd.SharedParameter, oracle="ddp", strategy=EXPOSED),
     "repeated backward": Case(odd.RepeatedBackward, oracle="ddp", strategy=EXPOSED),
+    "two heads": Case(odd.TwoHeads, oracle="ddp", strategy=EXPOSED),
+    "two heads, many optimizers look": Case(
+        odd.TwoHeads, odd_optimizers.GloballyScaled, oracle="ddp", strategy=EXPOSED
+    ),
+    "inner backward": Case(odd.InnerBackward, oracle="ddp"),
+    "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}),
+    "zeroes without a choice": Case(zoo.MLP, odd.ZeroesWithoutChoice),
+    "another optimizer takes over": Case(odd.MoreOptimizers),
+    "clip by value, fewer parameters than ranks": Case(
+        zoo.BareParameters, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+    ),
     "by closure": Case(odd.ByClosure, oracle="ddp", strategy=EXPOSED),
     "backward without a word": Case(odd.Unannounced, strategy=EXPOSED),
     "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),

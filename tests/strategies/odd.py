@@ -1,6 +1,7 @@
 """Modules and optimizers that are out of the ordinary, and work under DDP. None knows of the package under test."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -272,6 +273,64 @@ class RepeatedBackward(Manual):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         return loss.detach()
+
+
+class TwoHeads(Zoo):
+    """Two losses over one trunk, each with a backward of its own that leaves the other's head alone."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        self.trunk = nn.Linear(FEATURES, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 3)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for head in self.heads:
+            self.manual_backward(head(torch.tanh(self.trunk(batch))).pow(2).mean())
+        assert all(parameter.grad is not None for parameter in self.heads.parameters())
+        optimizer.step()
+        return torch.zeros(())
+
+
+class InnerBackward(MLP):
+    """Looks for a perturbation by backwards of its own, more of them on one rank than on another."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        adversarial = batch.clone()
+        for _ in range(1 + int(batch[0, 0] > 0)):
+            adversarial.requires_grad_(True)
+            self.compute_loss(adversarial).backward()
+            adversarial = (adversarial + 0.01 * adversarial.grad.sign()).detach()
+        self.zero_grad()
+        return self.compute_loss(adversarial)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.inference_mode(False), torch.enable_grad():
+            if batch[0, 0] > 0:
+                self.compute_loss(batch.clone()).backward()
+
+
+class ZeroesWithoutChoice(torch.optim.SGD):
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        super().zero_grad()
+
+
+class MoreOptimizers(Zoo):
+    """Another optimizer takes over in the middle of training."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, 2))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch).pow(2).mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 4:
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]
 
 
 class ByClosure(Manual):

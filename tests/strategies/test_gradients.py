@@ -187,8 +187,8 @@ def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[boo
         visible: list[bool] = []  # noqa: RUF012  (made anew with the class in every call)
 
         def training_step(self, *args: Any) -> Any:
-            # Before the gradients of the step before are zeroed.
-            self.visible.append(any(parameter.grad is not None for parameter in self.parameters()))
+            # Before the gradients of the step before are zeroed; by a function that "auto" does not look into.
+            self.visible.append(any(copy is not None for copy in copies(self)))
             return super().training_step(*args)
 
     torch.manual_seed(0)
@@ -213,6 +213,24 @@ def test_gradients_are_freed_unless_someone_may_look(
     assert pool.run(2, gradients_after_backward, expose, callbacks) == [[visible]] * 2
 
 
+class Histograms(zoo.MLP):
+    """Looks at gradients that the last step of the epoch has left, by way of another method."""
+
+    def on_train_epoch_end(self) -> None:
+        self.look()
+
+    def look(self) -> None:
+        self.norms = [parameter.grad.norm() for parameter in self.parameters()]
+
+
+class Averages(zoo.MLP):
+    """Does what most do there, which has nothing to do with gradients."""
+
+    def on_train_epoch_end(self) -> None:
+        self.zero_grad()
+        self.norms = [parameter.norm() for parameter in self.parameters()]
+
+
 class QuietCheckpoint(ModelCheckpoint):
     """A user's subclass that overrides nothing which runs while gradients exist."""
 
@@ -223,10 +241,22 @@ class QuietCheckpoint(ModelCheckpoint):
     ("module", "callbacks", "expected"),
     [
         (zoo.MLP, [LearningRateMonitor(), ModelCheckpoint(), QuietCheckpoint()], []),
-        (zoo.MLP, [Recorder()], ["Recorder.on_train_batch_end"]),
+        (zoo.MLP, [Recorder()], []),
+        (
+            zoo.MLP,
+            [Watcher()],
+            [
+                "Watcher.on_after_backward",
+                "Watcher.on_before_optimizer_step",
+                "Watcher.on_before_zero_grad",
+                "Watcher.on_train_batch_end",
+            ],
+        ),
         (zoo.MLP, [LambdaCallback(on_after_backward=print)], ["LambdaCallback.on_after_backward"]),
         (Noisy, [], ["Noisy.on_before_optimizer_step"]),
         (zoo.Adversarial, [], ["manual optimization"]),
+        (Histograms, [], ["Histograms.on_train_epoch_end"]),
+        (Averages, [], []),
     ],
 )
 def test_observers_are_named(module: type[zoo.Zoo], callbacks: list[Callback], expected: list[str]) -> None:

@@ -24,8 +24,12 @@ def compare_with_small_buckets(case: Case) -> tuple[float, float]:
 
 
 def compare_by_flag(case: Case) -> tuple[float, float]:
-    """As a user has it: the callbacks of this comparison make "auto" expose gradients, and one bucket holds all."""
+    """As a user has it: gradients are exposed where something in the module asks for it, and one bucket holds all."""
     return compare(case, "zero1_custom")
+
+
+def compare_exposed(case: Case) -> tuple[float, float]:
+    return compare(case, zero1(expose_gradients=True))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +49,14 @@ def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -
 def test_trains_as_the_oracle_does_by_flag(pool: RankPool, name: str, world_size: int) -> None:
     case = CASES[name]
     for parameters, losses in pool.run(world_size, compare_by_flag, case):
+        assert parameters <= case.tolerance
+        assert losses <= 10 * case.tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.strategy and 2 in case.world_sizes])
+def test_trains_as_the_oracle_does_with_exposed_gradients(pool: RankPool, name: str) -> None:
+    case = CASES[name]
+    for parameters, losses in pool.run(2, compare_exposed, case):
         assert parameters <= case.tolerance
         assert losses <= 10 * case.tolerance
 
