@@ -347,7 +347,7 @@ class GradientReducer:
         expose_gradients(exposed, self.collectives)
 
     def _has_gradient(self, slot: ParameterSlot) -> bool:
-        return slot.fresh and slot.parameter.grad is not None and slot.parameter.requires_grad
+        return slot.fresh and slot.parameter.grad is not None
 
     def _abandon_unfinished_backward(self) -> None:
         """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""

@@ -139,6 +139,9 @@ CASES = {
     "two heads, many optimizers look": Case(
         odd.TwoHeads, odd_optimizers.GloballyScaled, oracle="ddp", strategy=EXPOSED
     ),
+    "frozen between backward and step": Case(odd.FrozenBetween, oracle="ddp"),
+    "a parameter moves over": Case(odd.MovesOver, oracle="ddp"),
+    "state of no parameter": Case(odd.ReloadsState, odd.CountsSteps),
     "inner backward": Case(odd.InnerBackward, oracle="ddp"),
     "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}),
     "zeroes without a choice": Case(zoo.MLP, odd.ZeroesWithoutChoice),

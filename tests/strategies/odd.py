@@ -333,6 +333,58 @@ class MoreOptimizers(Zoo):
             self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)]
 
 
+class FrozenBetween(Manual):
+    """A layer is frozen while backward is over and the step is not yet done, on every rank."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer = self.optimizers()
+        self.net[2].requires_grad_(True)
+        loss = self.compute_loss(batch if batch_idx % 2 else batch * 2)
+        self.manual_backward(loss)
+        self.net[2].requires_grad_(False)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+class MovesOver(Manual):
+    """A parameter of one optimizer joins another one's groups; each zeroes its own gradients alone."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+        if batch_idx == 2:
+            second.optimizer.param_groups[0]["params"].append(self.net[0].bias)
+        self.manual_backward(self.compute_loss(batch))
+        second.step()
+        second.zero_grad()
+        if batch_idx % 2:
+            first.step()
+            first.zero_grad()
+        return torch.zeros(())
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(self.net[0].parameters()), self.make_optimizer(self.net[2].parameters())]
+
+
+class CountsSteps(torch.optim.SGD):
+    """Keeps something in its state that belongs to no parameter."""
+
+    def __init__(self, parameters: Iterable[Any]) -> None:
+        super().__init__(parameters, lr=0.05)
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["count"] = self.state.get("count", 0) + 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 / self.state["count"]
+        return super().step(closure)
+
+
+class ReloadsState(MLP):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 class ByClosure(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         optimizer = self.optimizers()
