@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import ExposeGradients, MasterWeights, PartitionChoice, ShardingPolicy
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
-from lightning_parstrat.distributed.checks import check_same_module
+from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
 from lightning_parstrat.distributed.collectives import ProcessGroups, make_collectives, process_groups, world_size
 from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
@@ -120,6 +121,7 @@ class ZeRO1Strategy(_ProcessStrategy):
         self._broadcast_buffers_next = True
         self._in_training = False
         self._failed = False
+        self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
@@ -184,7 +186,10 @@ class ZeRO1Strategy(_ProcessStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
         trainer = self._module.trainer
-        if not trainer.training or self.world_size == 1:
+        if self.world_size == 1:
+            return dataloader
+        if not trainer.training:
+            self._note_ranks_without_validation(dataloader)
             return dataloader
         sources = (self._module, trainer.datamodule)
         allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
@@ -193,6 +198,14 @@ class ZeRO1Strategy(_ProcessStrategy):
             # Weakly: loaders of earlier epochs may go.
             self._even_dataloaders.append(weakref.ref(even))
         return even
+
+    def _note_ranks_without_validation(self, dataloader: object) -> None:
+        """Finds out whether a rank will skip a validation that others run: it would miss their broadcast of buffers."""
+        if self._engine is not None:
+            length = sized_len(dataloader)
+            control = make_collectives(self._groups.control, torch.device("cpu"))
+            most, least = extremes_over_ranks(1 if length is None else min(length, 1), control)
+            self._validated_by_some = self._validated_by_some or least < most
 
     @override
     def setup_precision_plugin(self) -> None:
@@ -269,14 +282,16 @@ class ZeRO1Strategy(_ProcessStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's validation step."""
-        self._broadcast_buffers()
+        if not self._validated_by_some:
+            self._broadcast_buffers()
         return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
         super().on_validation_end()
-        self._broadcast_buffers()
+        if not self._validated_by_some:
+            self._broadcast_buffers()
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -309,7 +324,7 @@ class ZeRO1Strategy(_ProcessStrategy):
     def teardown(self) -> None:
         """Gives the parameters ordinary storage again. Not collective after an exception."""
         self._close_engine()
-        self._in_training = self._failed = False
+        self._in_training = self._failed = self._validated_by_some = False
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()

@@ -482,6 +482,8 @@ def train_with_uneven_validation(
         (ValidatesAlone, sized, (3, 0)),
         (ValidatesAlone, unsized, (0, 3)),
         (NormalisedValidatesAlone, sized, (3, 1)),
+        (NormalisedValidatesAlone, sized, (3, 0)),
+        (NormalisedValidatesAlone, sized, (0, 3)),
         (NormalisedValidatesAlone, unsized, (3, 0)),
         (NormalisedValidatesAlone, unsized, (0, 3)),
     ],
