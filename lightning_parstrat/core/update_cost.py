@@ -10,6 +10,11 @@ _ELEMENTWISE_WORK = 10
 """Operations per element for momentum, weight decay and the update itself; a small number beside any matrix product."""
 
 
+def elementwise(numel: int) -> float:
+    """Operations of an update whose cost is proportional to the parameter's elements."""
+    return float(_ELEMENTWISE_WORK * numel)
+
+
 def newton_schulz(shape: Sequence[int], steps: int) -> float:
     """Operations of one orthogonalised update of a matrix, as Muon makes it.
 
@@ -29,4 +34,4 @@ def newton_schulz(shape: Sequence[int], steps: int) -> float:
     for size in shape[1:]:
         columns *= size
     short, long = min(rows, columns), max(rows, columns)
-    return steps * (4 * short**2 * long + 2 * short**3) + _ELEMENTWISE_WORK * rows * columns
+    return steps * (4 * short**2 * long + 2 * short**3) + elementwise(rows * columns)

@@ -235,6 +235,7 @@ class ParameterBucket(GradientBucket):
     ) -> None:
         super().__init__(index, layout, parameters, rank)
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self._left_behind: set[int] = set()
         self._move_in(self.slots)
         self.master = None if master_dtype is None else self.shard.to(master_dtype)
         stepped = self.shard if self.master is None else self.master
@@ -255,6 +256,11 @@ class ParameterBucket(GradientBucket):
     def shard(self) -> Tensor:
         """This rank's part of the flat buffer: 1-D, a view."""
         return self.shard_of(self.flat)
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the buffer, and of those it has left to others: a view of one brings all of it along."""
+        return self._left_behind | {self.flat.untyped_storage().data_ptr()}
 
     @torch.no_grad()
     def take_in_strangers(self) -> None:
@@ -314,6 +320,7 @@ class ParameterBucket(GradientBucket):
         own = 2 + len(at_home) + len(shards)  # The buffer itself, and the handle that is asked.
         if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) <= own:
             return
+        self._left_behind.add(self.flat.untyped_storage().data_ptr())
         self.flat = self.flat.clone()
         self._move_in(at_home)
         for slot in shards:
@@ -321,13 +328,16 @@ class ParameterBucket(GradientBucket):
                 slot.shard.data = slot.view_into_shard(self.shard)
 
     @torch.no_grad()
-    def move_out(self) -> None:
+    def move_out(self, storages: Collection[int]) -> None:
         """Gives every parameter storage of its own again and frees the bucket's.
 
         Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
+
+        Args:
+            storages: Addresses of all buckets' storages; parameters may have traded data.
         """
         for slot in self.slots:
-            if not slot.is_stranger:
+            if not slot.is_stranger or slot.parameter.data.untyped_storage().data_ptr() in storages:
                 slot.parameter.data = slot.parameter.data.clone()
             if slot.shard is not None:
                 slot.shard.grad = None

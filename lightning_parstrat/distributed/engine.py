@@ -156,8 +156,7 @@ class ShardedDataParallel:
 
         A file that holds a view holds all of its storage: one small tensor would bring its whole bucket along.
         """
-        storages = {bucket.flat.untyped_storage().data_ptr() for bucket in self.buckets}
-        return with_own_storage(value, storages)
+        return with_own_storage(value, self._storages())
 
     def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
@@ -166,10 +165,14 @@ class ShardedDataParallel:
         sharded: their ``state_dict()`` still gathers the whole state, so that a checkpoint can be saved after training.
         """
         self.reducer.remove(failed)
+        storages = self._storages()
         for bucket in self.buckets:
-            bucket.move_out()
+            bucket.move_out(storages)
         for optimizer in self.sharded_optimizers:
             _sharding_of(optimizer).attached = False
+
+    def _storages(self) -> set[int]:
+        return {address for bucket in self.buckets for address in bucket.storages}
 
     def _state_bytes(self, rank: int) -> tuple[int, int] | None:
         whole = own = 0.0

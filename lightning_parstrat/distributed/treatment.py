@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
-from lightning_parstrat.core.update_cost import newton_schulz
+from lightning_parstrat.core.update_cost import elementwise, newton_schulz
 from lightning_parstrat.distributed.probe import steps_elements_alone, steps_parameters_alone
 from lightning_parstrat.distributed.sharding import (
     ELEMENTWISE_OPTIMIZERS,
@@ -79,13 +79,13 @@ def parameters_kept_whole(module: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
-    """What stepping ``parameter`` costs, in operations or in elements; comparable within one optimizer."""
+    """What stepping ``parameter`` costs, in operations, so that several optimizers' can be weighed together."""
     if isinstance(optimizer, torch.optim.Muon):
         steps = next(
             group["ns_steps"] for group in optimizer.param_groups if any(p is parameter for p in group["params"])
         )
         return newton_schulz(parameter.shape, steps)
-    return float(parameter.numel())
+    return elementwise(parameter.numel())
 
 
 def _check_supported(optimizer: Optimizer) -> None:

@@ -284,3 +284,22 @@ def test_a_graph_with_parameters_that_moved_is_an_error_as_in_torch(own_pool: Ra
 )
 def test_state_is_foretold(make: Callable[[Any], Optimizer], expected: float | None) -> None:
     assert state_bytes_per_parameter_byte(make(linear().parameters())) == expected
+
+
+def traded_data(bucket_cap_mb: float) -> None:
+    module = nn.ModuleList([linear(), linear()])
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer, bucket_cap_mb=bucket_cap_mb)
+    first, second = module[0].weight, module[1].weight
+    first.data, second.data = second.data, first.data
+    backward(engine, loss_of(module[0]) + loss_of(module[1]))
+    optimizer.step()
+    saved = engine.with_own_storage(dict(module.named_parameters()))
+    engine.close()
+    for tensor in (*saved.values(), *module.parameters()):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [1.0, 1e-6])
+def test_parameters_that_traded_data_get_ordinary_storage_too(pool: RankPool, bucket_cap_mb: float) -> None:
+    pool.run(2, traded_data, bucket_cap_mb)

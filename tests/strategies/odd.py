@@ -36,8 +36,8 @@ class NeverTrained(MLP):
         self.counts = nn.Parameter(torch.arange(3), requires_grad=False)
 
 
-class SharedParameter(MLP):
-    """One layer is in two optimizers, which take turns."""
+class SteppedTogether(MLP):
+    """Base: several optimizers, stepped by hand after one backward."""
 
     def build(self) -> None:
         super().build()
@@ -52,6 +52,10 @@ class SharedParameter(MLP):
         for optimizer in optimizers:
             optimizer.zero_grad()
         return loss.detach()
+
+
+class SharedParameter(SteppedTogether):
+    """One layer is in two optimizers."""
 
     def configure_optimizers(self) -> Any:
         return [self.make_optimizer(self.parameters()), torch.optim.SGD(self.net[0].parameters(), lr=0.1, momentum=0.5)]
@@ -467,26 +471,14 @@ class Averaging(MLP):
             self.optimizers(use_pl_optimizer=False).train()
 
 
-class Matrices(Zoo):
-    """Matrices of different shapes by one optimizer, everything else by another, stepped together by hand."""
+class Matrices(SteppedTogether):
+    """Matrices of different shapes by one optimizer, everything else by another."""
 
     def build(self) -> None:
-        self.automatic_optimization = False
+        super().build()
         self.net = nn.Sequential(
             nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, 6), nn.Tanh(), nn.Linear(6, 24), nn.Linear(24, 1)
         )
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return (self.net(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        optimizers = self.optimizers()
-        loss = self.compute_loss(batch)
-        self.manual_backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.detach()
 
     def configure_optimizers(self) -> Any:
         return [
