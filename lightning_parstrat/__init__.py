@@ -1,7 +1,7 @@
 """Parallel training strategies for PyTorch Lightning, chosen by a Trainer flag.
 
 Importing the package registers ``ddp_tuned`` and ``zero1_custom`` and imports neither torch nor Lightning: the strategy
-classes are loaded when they are first used (PEP 562).
+classes, and the callback ``GradNormMonitor``, are loaded when they are first used (PEP 562).
 """
 
 from importlib import import_module
@@ -12,11 +12,13 @@ from lightning_parstrat._version import __version__
 
 if TYPE_CHECKING:
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
+    from lightning_parstrat.strategies.grad_norm_monitor import GradNormMonitor
     from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
 
-__all__ = ["TunedDDPStrategy", "ZeRO1Strategy", "__version__"]
+__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "__version__"]
 
 _LAZY = {
+    "GradNormMonitor": "lightning_parstrat.strategies.grad_norm_monitor",
     "TunedDDPStrategy": "lightning_parstrat.strategies.ddp",
     "ZeRO1Strategy": "lightning_parstrat.strategies.zero1",
 }

@@ -21,7 +21,9 @@ def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dty
         device: Where the result is put.
 
     Returns:
-        A 0-d tensor: ``sum |g|^p``, or ``max |g|`` for infinity; 0 where this rank owns nothing.
+        1-D, to be combined over ranks: ``[sum |g|^p]`` in float64, since powers overflow sooner than norms; for
+        infinity ``[max |g|, whether any is NaN]``, since a maximum over ranks may pass over a NaN. Zeros where there
+        is nothing.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -30,14 +32,27 @@ def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dty
         raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
     present = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not present:
-        return torch.zeros((), dtype=dtype, device=device)
-    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(present, norm_type, dtype=dtype)])
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+        return torch.zeros(2 if math.isinf(norm_type) else 1, dtype=torch.float64, device=device)
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(present, norm_type, dtype=dtype)]).double()
+    if math.isinf(norm_type):
+        return torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().double()])
+    return norms.pow(norm_type).sum().reshape(1)
 
 
-def total_norm(combined: Tensor, norm_type: float) -> Tensor:
-    """The norm of the whole from the sum (for infinity, the maximum) of all ranks' partial norms."""
-    return combined if math.isinf(norm_type) else combined.pow(1.0 / norm_type)
+def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
+    """The norm of the whole from the sum (for infinity, the maximum) of all ranks' partial norms.
+
+    Args:
+        combined: 1-D, see :func:`partial_norm`.
+        norm_type: The same p.
+        dtype: Of the result.
+
+    Returns:
+        A 0-d tensor; NaN where any gradient is.
+    """
+    if math.isinf(norm_type):
+        return torch.where(combined[1] > 0, math.nan, combined[0]).to(dtype)
+    return combined[0].pow(1.0 / norm_type).to(dtype)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

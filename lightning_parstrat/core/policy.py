@@ -6,9 +6,13 @@ from typing import Literal, get_args
 
 import torch
 
+from lightning_parstrat.core.accumulation import PartialWindow
+
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
+ClipScope = Literal["optimizer", "global"]
+NonfiniteGradients = Literal["propagate", "skip", "raise"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +60,34 @@ class ShardingPolicy:
         """What shards of parameters of ``dtype`` are kept and stepped in, where that is not their own dtype."""
         narrow = dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if narrow and self.master_weights is not False else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientPolicy:
+    """What the gradient of a step is the mean of, how it is clipped, and what happens when it is not finite.
+
+    Args:
+        partial_window: Whether a window with fewer micro-batches than ``accumulate_grad_batches`` gives the mean over
+            those it has (``"exact"``), or less (``"lightning"``).
+        clip_scope: Whose gradients the norm is taken of: the ``"optimizer"``'s, or those of all (``"global"``).
+        norm_type: p of the p-norm, positive; infinity for the maximum.
+        nonfinite_grads: ``"propagate"`` steps all the same, ``"skip"`` does not step, ``"raise"`` ends the training.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    partial_window: PartialWindow = "exact"
+    clip_scope: ClipScope = "optimizer"
+    norm_type: float = 2.0
+    nonfinite_grads: NonfiniteGradients = "propagate"
+
+    def __post_init__(self) -> None:
+        choices = {"partial_window": PartialWindow, "clip_scope": ClipScope, "nonfinite_grads": NonfiniteGradients}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in get_args(allowed):
+                raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
+        number = isinstance(self.norm_type, (int, float)) and not isinstance(self.norm_type, bool)
+        if not number or not self.norm_type > 0:
+            raise ValueError(f"Invalid norm_type: {self.norm_type!r}. Must be a positive number, such as 2.0, or inf.")

@@ -1,7 +1,8 @@
-"""Gradient clipping over shards: the norm costs one scalar all-reduce and no gather."""
+"""Clipping by the norm of whole gradients, wherever they are: in shards (one scalar all-reduce) or on every rank."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -9,55 +10,148 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 
 
-@torch.no_grad()
-def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales the shards' gradients so that the norm of the whole gradient is at most ``max_norm``.
+class StepGradients(NamedTuple):
+    """The gradients that this rank is about to step with.
 
-    Collective: one all-reduce of a scalar, and two passes over this rank's shards. Equal to
-    ``torch.nn.utils.clip_grad_norm_`` over the optimizer's full parameters, on every rank. Nothing waits on the host.
+    Attributes:
+        stepped: All of them; scaling them clips.
+        counted: Those this rank adds to the norm, so that each element of the whole is counted once.
+        dtype: What norms are summed in, the same on all ranks.
+        device: Where they are.
+        collectives: What combines the norms of all ranks; None where every rank counts all there is.
+    """
+
+    stepped: list[Tensor]
+    counted: list[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    collectives: Collectives | None
+
+
+def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
+    """Finds the gradients of ``optimizers``; a parameter in several of them counts once.
+
+    Collective where the state of any is sharded: the reductions are waited for.
+    """
+    parameters = list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
+    shardings = [sharding for sharding in map(hidden_sharding, optimizers) if sharding is not None]
+    for sharding in shardings:
+        sharding.finish_gradients()
+    slots = {parameter: slot for sharding in shardings for parameter, slot in sharding.slots.items()}
+    whole = [parameter for parameter in parameters if parameter not in slots]
+    shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
+    own = _gradients(shard for shard in shards if shard is not None)
+    collectives = shardings[0].reducer.collectives if shardings else None
+    # What every rank steps whole is counted once.
+    counts_whole = collectives is None or collectives.rank == 0
+    replicated = _gradients(whole)
+    return StepGradients(
+        stepped=own + replicated,
+        counted=own + (replicated if counts_whole else []),
+        dtype=accumulation_dtype(parameter.dtype for parameter in parameters),
+        device=parameters[0].device if parameters else torch.device("cpu"),
+        collectives=collectives,
+    )
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether there is anything to step with; of sharded gradients, the same on all ranks. Not collective."""
+    sharding = hidden_sharding(optimizer)
+    if sharding is not None and any(bucket.has_gradients for bucket in sharding.buckets):
+        return True
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+@torch.no_grad()
+def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
+    """The norm of the whole gradient, on every rank; nothing waits on the host.
+
+    Equal to ``torch.nn.utils.get_total_norm`` of the full gradients, which is what it is where every rank has them. One
+    pass over what this rank counts. Collective where gradients are sharded: one all-reduce of 8 bytes, or of 16 for the
+    maximum norm.
 
     Args:
-        optimizer: A sharded optimizer after its backward.
+        gradients: See :func:`step_gradients`.
+        norm_type: p > 0, or ``math.inf``.
+
+    Returns:
+        A 0-d tensor on the gradients' device.
+    """
+    if gradients.collectives is None:
+        return torch.nn.utils.get_total_norm(gradients.counted, norm_type).to(gradients.device)
+    combined = partial_norm(gradients.counted, norm_type, gradients.dtype, gradients.device)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    gradients.collectives.all_reduce(combined, op=op).wait()
+    return total_norm(combined, norm_type, gradients.dtype)
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Tensor:
+    """Scales the gradients by the factor that brings ``norm`` down to ``max_norm``, at most by 1. Not collective.
+
+    One pass over what this rank steps, as ``torch.nn.utils.clip_grads_with_norm_`` makes it.
+
+    Args:
+        gradients: See :func:`step_gradients`.
+        norm: A 0-d tensor, of these gradients or of more.
+        max_norm: The largest norm allowed.
+
+    Returns:
+        The factor, a 0-d tensor.
+    """
+    coefficient = clip_coefficient(norm, max_norm)
+    if gradients.stepped:
+        torch._foreach_mul_(gradients.stepped, coefficient)
+    return coefficient
+
+
+def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales an optimizer's gradients so that the norm of the whole is at most ``max_norm``. Collective.
+
+    Equal to ``torch.nn.utils.clip_grad_norm_`` over the optimizer's full parameters, on every rank.
+
+    Args:
+        optimizer: An optimizer after its backward.
         max_norm: The largest norm allowed.
         norm_type: p > 0, or ``math.inf``.
 
     Returns:
         The norm before clipping, a 0-d tensor on the parameters' device.
     """
-    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
-    sharding.finish_gradients()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    stepped = sharding.stand_ins(parameters)
-    # What every rank steps whole is counted once.
-    counted = [tensor for tensor in stepped if tensor not in sharding.whole or sharding.reducer.collectives.rank == 0]
-    norm = _norm_over_ranks(sharding, _gradients(counted), norm_type, accumulation_dtype(p.dtype for p in parameters))
-    if gradients := _gradients(stepped):
-        torch._foreach_mul_(gradients, clip_coefficient(norm, max_norm))
+    gradients = step_gradients([optimizer])
+    norm = gradient_norm(gradients, norm_type)
+    scale_to_norm(gradients, norm, max_norm)
     return norm
 
 
 @torch.no_grad()
-def clip_gradients_by_value(optimizer: Optimizer, max_value: float) -> None:
-    """Clamps every element of the shards' gradients to ``[-max_value, max_value]``. Waits for the gradients."""
-    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
-    sharding.finish_gradients()
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    stepped = [tensor for tensor in sharding.stand_ins(parameters) if tensor.grad is not None]
-    if stepped:
-        torch.nn.utils.clip_grad_value_(stepped, max_value)
+def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
+    """Clamps every element to ``[-max_value, max_value]``, as ``torch.nn.utils.clip_grad_value_`` does. Not collective.
+
+    Args:
+        gradients: See :func:`step_gradients`.
+        max_value: The largest absolute value allowed.
+    """
+    if gradients.stepped:
+        torch._foreach_clamp_min_(gradients.stepped, -max_value)
+        torch._foreach_clamp_max_(gradients.stepped, max_value)
+
+
+def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:
+    """What holds an optimizer's gradients, where they are in shards alone.
+
+    Exposed gradients are in ``param.grad`` on every rank, for users to change: what they left there is what counts.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        return None
+    sharding = optimizer._sharding
+    return sharding if sharding.attached and not sharding.exposes_gradients else None
 
 
 def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.grad for tensor in tensors if tensor.grad is not None]
-
-
-def _norm_over_ranks(
-    sharding: OptimizerSharding, gradients: list[Tensor], norm_type: float, dtype: torch.dtype
-) -> Tensor:
-    combined = partial_norm(gradients, norm_type, dtype, sharding.device)
-    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    sharding.reducer.collectives.all_reduce(combined, op=op).wait()
-    return total_norm(combined, norm_type)

@@ -52,18 +52,18 @@ class ProcessGroups(NamedTuple):
     control: dist.ProcessGroup
 
 
-class _KnownGroups(NamedTuple):
-    """Groups made for one default group, by weak references.
+class _KnownGroup(NamedTuple):
+    """A group made for one default group, by weak references.
 
-    torch holds them until they are destroyed; whoever held them longer would, in a process forked from this one,
+    torch holds both until they are destroyed; whoever held them longer would, in a process forked from this one,
     destroy what waits for threads that are not there.
     """
 
     world: "weakref.ref[dist.ProcessGroup]"
-    groups: tuple["weakref.ref[dist.ProcessGroup]", ...]
+    group: "weakref.ref[dist.ProcessGroup]"
 
 
-_PROCESS_GROUPS: dict[timedelta | None, _KnownGroups] = {}
+_PROCESS_GROUPS: dict[tuple[str, timedelta | None], _KnownGroup] = {}
 
 
 def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
@@ -74,22 +74,31 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
     Args:
         timeout: How long a collective may take before it raises; None leaves the backend's default.
     """
+    return ProcessGroups(
+        gradients=_process_group("gradients", timeout),
+        parameters=_process_group("parameters", timeout),
+        control=control_group(timeout),
+    )
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The group for what the host decides, alone; see :func:`process_groups`."""
+    return _process_group("control", timeout, backend="gloo")
+
+
+def _process_group(name: str, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
     _let_worker_threads_finish_at_exit()
     world = dist.group.WORLD
-    known = _PROCESS_GROUPS.get(timeout)
-    if known is not None and known.world() is world:
-        gradients, parameters, control = (group() for group in known.groups)
-        if gradients is not None and parameters is not None and control is not None:
-            return ProcessGroups(gradients, parameters, control)
-    groups = ProcessGroups(
-        gradients=dist.new_group(timeout=timeout),
-        parameters=dist.new_group(timeout=timeout),
-        control=dist.new_group(timeout=timeout, backend="gloo"),
-    )
     if world is None:
-        raise AssertionError("process groups were made without a default group")
-    _PROCESS_GROUPS[timeout] = _KnownGroups(weakref.ref(world), tuple(weakref.ref(group) for group in groups))
-    return groups
+        raise AssertionError("process groups were asked for without a default group")
+    known = _PROCESS_GROUPS.get((name, timeout))
+    if known is not None and known.world() is world:
+        existing = known.group()
+        if existing is not None:
+            return existing
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    _PROCESS_GROUPS[name, timeout] = _KnownGroup(weakref.ref(world), weakref.ref(group))
+    return group
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
 from lightning_parstrat.distributed.planning import BucketPlanner, Owners, trained_outside
-from lightning_parstrat.distributed.reducer import GradientReducer
+from lightning_parstrat.distributed.reducer import GradientReducer, GradientScale
 from lightning_parstrat.distributed.shard_state import shard_existing_state
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 from lightning_parstrat.distributed.state_dict import with_own_storage
@@ -106,11 +106,16 @@ class ShardedDataParallel:
         with full_gradients(self.buckets, self.reducer.collectives):
             yield
 
-    def prepare_backward(self, loss: Tensor) -> None:
-        """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed."""
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
+        """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
+
+        Args:
+            loss: What backward is called on.
+            scale: See :meth:`GradientReducer.prepare_backward`.
+        """
         if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
             self._bucket_parameters()
-        self.reducer.prepare_backward(loss)
+        self.reducer.prepare_backward(loss, scale)
 
     def zero_gradients(self) -> None:
         """Forgets all reduced gradients. Collective where some are still under way."""

@@ -15,7 +15,7 @@ are gathered again at the end of backward and ``param.grad`` is what DDP would s
 """
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -34,17 +34,23 @@ IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 More than one, because the optimizers of a GAN take turns."""
 
 
+GradientScale = Callable[[], float]
+"""What makes a mean of the sum over ranks; asked for after the sum is under way. Collective, as its sources may be."""
+
+
 class _Reduction(NamedTuple):
     """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
 
     ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
+    ``scale`` turns the sum into a mean; what it is divided by ``applied`` has been done before the sum.
     """
 
     bucket: GradientBucket
     shard: Tensor
     whole: Tensor | None
     work: Work
-    post_scale: float
+    scale: GradientScale
+    applied: float
     replaces: bool
     backward: int
 
@@ -92,6 +98,7 @@ class GradientReducer:
         self._reductions: list[_Reduction] = []
         self._backward = 0
         self._agreement: _Agreement | None = None
+        self._scale: GradientScale = self._mean_over_ranks
 
     def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Takes charge of further buckets; call it outside of backward, on all ranks alike."""
@@ -149,11 +156,15 @@ class GradientReducer:
         finally:
             self._synchronize = before
 
-    def prepare_backward(self, loss: Tensor) -> None:
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
 
         The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
         task of a reentrant activation checkpoint, and run too early.
+
+        Args:
+            loss: What backward is called on.
+            scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number.
         """
         self._settle()
         self._remove_loss_hook()
@@ -161,6 +172,7 @@ class GradientReducer:
         if not self._synchronize:
             return
         self._let_users_hooks_run_first()
+        self._scale = scale or self._mean_over_ranks
         self._begin()
         if loss.requires_grad:
             self._loss_hook = loss.register_hook(self._on_loss_gradient)  # type: ignore[no-untyped-call]
@@ -189,6 +201,7 @@ class GradientReducer:
         """
         self._settle()
         self._sent.clear()
+        self._scale = self._mean_over_ranks
         for slot in self._slots:
             slot.arrived = slot.trainable = slot.expected = False
         self._agree_on_leftovers(buckets)
@@ -260,12 +273,11 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, bucket: GradientBucket) -> None:
         buffer = bucket.pack_gradients(self._exposes(bucket), bucket in self._sent)
-        mean = 1.0 / self.collectives.world_size
-        post_scale = mean
-        if buffer.dtype == torch.float16 and mean != 1.0:
+        applied = 1.0
+        if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
             # A sum over ranks overflows in float16 where the mean does not.
-            buffer.mul_(mean)
-            post_scale = 1.0
+            applied = self._mean_over_ranks()
+            buffer.mul_(applied)
         whole = None
         if self._exposes(bucket):
             whole = torch.empty_like(buffer)
@@ -276,7 +288,10 @@ class GradientReducer:
         # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
         replaces = self._exposes(bucket) and bucket not in self._sent
         self._sent.add(bucket)
-        self._reductions.append(_Reduction(bucket, shard, whole, work, post_scale, replaces, self._backward))
+        self._reductions.append(_Reduction(bucket, shard, whole, work, self._scale, applied, replaces, self._backward))
+
+    def _mean_over_ranks(self) -> float:
+        return 1.0 / self.collectives.world_size
 
     def _exposes(self, bucket: GradientBucket) -> bool:
         return self.exposes_gradients or bucket.keeps_parameters_whole
@@ -287,8 +302,9 @@ class GradientReducer:
         for reduction in pending:
             reduction.work.wait()
             bucket = reduction.bucket
-            if reduction.post_scale != 1.0:
-                reduction.shard.mul_(reduction.post_scale)
+            scale = reduction.scale() / reduction.applied
+            if scale != 1.0:
+                reduction.shard.mul_(scale)
             if bucket.shard_gradient is None or reduction.replaces:
                 bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
             else:

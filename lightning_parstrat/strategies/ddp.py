@@ -3,13 +3,15 @@
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
+from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
 
-class TunedDDPStrategy(DDPStrategy):
+
+class TunedDDPStrategy(AccumulationAwareStrategy):
     """Trains with torch's DistributedDataParallel, whose buckets hold the gradients themselves.
 
     Args:
@@ -38,6 +40,14 @@ class TunedDDPStrategy(DDPStrategy):
             gradient_as_bucket_view=gradient_as_bucket_view,
             **kwargs,
         )
+
+    @override
+    def _scale_reduced_gradients(self) -> None:
+        """Multiplies all gradients where their mean over ranks is not the window's: one pass, in those steps alone."""
+        factor = 1.0 if self._scale is None else self._scale() * self.world_size
+        gradients = [p.grad for p in self._training_module.parameters() if p.grad is not None]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
 
     @classmethod
     @override

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -34,9 +34,10 @@ from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.state_dict import gather_state_dict
 from lightning_parstrat.distributed.summary import ShardingSummary
+from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
-from lightning_parstrat.strategies.precision import shard_precision
 
 
 class _ProcessStrategy(DDPStrategy):
@@ -77,7 +78,7 @@ class _ProcessStrategy(DDPStrategy):
         )
 
 
-class ZeRO1Strategy(_ProcessStrategy):
+class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
     """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1).
 
     Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
@@ -145,8 +146,8 @@ class ZeRO1Strategy(_ProcessStrategy):
     @override
     def configure_ddp(self) -> None:
         """Gives all ranks the same module; there is no wrapper around it."""
-        check_same_module(self._module, self._groups.control)
-        broadcast_module(self._module, self._groups.parameters)
+        check_same_module(self._training_module, self._groups.control)
+        broadcast_module(self._training_module, self._groups.parameters)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -155,7 +156,7 @@ class ZeRO1Strategy(_ProcessStrategy):
         super().setup_optimizers(trainer)
         self._shard(self.optimizers)
         # Lightning's wrappers imitate the class that the optimizers had when they were wrapped.
-        self.optimizers = [_unwrapped(optimizer) for optimizer in self.optimizers]
+        self.optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -165,15 +166,15 @@ class ZeRO1Strategy(_ProcessStrategy):
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         known = None if self._engine is None else self._engine.optimizers
-        if known is not None and any(_unwrapped(optimizer) not in known for optimizer in _trained(optimizers)):
+        if known is not None and any(unwrapped(optimizer) not in known for optimizer in _trained(optimizers)):
             self._close_engine()
             self._shard(optimizers)
-            optimizers = [_unwrapped(optimizer) for optimizer in optimizers]
+            optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         self._optimizers = optimizers
         self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in optimizers]
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
-        self._engine = ShardedDataParallel(self._module, _trained(optimizers), self._policy, self._groups)
+        self._engine = ShardedDataParallel(self._training_module, _trained(optimizers), self._policy, self._groups)
         self._broadcast_buffers_next = True
         if self._in_training:
             self._prepare_for_users_of_gradients()
@@ -185,13 +186,13 @@ class ZeRO1Strategy(_ProcessStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
-        trainer = self._module.trainer
+        trainer = self._training_module.trainer
         if self.world_size == 1:
             return dataloader
         if not trainer.training:
             self._note_ranks_without_validation(dataloader)
             return dataloader
-        sources = (self._module, trainer.datamodule)
+        sources = (self._training_module, trainer.datamodule)
         allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
         even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
         if isinstance(even, EvenDataLoader):
@@ -208,16 +209,6 @@ class ZeRO1Strategy(_ProcessStrategy):
             self._validated_by_some = self._validated_by_some or least < most
 
     @override
-    def setup_precision_plugin(self) -> None:
-        """Lets the precision plugin clip and unscale shards.
-
-        Done here rather than when the plugin is set, so that what is pickled for spawned processes is the user's.
-        """
-        if self._engine is not None:
-            shard_precision(self.precision_plugin)
-        super().setup_precision_plugin()
-
-    @override
     def on_train_start(self) -> None:
         """Decides whether gradients are exposed: by now all callbacks and hooks are in place."""
         super().on_train_start()
@@ -227,10 +218,13 @@ class ZeRO1Strategy(_ProcessStrategy):
     def _prepare_for_users_of_gradients(self) -> None:
         if self._engine is None:
             return
-        self._engine.collect_unannounced_gradients(not self._module.automatic_optimization)
+        self._engine.collect_unannounced_gradients(not self._training_module.automatic_optimization)
         choice = self._policy.expose_gradients
         observers = observers_of_gradients(
-            self._module, self._module.trainer.callbacks, self._engine.optimizers, self.precision_plugin
+            self._training_module,
+            self._training_module.trainer.callbacks,
+            self._engine.optimizers,
+            self.precision_plugin,
         )
         self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
         if choice == "auto" and observers:
@@ -257,11 +251,12 @@ class ZeRO1Strategy(_ProcessStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Within it, gradients accumulate locally and nothing is sent."""
-        if self._engine is None:
-            yield
-            return
-        with self._engine.no_sync():
-            yield
+        with super().block_backward_sync():
+            if self._engine is None:
+                yield
+                return
+            with self._engine.no_sync():
+                yield
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -273,8 +268,8 @@ class ZeRO1Strategy(_ProcessStrategy):
     def on_validation_start(self) -> None:
         """Forgets gradients where Lightning has had the module forget them, which could not reach the shards."""
         super().on_validation_start()
-        trainer = self._module.trainer
-        forgotten = not is_overridden("on_validation_model_zero_grad", self._module)
+        trainer = self._training_module.trainer
+        forgotten = not is_overridden("on_validation_model_zero_grad", self._training_module)
         accumulates = trainer.sanity_checking or trainer.fit_loop._should_accumulate()
         if self._engine is not None and forgotten and not accumulates:
             self._engine.zero_gradients()
@@ -297,12 +292,12 @@ class ZeRO1Strategy(_ProcessStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Gets ready to send gradients while backward runs."""
         if self._engine is not None:
-            self._engine.prepare_backward(closure_loss)
+            self._engine.prepare_backward(closure_loss, self._scale)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective."""
-        optimizer = _unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
         if isinstance(optimizer, ShardedOptimizer):
             return gather_state_dict(optimizer, destination=0)
         return super().optimizer_state(optimizer)
@@ -331,12 +326,6 @@ class ZeRO1Strategy(_ProcessStrategy):
         super().teardown()
 
     @property
-    def _module(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise AssertionError("the strategy was used before a module was connected to it")
-        return self.lightning_module
-
-    @property
     def _groups(self) -> ProcessGroups:
         return process_groups(self._timeout)
 
@@ -349,9 +338,9 @@ class ZeRO1Strategy(_ProcessStrategy):
         if self._engine is None:
             return
         if self._broadcast_buffers_next:
-            broadcast_buffers(self._module, self._groups.parameters)
+            broadcast_buffers(self._training_module, self._groups.parameters)
         synchronized = torch.is_grad_enabled() and self._engine.synchronizes
-        self._broadcast_buffers_next = synchronized and self._module.automatic_optimization
+        self._broadcast_buffers_next = synchronized and self._training_module.automatic_optimization
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -374,13 +363,8 @@ def describe(summary: ShardingSummary) -> str:
     return f"{line}; fp32 master weights {_size(summary.master_bytes)} per rank" if summary.master_bytes else line
 
 
-def _unwrapped(optimizer: Any) -> Any:
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
 def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:
-    unwrapped = [_unwrapped(optimizer) for optimizer in optimizers]
-    return [optimizer for optimizer in unwrapped if not isinstance(optimizer, _MockOptimizer)]
+    return [one for one in map(unwrapped, optimizers) if not isinstance(one, _MockOptimizer)]
 
 
 def _count(number: int) -> str:

@@ -19,7 +19,7 @@ def norm_over(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
     """What the ranks together find, each knowing its own gradients only."""
     dtype = accumulation_dtype(tensor.dtype for tensors in ranks for tensor in tensors)
     partials = torch.stack([partial_norm(tensors, norm_type, dtype, CPU) for tensors in ranks])
-    return total_norm(partials.max() if math.isinf(norm_type) else partials.sum(), norm_type)
+    return total_norm(partials.amax(0) if math.isinf(norm_type) else partials.sum(0), norm_type, dtype)
 
 
 def random_tensors(shapes: list[tuple[int, ...]], dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -66,14 +66,23 @@ def test_a_rank_that_owns_nothing_contributes_zero(
     gradients: list[Tensor], dtype: torch.dtype, norm_type: float
 ) -> None:
     partial = partial_norm(gradients, norm_type, dtype, CPU)
-    assert (partial.item(), partial.dtype, partial.shape) == (0.0, dtype, ())
+    assert partial.tolist() == ([0.0, 0.0] if math.isinf(norm_type) else [0.0])
+    assert total_norm(partial, norm_type, dtype).dtype == dtype
 
 
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_a_partial_norm_is_a_scalar_of_the_dtype_asked_for(norm_type: float) -> None:
-    for dtype in (torch.float32, torch.float64):
-        partial = partial_norm(random_tensors([(3,), (2, 2)], torch.bfloat16, 0), norm_type, dtype, CPU)
-        assert (partial.dtype, partial.shape) == (dtype, ())
+@pytest.mark.parametrize("norm_type", [3.0, 8.0])
+@pytest.mark.parametrize("value", [1e-20, 1e15])
+def test_powers_neither_overflow_nor_vanish_before_the_root_is_taken(norm_type: float, value: float) -> None:
+    found = norm_over([[torch.tensor([value])], [torch.tensor([value])]], norm_type)
+    assert found.item() == pytest.approx(value * 2 ** (1 / norm_type), rel=1e-5)
+
+
+def test_a_maximum_over_ranks_that_passes_over_nan_still_finds_it() -> None:
+    bad = partial_norm([torch.tensor([1.0, math.nan])], math.inf, torch.float32, CPU)
+    good = partial_norm([torch.tensor([2.0])], math.inf, torch.float32, CPU)
+    # What a reduction by comparisons makes of both, in either order.
+    for combined in (torch.where(bad > good, bad, good), torch.where(good > bad, good, bad)):
+        assert math.isnan(total_norm(combined, math.inf, torch.float32))
 
 
 @pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])

@@ -64,6 +64,7 @@ from tests.strategies.cases import FP64
 from tests.strategies.parity import (
     PoolEnvironment,
     Run,
+    by_flag,
     ddp,
     largest_difference,
     largest_loss_difference,
@@ -75,7 +76,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": ddp,
     "whole batch": lambda: None,
     "zero1": zero1,
-    "zero1_custom": lambda: "zero1_custom",
+    "zero1_custom": by_flag,
 }
 
 

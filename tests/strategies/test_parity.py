@@ -6,7 +6,7 @@ from lightning_parstrat import ZeRO1Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, FP32, Case
-from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero1
+from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, train, zero1
 
 
 def compare(case: Case, strategy: ZeRO1Strategy | str) -> tuple[float, float]:
@@ -25,7 +25,7 @@ def compare_with_small_buckets(case: Case) -> tuple[float, float]:
 
 def compare_by_flag(case: Case) -> tuple[float, float]:
     """As a user has it: gradients are exposed where something in the module asks for it, and one bucket holds all."""
-    return compare(case, "zero1_custom")
+    return compare(case, by_flag())
 
 
 def compare_exposed(case: Case) -> tuple[float, float]:

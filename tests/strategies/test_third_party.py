@@ -14,7 +14,7 @@ from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32, FP64
-from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero1
+from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, train, zero1
 
 
 class ThirdParty(NamedTuple):
@@ -89,7 +89,7 @@ def compare_with_small_buckets(name: str, module: type[zoo.Zoo]) -> tuple[float,
 
 
 def compare_by_flag(name: str, module: type[zoo.Zoo]) -> tuple[float, float, bool]:
-    return compare(name, module, "zero1_custom")
+    return compare(name, module, by_flag())
 
 
 # Kernels in channels_last beside matrices and vectors; and parameters without gradients.

@@ -1,0 +1,106 @@
+"""Which micro-batches an optimizer step is made of, and the scale that makes the sum of their gradients a mean.
+
+Lightning divides every loss by ``accumulate`` (K), so that what reaches the reduction is the sum, over ranks and
+micro-batches, of gradients of ``loss / K``. The scales here turn that sum into the gradient of one big batch. They are
+applied where the reduction multiplies anyway, so that a window that was cut short costs nothing more.
+"""
+
+import math
+from typing import Literal
+
+PartialWindow = Literal["exact", "lightning"]
+
+
+class AccumulationWindow:
+    """Counts the micro-batches since gradients were last zeroed.
+
+    Lightning zeroes them at every batch of the epoch whose index is a multiple of K. A window is shorter than K at the
+    end of an epoch, and after a training was resumed inside of one: what had been accumulated then is not saved.
+    """
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self._ran: set[int] = set()
+        self._last: float = math.inf
+        self._first_of_run = 0
+
+    def begin_batch(self, batch_idx: int, accumulate: int) -> bool:
+        """Counts a batch; all ranks come to the same count, also where one of them draws no data for it.
+
+        Args:
+            batch_idx: Its index in the epoch, from 0.
+            accumulate: K, of how many batches a full window consists.
+
+        Returns:
+            Whether a window begins with it.
+        """
+        if batch_idx <= self._last:
+            # The first batch of an epoch, or of what is left of it after resuming.
+            self._first_of_run = batch_idx
+        begin = max(batch_idx - batch_idx % accumulate, self._first_of_run)
+        begins = not begin <= self._last < batch_idx
+        self._last = batch_idx
+        self.micro_batches = batch_idx - begin + 1
+        if begins:
+            self._ran.clear()
+        return begins
+
+    def run_backward(self) -> None:
+        """Counts a backward of the latest batch; one more of the same batch (a closure evaluated again) replaces it."""
+        self._ran.add(int(self._last))
+
+    @property
+    def backwards(self) -> int:
+        """How many of the micro-batches have had a backward on this rank: a training step may have skipped some."""
+        return len(self._ran)
+
+
+def gradient_scale(*, accumulate: int, micro_batches: int, world_size: int, partial_window: PartialWindow) -> float:
+    """What the sum of the gradients of ``loss / accumulate`` is multiplied by, where all micro-batches weigh the same.
+
+    Args:
+        accumulate: K, how many micro-batches a full window has.
+        micro_batches: k, how many this one has on each rank.
+        world_size: N, the number of ranks summed over.
+        partial_window: ``"exact"`` gives the mean over the k that there were, ``"lightning"`` divides by K.
+
+    Returns:
+        K / (k N), exactly 1 / N for a full window; or 1 / N.
+    """
+    counted = accumulate if partial_window == "lightning" else micro_batches
+    return accumulate / (counted * world_size)
+
+
+def weighted_gradient_scale(
+    *, total_weight: float, reference: float, accumulate: int, micro_batches: int, partial_window: PartialWindow
+) -> float:
+    """What the sum of the gradients of ``loss * weight / (reference * accumulate)`` is multiplied by.
+
+    With equal weights the result is that of :func:`gradient_scale`, for either ``partial_window``.
+
+    Args:
+        total_weight: The sum of all weights of all micro-batches on all ranks, at least 0.
+        reference: See :func:`reference_weight`.
+        accumulate: K, how many micro-batches a full window has.
+        micro_batches: k, how many this one has.
+        partial_window: ``"lightning"`` makes the step of a short window smaller by k / K, as stock Lightning does.
+
+    Returns:
+        The scale; 0 where nothing has any weight.
+    """
+    if total_weight == 0:
+        return 0.0
+    counted = micro_batches if partial_window == "lightning" else accumulate
+    return counted * (reference / total_weight)
+
+
+def reference_weight(mean_weight: float) -> float:
+    """The power of two nearest to the mean weight.
+
+    Weights are divided by it before they multiply a loss: raw token counts would overflow 16 bits, and would need a
+    loss scale of their own. As it is a power of two, results do not depend on it but where numbers over- or underflow.
+
+    Args:
+        mean_weight: Positive and finite.
+    """
+    return 2.0 ** round(math.log2(mean_weight))

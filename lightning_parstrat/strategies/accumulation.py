@@ -1,0 +1,315 @@
+"""Gradients of one big batch: what both strategies do between the micro-batches of a step, and around the step."""
+
+import functools
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.accumulation import (
+    AccumulationWindow,
+    PartialWindow,
+    gradient_scale,
+    weighted_gradient_scale,
+)
+from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
+from lightning_parstrat.distributed.collectives import Collectives, control_group, make_collectives
+from lightning_parstrat.distributed.nonfinite import GradientWitness, raise_nonfinite
+from lightning_parstrat.distributed.reducer import GradientScale
+from lightning_parstrat.distributed.weights import LossWeights, without_weightless
+from lightning_parstrat.strategies.clipping import (
+    GradientClipper,
+    GradientNorm,
+    StepNotFinite,
+    StepSkipped,
+    unwrapped,
+)
+from lightning_parstrat.strategies.precision import equip_precision
+
+LOSS_WEIGHT = "loss_weight"
+
+
+class AccumulationAwareStrategy(DDPStrategy):
+    """DDP whose step is exactly that of one big batch, clipped as such.
+
+    Args:
+        partial_window: ``"exact"`` takes the mean over the micro-batches that there are where the end of an epoch cuts
+            an accumulation window short; ``"lightning"`` divides by ``accumulate_grad_batches`` all the same, as
+            stock Lightning does, so that such a step is too small.
+        clip_scope: ``"optimizer"`` clips by the norm of the gradients of the optimizer that steps; ``"global"`` by that
+            of all optimizers' gradients together.
+        norm_type: p of the norm that clips, a positive number or ``inf``.
+        nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same;
+            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks, for which the
+            host has to wait in every step; ``"raise"`` ends the training on all ranks with the names of ranks and
+            parameters, at the price of that and of one more pass over the gradients.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    def __init__(
+        self,
+        partial_window: PartialWindow = "exact",
+        clip_scope: ClipScope = "optimizer",
+        norm_type: float = 2.0,
+        nonfinite_grads: NonfiniteGradients = "propagate",
+        **kwargs: Any,
+    ) -> None:
+        self._gradient_policy = GradientPolicy(
+            partial_window=partial_window, clip_scope=clip_scope, norm_type=norm_type, nonfinite_grads=nonfinite_grads
+        )
+        self._window = AccumulationWindow()
+        self._weights: LossWeights | None = None
+        self._clipper: GradientClipper | None = None
+        self._witness: GradientWitness | None = None
+        self._restore_precision: Callable[[], None] | None = None
+        self._listeners: list[Callable[[GradientNorm], None]] = []
+        self._accumulates = False
+        self._loss_weight: Any = None
+        self._scale: GradientScale | None = None
+        self._skipped_steps = 0
+        self._waiting_schedulers: list[tuple[LRSchedulerConfig, int]] = []
+        self._said: set[str] = set()
+        super().__init__(**kwargs)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last step's gradients before clipping, over all ranks: a 0-d tensor, equal on all of them.
+
+        None where nobody has asked for it: clipping by norm does, :class:`~lightning_parstrat.GradNormMonitor` does,
+        and so do ``nonfinite_grads="skip"`` and ``"raise"``.
+        """
+        return None if self._clipper is None or self._clipper.latest is None else self._clipper.latest.norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of this training were left out, the same on all ranks.
+
+        Because gradients were not finite (``nonfinite_grads="skip"``), because the loss scale of 16-mixed was too
+        large, or because no micro-batch had any weight.
+        """
+        return self._skipped_steps
+
+    def on_gradient_norm(self, listener: Callable[[GradientNorm], None]) -> None:
+        """Calls ``listener`` with the norm of every step from the next training on, before the step.
+
+        Call it on all ranks alike, in a callback's ``setup``. It is measured for that, clipping or not.
+        """
+        self._listeners.append(listener)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        """Lets the precision plugin clip gradients wherever they are.
+
+        Done here rather than when the plugin is set, so that what is pickled for spawned processes is the user's.
+        """
+        if self.optimizers:
+            self._begin_training()
+        super().setup_precision_plugin()
+
+    def _begin_training(self) -> None:
+        self._end_training()
+        control = self._control
+        self._window, self._weights = AccumulationWindow(), LossWeights(control)
+        self._scale, self._skipped_steps = None, 0
+        self._clipper = GradientClipper(
+            self._gradient_policy, control, lambda: self.optimizers, lambda: self._is_weightless, self._listeners
+        )
+        if self._gradient_policy.nonfinite_grads == "raise":
+            if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+                raise MisconfigurationException(
+                    "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
+                    " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
+                )
+            self._witness = GradientWitness(self._training_module.named_parameters())
+        self._restore_precision = equip_precision(self.precision_plugin, self._clipper, self._note_skipped_step)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Counts the micro-batches of the window, and lets schedulers go on that had waited for a skipped step."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._release_schedulers()
+        if self._scale is not None:
+            # Where nobody has stepped since, it must be known before its window is forgotten.
+            self._scale()
+        trainer = self._training_module.trainer
+        # The index handed in lags behind where a training step draws batches by itself.
+        index = trainer.fit_loop.epoch_loop.batch_idx
+        if self._window.begin_batch(index, trainer.accumulate_grad_batches) and self._weights is not None:
+            self._weights.begin_window()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's training step, and keeps the weight that it gives its loss."""
+        output = super().training_step(*args, **kwargs)
+        self._loss_weight = output.get(LOSS_WEIGHT) if isinstance(output, Mapping) else None
+        if self._loss_weight is not None and not self._training_module.automatic_optimization:
+            self._say_once(
+                rank_zero_warn,
+                "`loss_weight` has no effect in manual optimization, where `training_step` returns after its backward:"
+                " multiply the loss by it.",
+            )
+        return output
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward on the weighted loss; the last backward of a window leaves the mean over the whole window."""
+        module = self._training_module
+        factor = self._begin_backward()
+        loss = closure_loss if factor is None else closure_loss * factor
+        self.pre_backward(loss)
+        loss = self.precision_plugin.pre_backward(loss, module)
+        with without_weightless(module.parameters(), factor):
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if not self._accumulates:
+            self._scale_reduced_gradients()
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def _begin_backward(self) -> float | Tensor | None:
+        """Takes note of another micro-batch; returns what its loss is multiplied by, or None."""
+        self._scale = None
+        if self._clipper is not None:
+            self._clipper.begin_backward()
+        if self._witness is not None and self._window.backwards == 0:
+            self._witness.forget()
+        if self._weights is None or not self._training_module.automatic_optimization:
+            return None
+        self._window.run_backward()
+        factor = self._weights.add(self._window.micro_batches, self._loss_weight)
+        if self._weights.used:
+            self._say_once(
+                rank_zero_info,
+                "`training_step` returns a `loss_weight`: gradients are the mean over all micro-batches and ranks, each"
+                " weighed by it.",
+            )
+        if not self._accumulates:
+            self._scale = functools.cache(self._scale_of_window)
+        return factor
+
+    @property
+    def _is_weightless(self) -> bool:
+        return self._scale is not None and self._scale() == 0.0
+
+    def _scale_of_window(self) -> float:
+        """What makes the window's mean of the sum of its gradients over ranks. Collective where losses have weights."""
+        accumulate = self._training_module.trainer.accumulate_grad_batches
+        # All ranks must count alike, and draw equally many batches; alone, one knows for how many it was called.
+        counted = self._window.backwards if self.world_size == 1 else self._window.micro_batches
+        if self._weights is not None and self._weights.used:
+            total = self._weights.total()
+            return weighted_gradient_scale(
+                total_weight=total.weight,
+                reference=total.reference,
+                accumulate=accumulate,
+                micro_batches=counted,
+                partial_window=self._gradient_policy.partial_window,
+            )
+        scale = gradient_scale(
+            accumulate=accumulate,
+            micro_batches=counted,
+            world_size=self.world_size,
+            partial_window=self._gradient_policy.partial_window,
+        )
+        if scale != 1.0 / self.world_size:
+            self._say_once(
+                rank_zero_info,
+                f"A step was made of {counted} micro-batches instead of {accumulate}: its gradients are the mean over"
+                f" those {counted}. Stock Lightning divides by {accumulate}; partial_window='lightning' does, too.",
+            )
+        return scale
+
+    def _scale_reduced_gradients(self) -> None:
+        """Brings what the reduction has left as the mean over ranks to the mean over the window."""
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it, gradients accumulate locally and nothing is sent."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            with super().block_backward_sync():
+                yield
+        finally:
+            self._accumulates = before
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Runs what of the closure is left, clips and steps; or leaves the step out, on all ranks."""
+        try:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        except StepSkipped:
+            self._note_skipped_step(optimizer)
+            return None
+        except StepNotFinite:
+            trainer = self._training_module.trainer
+            names = [] if self._witness is None else self._witness.nonfinite()
+            where = f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
+            raise_nonfinite(names, where, self._control)
+
+    def _note_skipped_step(self, optimizer: Optimizer) -> None:
+        self._skipped_steps += 1
+        if self._clipper is not None:
+            self._clipper.skip_step(optimizer)
+        if self._is_weightless:
+            rank_zero_warn("All `loss_weight`s of a step were 0: it is skipped.")
+        elif self._gradient_policy.nonfinite_grads == "skip":
+            rank_zero_warn(f"Gradients were not finite: the step is skipped, as {self._skipped_steps} were by now.")
+        if self._is_weightless or self._gradient_policy.nonfinite_grads == "skip":
+            self._hold_schedulers(optimizer)
+
+    def _hold_schedulers(self, optimizer: Optimizer) -> None:
+        """Keeps schedulers that go by steps where they are: there was none. Lightning asks after the batch."""
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step" and getattr(config.scheduler, "optimizer", None) is unwrapped(optimizer):
+                self._waiting_schedulers.append((config, config.frequency))
+                config.frequency = sys.maxsize
+
+    def _release_schedulers(self) -> None:
+        while self._waiting_schedulers:
+            config, config.frequency = self._waiting_schedulers.pop()
+
+    @override
+    def teardown(self) -> None:
+        """Gives the precision plugin back as it was."""
+        self._end_training()
+        super().teardown()
+
+    def _end_training(self) -> None:
+        self._release_schedulers()
+        if self._witness is not None:
+            self._witness.remove()
+            self._witness = None
+        if self._restore_precision is not None:
+            self._restore_precision()
+            self._restore_precision = None
+        self._weights = None
+
+    @property
+    def _training_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("the strategy was used before a module was connected to it")
+        return self.lightning_module
+
+    @property
+    def _control(self) -> Collectives:
+        return make_collectives(control_group(self._timeout), torch.device("cpu"))
+
+    def _say_once(self, say: Callable[[str], None], message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            say(f"{type(self).__name__}: {message}")

@@ -1,0 +1,126 @@
+"""The truth for accumulation and clipping: a loop in plain torch, on one process, over the whole window at once."""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+FEATURES = 6
+
+
+class Sample(NamedTuple):
+    """One micro-batch of one rank, and its weight."""
+
+    inputs: Tensor
+    targets: Tensor
+    weight: float
+
+
+def samples(count: int, seed: int = 0, weights: Sequence[float] = (1.0,)) -> list[Sample]:
+    """``count`` micro-batches; the weights are taken in turn."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Sample(
+            torch.randn(3, FEATURES, generator=generator),
+            torch.randn(3, 2, generator=generator),
+            float(weights[index % len(weights)]),
+        )
+        for index in range(count)
+    ]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 5, bias=False), nn.Tanh(), nn.Linear(5, 2))
+
+
+def sgd(parameters: Any) -> Optimizer:
+    # Unlike Adam's, its step is as large as the gradient: a wrong scale shows at once.
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+
+
+class Regression(LightningModule):
+    """Draws its rank's micro-batches, and gives each its weight where it is told to."""
+
+    def __init__(self, optimizer: Callable[[Any], Optimizer] = sgd, weighted: bool = False) -> None:
+        super().__init__()
+        self.network = network()
+        self.optimizer = optimizer
+        self.weighted = weighted
+        self.norms: list[float] = []
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        inputs, targets, weight = batch
+        loss = nn.functional.mse_loss(self.network(inputs), targets)
+        return {"loss": loss, "loss_weight": weight} if self.weighted else loss
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        norm = self.trainer.strategy.grad_norm
+        self.norms.append(float("nan") if norm is None else float(norm))
+        self.seen.append(torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters()]))
+
+
+# It looks at parameters, not at gradients: "auto" must not expose them on its account.
+Regression.on_train_batch_end.__module__ = "lightning.pytorch.core.module"
+
+
+def loader(batches: Sequence[Sample]) -> DataLoader[Any]:
+    return DataLoader(list(batches), batch_size=None, shuffle=False)
+
+
+class Truth(NamedTuple):
+    """After each window: all parameters, and the norm before clipping; NaN where nothing had any weight."""
+
+    parameters: list[Tensor]
+    norms: list[float]
+
+
+def train_on_big_batches(
+    windows: Sequence[Sequence[Sample]],
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    optimizer: Callable[[Any], Optimizer] = sgd,
+    max_value: float | None = None,
+) -> Truth:
+    """Steps once per window on the weighted mean of its micro-batches' losses, clipped by torch's own functions."""
+    model = copy.deepcopy(network()).double()
+    stepper = optimizer(model.parameters())
+    truth = Truth([], [])
+    for window in windows:
+        stepper.zero_grad()
+        total = sum(sample.weight for sample in window)
+        if total > 0:
+            losses = [
+                sample.weight / total * nn.functional.mse_loss(model(sample.inputs.double()), sample.targets.double())
+                for sample in window
+                if sample.weight
+            ]
+            torch.stack(losses).sum().backward()
+            norm = nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type)
+            if max_norm is not None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+            if max_value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), max_value)
+            stepper.step()
+        truth.norms.append(float(norm) if total > 0 else math.nan)
+        truth.parameters.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return truth
+
+
+def windows_of(epoch: Sequence[Sequence[Sample]], accumulate: int) -> list[list[Sample]]:
+    """What the steps of an epoch are made of, from the micro-batches of each rank."""
+    batches = len(epoch[0])
+    return [
+        [rank[index] for index in range(start, min(start + accumulate, batches)) for rank in epoch]
+        for start in range(0, batches, accumulate)
+    ]
