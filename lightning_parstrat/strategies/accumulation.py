@@ -60,6 +60,9 @@ class AccumulationAwareStrategy(DDPStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
+    flag = "ddp_tuned"
+    """The name it is registered under, which messages begin with."""
+
     def __init__(
         self,
         partial_window: PartialWindow = "exact",
@@ -312,4 +315,4 @@ class AccumulationAwareStrategy(DDPStrategy):
     def _say_once(self, say: Callable[[str], None], message: str) -> None:
         if message not in self._said:
             self._said.add(message)
-            say(f"{type(self).__name__}: {message}")
+            say(f"{self.flag}: {message}")

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.policy import GradientPolicy
 from lightning_parstrat.distributed.clipping import (
+    StepGradients,
     clip_gradients_by_value,
     gradient_norm,
     has_gradients,
@@ -114,7 +115,7 @@ class GradientClipper:
         if not self.looks_before_step:
             return
         if optimizer not in self._measured:
-            self._note(optimizer, GradientNorm(self._measure(optimizer)))
+            self._note(optimizer, GradientNorm(self._measure(optimizer, step_gradients([optimizer]))))
             if clipping_follows:
                 self._reusable.add(optimizer)
         if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(self._measured[optimizer].norm):
@@ -127,14 +128,15 @@ class GradientClipper:
         is clipped; one that is clipped again is measured again.
         """
         optimizer = unwrapped(optimizer)
+        gradients = step_gradients([optimizer])
         if optimizer in self._reusable:
             norm = self._measured[optimizer].norm
         else:
             if optimizer in self._measured:
                 self._of_all = None
-            norm = self._measure(optimizer)
+            norm = self._measure(optimizer, gradients)
         self._reusable.discard(optimizer)
-        coefficient = scale_to_norm(step_gradients([optimizer]), norm, max_norm)
+        coefficient = scale_to_norm(gradients, norm, max_norm)
         self._note(optimizer, GradientNorm(norm, coefficient))
 
     def clip_by_value(self, optimizer: Optimizer, max_value: float) -> None:
@@ -156,9 +158,9 @@ class GradientClipper:
     def _note(self, optimizer: Optimizer, measured: GradientNorm) -> None:
         self._measured[optimizer] = self.latest = measured
 
-    def _measure(self, optimizer: Optimizer) -> Tensor:
+    def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> Tensor:
         if self._policy.clip_scope == "optimizer":
-            return gradient_norm(step_gradients([optimizer]), self._policy.norm_type)
+            return gradient_norm(gradients, self._policy.norm_type)
         if self._of_all is None:
             self._of_all = gradient_norm(step_gradients(self.measured_with(optimizer)), self._policy.norm_type)
         return self._of_all

@@ -104,6 +104,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
+    flag = "zero1_custom"
+
     def __init__(
         self,
         bucket_cap_mb: float = 8.0,
