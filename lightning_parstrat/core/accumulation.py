@@ -103,4 +103,6 @@ def reference_weight(mean_weight: float) -> float:
     Args:
         mean_weight: Positive and finite.
     """
-    return 2.0 ** round(math.log2(mean_weight))
+    fraction, exponent = math.frexp(mean_weight)
+    # By the fraction alone, so that weights in another unit have just another exponent.
+    return math.ldexp(1.0, min(exponent if fraction >= math.sqrt(0.5) else exponent - 1, 1023))

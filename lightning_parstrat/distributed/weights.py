@@ -126,6 +126,8 @@ class LossWeights:
         summed = _Sum(*values.tolist())
         if summed.faults:
             raise InconsistentWeightsError(self._fault or "Another rank got a `loss_weight` that is none; see there.")
+        if not math.isfinite(summed.weight):
+            raise InconsistentWeightsError("The `loss_weight`s of all ranks add up to more than a float can hold.")
         return summed
 
     def _read(self, weight: Any) -> "float | _HostCopy":
@@ -140,8 +142,8 @@ class LossWeights:
         if isinstance(weight, Tensor) and weight.numel() == 1 and weight.is_cuda:
             return _HostCopy(weight, self)
         try:
-            return self.checked(float(weight))
-        except (TypeError, ValueError, RuntimeError):
+            return self.checked(float("nan" if isinstance(weight, (str, bytes)) else weight))
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):
             self._fault = f"Invalid loss_weight: {weight!r}. Must be a number or a tensor of one element."
             return 0.0
 
@@ -201,5 +203,5 @@ def _keep_if(counts: Tensor, gradient: Tensor) -> Tensor:
     counts = counts.to(gradient.device)
     if gradient.is_sparse:
         values = torch.where(counts, gradient._values(), 0)
-        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape)
+        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
     return torch.where(counts, gradient, 0)

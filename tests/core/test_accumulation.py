@@ -15,7 +15,7 @@ from lightning_parstrat.core.accumulation import (
 )
 
 BOTH: list[PartialWindow] = ["exact", "lightning"]
-# Where halfway between two powers of two is; no float is, so one side of it must be right.
+# Between two powers of two: the float next to where rounding changes its mind.
 HALFWAY = math.sqrt(2.0)
 
 epochs = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 12)), min_size=1, max_size=4)
@@ -29,7 +29,7 @@ def test_a_window_holds_what_lightning_has_not_zeroed_yet(epochs: list[tuple[int
     ran: set[int] = set()
     for accumulate, batches in epochs:
         for batch_idx in range(batches):
-            if data.draw(st.booleans() if batches < 4 else st.integers(0, 9).map(lambda draw: draw == 0)):
+            if data.draw(st.sampled_from([False, False, False, True])):
                 # Resumed here by another process: a checkpoint holds no gradients.
                 window = AccumulationWindow()
                 drawn, ran = [], set()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.policy import GradientPolicy, ShardingPolicy
 
 
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, math.inf, -math.inf, True, "8", None, [8]])
@@ -41,3 +41,51 @@ def test_the_cap_is_in_mebibytes_and_at_least_a_byte(bucket_cap_mb: float, expec
 def test_a_policy_once_checked_cannot_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ShardingPolicy().bucket_cap_mb = -1  # type: ignore[misc]
+
+
+CHOICES = {
+    "partial_window": ("exact", "lightning"),
+    "clip_scope": ("optimizer", "global"),
+    "nonfinite_grads": ("propagate", "skip", "raise"),
+}
+
+
+@pytest.mark.parametrize("value", ["", "Exact", "Global", " skip", "average", None, True, 0, 1.0, ["exact"]])
+@pytest.mark.parametrize("name", CHOICES)
+def test_an_unknown_choice_about_gradients_is_refused_with_the_allowed_ones(name: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        GradientPolicy(**{name: value})
+    assert str(error.value) == f"Invalid {name}: {value!r}. Must be one of {CHOICES[name]}."
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1, -0.5, -math.inf, math.nan, True, False, "2", "inf", None, [2.0], 2j])
+def test_a_norm_type_that_is_no_positive_number_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        GradientPolicy(norm_type=value)
+    assert str(error.value) == f"Invalid norm_type: {value!r}. Must be a positive number, such as 2.0, or inf."
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name, values in CHOICES.items() for value in values),
+        *(("norm_type", value) for value in (0.5, 1, 2, 2.0, 3.5, math.inf)),
+    ],
+)
+def test_allowed_choices_about_gradients(name: str, value: Any) -> None:
+    policy = GradientPolicy(**{name: value})
+    assert getattr(policy, name) == value
+    # The others are what they are by default: one big batch, clipped per optimizer, as `ddp` but for short windows.
+    defaults = {"partial_window": "exact", "clip_scope": "optimizer", "norm_type": 2.0, "nonfinite_grads": "propagate"}
+    assert dataclasses.asdict(policy) == {**defaults, name: value}
+
+
+@pytest.mark.parametrize("name", [*CHOICES, "norm_type"])
+def test_a_gradient_policy_once_checked_cannot_change(name: str) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(GradientPolicy(), name, "anything")
+
+
+def test_choices_about_gradients_are_named_not_counted() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        GradientPolicy("exact")  # type: ignore[misc]
