@@ -79,7 +79,7 @@ class GradientPolicy:
 
     partial_window: PartialWindow = "exact"
     clip_scope: ClipScope = "optimizer"
-    norm_type: float = 2.0
+    norm_type: float | Literal["inf"] = 2.0
     nonfinite_grads: NonfiniteGradients = "propagate"
 
     def __post_init__(self) -> None:
@@ -89,5 +89,10 @@ class GradientPolicy:
             if value not in get_args(allowed):
                 raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
         number = isinstance(self.norm_type, (int, float)) and not isinstance(self.norm_type, bool)
-        if not number or not self.norm_type > 0:
+        if self.norm_type != "inf" and not (number and float(self.norm_type) > 0):
             raise ValueError(f"Invalid norm_type: {self.norm_type!r}. Must be a positive number, such as 2.0, or inf.")
+
+    @property
+    def p(self) -> float:
+        """The norm's type as a number."""
+        return float(self.norm_type)

@@ -14,6 +14,8 @@ from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 
+_WIDE = (torch.float32, torch.float64)
+
 
 class StepGradients(NamedTuple):
     """The gradients that this rank is about to step with.
@@ -60,10 +62,15 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
 
 
 def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether there is anything to step with; of sharded gradients, the same on all ranks. Not collective."""
+    """Whether there is anything to step with; of sharded gradients, the same on all ranks.
+
+    Collective where gradients are sharded: the reductions are waited for.
+    """
     sharding = hidden_sharding(optimizer)
-    if sharding is not None and any(bucket.has_gradients for bucket in sharding.buckets):
-        return True
+    if sharding is not None:
+        sharding.finish_gradients()
+        if any(bucket.has_gradients for bucket in sharding.buckets):
+            return True
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -71,9 +78,9 @@ def has_gradients(optimizer: Optimizer) -> bool:
 def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
     """The norm of the whole gradient, on every rank; nothing waits on the host.
 
-    Equal to ``torch.nn.utils.get_total_norm`` of the full gradients, which is what it is where every rank has them. One
-    pass over what this rank counts. Collective where gradients are sharded: one all-reduce of 8 bytes, or of 16 for the
-    maximum norm.
+    Equal to ``torch.nn.utils.get_total_norm`` of the full gradients, to the last bit where every rank has them; but
+    sums of 16 bits are made in fp32. One pass over what this rank counts. Collective where gradients are sharded: one
+    all-reduce of 8 bytes, or of 16 for the maximum norm.
 
     Args:
         gradients: See :func:`step_gradients`.
@@ -82,9 +89,12 @@ def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
     Returns:
         A 0-d tensor on the gradients' device.
     """
+    counted = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients.counted]
+    if gradients.collectives is None and all(gradient.dtype in _WIDE for gradient in counted):
+        return torch.nn.utils.get_total_norm(counted, norm_type).to(gradients.device)
+    combined = partial_norm(counted, norm_type, gradients.dtype, gradients.device)
     if gradients.collectives is None:
-        return torch.nn.utils.get_total_norm(gradients.counted, norm_type).to(gradients.device)
-    combined = partial_norm(gradients.counted, norm_type, gradients.dtype, gradients.device)
+        return total_norm(combined, norm_type, gradients.dtype)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     gradients.collectives.all_reduce(combined, op=op).wait()
     return total_norm(combined, norm_type, gradients.dtype)

@@ -117,6 +117,14 @@ class ShardedDataParallel:
             self._bucket_parameters()
         self.reducer.prepare_backward(loss, scale)
 
+    def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
+        """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.
+
+        Args:
+            scale: See :meth:`GradientReducer.prepare_backward`.
+        """
+        self.reducer.reduce_left_over(self.reducer.buckets, scale)
+
     def zero_gradients(self) -> None:
         """Forgets all reduced gradients. Collective where some are still under way."""
         self.reducer.zero({slot for bucket in self.buckets for slot in bucket.slots})

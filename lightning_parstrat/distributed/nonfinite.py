@@ -1,7 +1,8 @@
 """Whose gradients were not finite: every rank looks at its own before they are summed, and all learn of all."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,11 @@ class NonfiniteGradientError(RuntimeError):
     """Gradients became NaN or infinite on some rank; raised on all of them."""
 
 
+class _Seen(NamedTuple):
+    parameter: Tensor
+    largest: Tensor
+
+
 class GradientWitness:
     """Remembers of every parameter whether its latest gradient on this rank was finite.
 
@@ -28,7 +34,7 @@ class GradientWitness:
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
-        self._largest: dict[str, Tensor] = {}
+        self._seen: dict[str, _Seen] = {}
         self._hooks: list[RemovableHandle] = []
         for name, parameter in named_parameters:
             trainable = parameter.requires_grad
@@ -45,24 +51,23 @@ class GradientWitness:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._largest.clear()
+        self._seen.clear()
 
-    def forget(self) -> None:
-        """Forgets what was seen; call it before the first backward of a step."""
-        self._largest.clear()
+    def forget(self, parameters: Set[Tensor]) -> None:
+        """Forgets what was seen of ``parameters``, whose gradients have been used or dropped."""
+        self._seen = {name: seen for name, seen in self._seen.items() if seen.parameter not in parameters}
 
     def nonfinite(self) -> list[str]:
         """Names of the parameters whose gradients on this rank are not finite. Waits on the host."""
-        return [name for name, largest in self._largest.items() if not torch.isfinite(largest).item()]
+        return [name for name, seen in self._seen.items() if not torch.isfinite(seen.largest).item()]
 
     @torch.no_grad()
     def _look(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             # A maximum of absolute values neither overflows nor cancels.
             gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
-            self._largest[name] = (
-                torch.linalg.vector_norm(gradient, float("inf")) if gradient.numel() else gradient.sum()
-            )
+            largest = torch.linalg.vector_norm(gradient, float("inf")) if gradient.numel() else gradient.sum()
+            self._seen[name] = _Seen(parameter, largest)
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:
@@ -87,7 +92,7 @@ def raise_nonfinite(names: list[str], where: str, control: Collectives) -> None:
     dist.all_gather_object(gathered, names, group=control.group)
     lines = [f"rank {rank}: {_listed(found)}" for rank, found in enumerate(gathered) if found]
     if not lines:
-        lines = ["on every rank by itself they are finite: summing them, or their powers in the norm, overflowed"]
+        lines = ["in no rank's own backward: their sum over ranks overflowed, or a hook has made them so"]
     raise NonfiniteGradientError(
         f"Gradients are not finite {where}:\n  " + "\n  ".join(lines) + "\nParameters and optimizer state are as"
         " before this step. nonfinite_grads='skip' leaves such steps out, 'propagate' does as `ddp`."

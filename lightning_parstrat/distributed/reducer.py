@@ -191,17 +191,18 @@ class GradientReducer:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
 
-    def reduce_left_over(self, buckets: Sequence[GradientBucket]) -> None:
+    def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
         """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
 
         One small all-reduce, and a reduce-scatter for each of ``buckets`` in which any rank has some.
 
         Args:
             buckets: Those to look into.
+            scale: See :meth:`prepare_backward`.
         """
         self._settle()
         self._sent.clear()
-        self._scale = self._mean_over_ranks
+        self._scale = scale or self._mean_over_ranks
         for slot in self._slots:
             slot.arrived = slot.trainable = slot.expected = False
         self._agree_on_leftovers(buckets)

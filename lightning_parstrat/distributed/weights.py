@@ -76,7 +76,8 @@ class LossWeights:
             What its loss is to be multiplied by, or None where losses stay as they are. A tensor only on a GPU.
 
         Raises:
-            InconsistentWeightsError: Only some ranks give weights, or one that is none.
+            InconsistentWeightsError: In the first step, on all ranks: only some give weights, or one that is none. In a
+                later one, on this rank: it gives one where none did.
         """
         if self._used is False:
             if weight is None:

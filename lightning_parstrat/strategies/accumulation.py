@@ -4,12 +4,13 @@ import functools
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
@@ -35,7 +36,7 @@ from lightning_parstrat.strategies.clipping import (
     StepSkipped,
     unwrapped,
 )
-from lightning_parstrat.strategies.precision import equip_precision
+from lightning_parstrat.strategies.precision import enabled_scaler, equip_precision
 
 LOSS_WEIGHT = "loss_weight"
 
@@ -67,7 +68,7 @@ class AccumulationAwareStrategy(DDPStrategy):
         self,
         partial_window: PartialWindow = "exact",
         clip_scope: ClipScope = "optimizer",
-        norm_type: float = 2.0,
+        norm_type: float | Literal["inf"] = 2.0,
         nonfinite_grads: NonfiniteGradients = "propagate",
         **kwargs: Any,
     ) -> None:
@@ -102,14 +103,16 @@ class AccumulationAwareStrategy(DDPStrategy):
         """How many steps of this training were left out, the same on all ranks.
 
         Because gradients were not finite (``nonfinite_grads="skip"``), because the loss scale of 16-mixed was too
-        large, or because no micro-batch had any weight.
+        large, or because no micro-batch had any weight. Fused optimizers in 16-mixed leave steps out on the device;
+        this waits for it.
         """
-        return self._skipped_steps
+        unknown = None if self._clipper is None else self._clipper.skipped_on_device
+        return self._skipped_steps + (0 if unknown is None else int(unknown.item()))
 
     def on_gradient_norm(self, listener: Callable[[GradientNorm], None]) -> None:
-        """Calls ``listener`` with the norm of every step from the next training on, before the step.
+        """Calls ``listener`` with the norm of every step of the next training, after the step.
 
-        Call it on all ranks alike, in a callback's ``setup``. It is measured for that, clipping or not.
+        Call it before every training, in a callback's ``setup``. The norm is measured for that, clipping or not.
         """
         self._listeners.append(listener)
 
@@ -119,7 +122,7 @@ class AccumulationAwareStrategy(DDPStrategy):
 
         Done here rather than when the plugin is set, so that what is pickled for spawned processes is the user's.
         """
-        if self.optimizers:
+        if self._training_module.trainer.state.fn == TrainerFn.FITTING:
             self._begin_training()
         super().setup_precision_plugin()
 
@@ -132,13 +135,29 @@ class AccumulationAwareStrategy(DDPStrategy):
             self._gradient_policy, control, lambda: self.optimizers, lambda: self._is_weightless, self._listeners
         )
         if self._gradient_policy.nonfinite_grads == "raise":
-            if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            if enabled_scaler(self.precision_plugin) is not None:
                 raise MisconfigurationException(
                     "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
                     " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
                 )
             self._witness = GradientWitness(self._training_module.named_parameters())
-        self._restore_precision = equip_precision(self.precision_plugin, self._clipper, self._note_skipped_step)
+        self._restore_precision = equip_precision(
+            self.precision_plugin, self._clipper, self._complete_window, self._note_skipped_step
+        )
+
+    @override
+    def on_train_start(self) -> None:
+        """Warns of the one way to draw batches with which Lightning loses gradients that were accumulated."""
+        super().on_train_start()
+        trainer = self._training_module.trainer
+        if trainer.accumulate_grad_batches > 1 and isinstance(
+            trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher
+        ):
+            self._say_once(
+                rank_zero_warn,
+                "`training_step(dataloader_iter)` and `accumulate_grad_batches` do not go together: Lightning zeroes"
+                " gradients by the index of the batch before. Let `training_step` take a batch.",
+            )
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -151,8 +170,12 @@ class AccumulationAwareStrategy(DDPStrategy):
         trainer = self._training_module.trainer
         # The index handed in lags behind where a training step draws batches by itself.
         index = trainer.fit_loop.epoch_loop.batch_idx
-        if self._window.begin_batch(index, trainer.accumulate_grad_batches) and self._weights is not None:
-            self._weights.begin_window()
+        if self._window.begin_batch(index, trainer.accumulate_grad_batches):
+            self._scale = None
+            if self._weights is not None:
+                self._weights.begin_window()
+        if self._clipper is not None:
+            self._clipper.begin_backward()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -188,8 +211,6 @@ class AccumulationAwareStrategy(DDPStrategy):
         self._scale = None
         if self._clipper is not None:
             self._clipper.begin_backward()
-        if self._witness is not None and self._window.backwards == 0:
-            self._witness.forget()
         if self._weights is None or not self._training_module.automatic_optimization:
             return None
         self._window.run_backward()
@@ -203,6 +224,17 @@ class AccumulationAwareStrategy(DDPStrategy):
         if not self._accumulates:
             self._scale = functools.cache(self._scale_of_window)
         return factor
+
+    def _complete_window(self) -> None:
+        """Reduces and scales gradients where the last micro-batch of a window had no backward to do it in.
+
+        Alone, a rank may return None from ``training_step``; among others Lightning refuses it.
+        """
+        waits = self._window.backwards and self._scale is None and not self._accumulates
+        if waits and self._training_module.automatic_optimization:
+            self._scale = functools.cache(self._scale_of_window)
+            self._reduce_local_gradients()
+            self._scale_reduced_gradients()
 
     @property
     def _is_weightless(self) -> bool:
@@ -239,6 +271,9 @@ class AccumulationAwareStrategy(DDPStrategy):
     def _scale_reduced_gradients(self) -> None:
         """Brings what the reduction has left as the mean over ranks to the mean over the window."""
 
+    def _reduce_local_gradients(self) -> None:
+        """Sends what backwards have left in ``param.grad``, where it takes more than backward to do so."""
+
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -254,15 +289,18 @@ class AccumulationAwareStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Runs what of the closure is left, clips and steps; or leaves the step out, on all ranks."""
         try:
-            return super().optimizer_step(optimizer, *args, **kwargs)
+            result = super().optimizer_step(optimizer, *args, **kwargs)
         except StepSkipped:
             self._note_skipped_step(optimizer)
-            return None
+            result = None
         except StepNotFinite:
             trainer = self._training_module.trainer
             names = [] if self._witness is None else self._witness.nonfinite()
             where = f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
             raise_nonfinite(names, where, self._control)
+        if self._witness is not None:
+            self._witness.forget({parameter for group in optimizer.param_groups for parameter in group["params"]})
+        return result
 
     def _note_skipped_step(self, optimizer: Optimizer) -> None:
         self._skipped_steps += 1
@@ -290,6 +328,7 @@ class AccumulationAwareStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Gives the precision plugin back as it was."""
         self._end_training()
+        self._listeners.clear()
         super().teardown()
 
     def _end_training(self) -> None:

@@ -32,10 +32,12 @@ class GradientNorm:
     Attributes:
         norm: Before clipping, a 0-d tensor.
         coefficient: What clipping by norm multiplied gradients by, a 0-d tensor; None where there was no clipping.
+        skipped: 1 where the optimizer has left the step out by itself, which only the device knows, else 0; or None.
     """
 
     norm: Tensor
     coefficient: Tensor | None = None
+    skipped: Tensor | None = None
 
 
 class StepSkipped(Exception):
@@ -66,6 +68,7 @@ class GradientClipper:
         listeners: Sequence[Callable[[GradientNorm], None]],
     ) -> None:
         self.latest: GradientNorm | None = None
+        self.skipped_on_device: Tensor | None = None
         self._policy = policy
         self._control = control
         self._optimizers = optimizers
@@ -84,7 +87,7 @@ class GradientClipper:
         self._of_all = None
 
     def measured_with(self, optimizer: Optimizer) -> list[Optimizer]:
-        """The optimizers whose gradients are one whole with those of ``optimizer``."""
+        """The optimizers whose gradients are one whole with those of ``optimizer``. Collective."""
         optimizer = unwrapped(optimizer)
         if self._policy.clip_scope == "optimizer":
             return [optimizer]
@@ -118,7 +121,9 @@ class GradientClipper:
             self._note(optimizer, GradientNorm(self._measure(optimizer, step_gradients([optimizer]))))
             if clipping_follows:
                 self._reusable.add(optimizer)
-        if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(self._measured[optimizer].norm):
+        if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(
+            optimizer, self._measured[optimizer].norm
+        ):
             raise StepNotFinite if self._policy.nonfinite_grads == "raise" else StepSkipped
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -155,19 +160,31 @@ class GradientClipper:
         self._measured.pop(unwrapped(optimizer), None)
         self._reusable.discard(unwrapped(optimizer))
 
+    def note_skip_on_device(self, optimizer: Optimizer, skipped: Tensor) -> None:
+        """Takes note of whether ``optimizer`` has left its step out, a 0-d tensor of 1 or 0. Waits for nothing."""
+        before = self.skipped_on_device
+        self.skipped_on_device = skipped.clone() if before is None else before + skipped
+        measured = self._measured.get(unwrapped(optimizer))
+        if measured is not None:
+            measured.skipped = skipped
+
     def _note(self, optimizer: Optimizer, measured: GradientNorm) -> None:
         self._measured[optimizer] = self.latest = measured
 
     def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> Tensor:
         if self._policy.clip_scope == "optimizer":
-            return gradient_norm(gradients, self._policy.norm_type)
+            return gradient_norm(gradients, self._policy.p)
         if self._of_all is None:
-            self._of_all = gradient_norm(step_gradients(self.measured_with(optimizer)), self._policy.norm_type)
+            self._of_all = gradient_norm(step_gradients(self.measured_with(optimizer)), self._policy.p)
         return self._of_all
 
-    def _is_nonfinite(self, norm: Tensor) -> bool:
+    def _is_nonfinite(self, optimizer: Optimizer, norm: Tensor) -> bool:
         # Gradients that every rank has are equal; but for those of parameters that are synchronised by nobody.
-        return any_rank(not math.isfinite(norm.item()), self._control)
+        if not any_rank(not math.isfinite(norm.item()), self._control):
+            return False
+        # A norm overflows before gradients do, unless it is their maximum.
+        largest = gradient_norm(step_gradients(self.measured_with(optimizer)), math.inf)
+        return any_rank(not math.isfinite(largest.item()), self._control)
 
 
 def unwrapped(optimizer: Any) -> Any:

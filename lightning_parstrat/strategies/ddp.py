@@ -44,10 +44,11 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     @override
     def _scale_reduced_gradients(self) -> None:
         """Multiplies all gradients where their mean over ranks is not the window's: one pass, in those steps alone."""
-        factor = 1.0 if self._scale is None else self._scale() * self.world_size
+        if self._scale is None or self._scale() == 1.0 / self.world_size:
+            return
         gradients = [p.grad for p in self._training_module.parameters() if p.grad is not None]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
+        if gradients:
+            torch._foreach_mul_(gradients, self._scale() * self.world_size)
 
     @classmethod
     @override

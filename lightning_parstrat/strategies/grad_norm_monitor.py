@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torchmetrics import MaxMetric, MeanMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
 from typing_extensions import override
 
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
@@ -29,11 +29,11 @@ class GradNormMonitor(Callback):
     def __init__(self, prefix: str = "") -> None:
         super().__init__()
         self.prefix = prefix
-        # All ranks know the norm of the whole.
-        self._mean = MeanMetric(nan_strategy="disable", sync_on_compute=False)
+        # All ranks know the norm of the whole; and looking for NaN would wait for it.
+        self._sum = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        self._steps = SumMetric(nan_strategy="disable", sync_on_compute=False)
         self._largest = MaxMetric(nan_strategy="disable", sync_on_compute=False)
         self._clipped = MeanMetric(nan_strategy="disable", sync_on_compute=False)
-        self._steps = 0
         self._strategy: AccumulationAwareStrategy | None = None
 
     @override
@@ -43,7 +43,7 @@ class GradNormMonitor(Callback):
         Raises:
             MisconfigurationException: The strategy is none of this package.
         """
-        if stage != "fit" or self._strategy is trainer.strategy:
+        if stage != "fit":
             return
         if not isinstance(trainer.strategy, AccumulationAwareStrategy):
             raise MisconfigurationException(
@@ -54,33 +54,47 @@ class GradNormMonitor(Callback):
         self._strategy.on_gradient_norm(self._update)
 
     def _update(self, measured: GradientNorm) -> None:
-        device = measured.norm.device
-        if self._mean.device != device:
-            for metric in (self._mean, self._largest, self._clipped):
-                metric.to(device)
-        self._steps += 1
-        self._mean.update(measured.norm)
-        self._largest.update(measured.norm)
+        norm, skipped = measured.norm, measured.skipped
+        if self._sum.device != norm.device:
+            for metric in self._metrics:
+                metric.to(norm.device)
+        if skipped is None:
+            skipped = torch.zeros_like(norm)
+        self._sum.update(torch.where(skipped > 0, 0.0, norm))
+        self._steps.update(1.0 - skipped)
+        self._largest.update(torch.where(skipped > 0, -torch.inf, norm))
         if measured.coefficient is not None:
             self._clipped.update((measured.coefficient < 1.0).float())
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Logs when the trainer does."""
-        if trainer._logger_connector.should_update_logs:
+        """Logs when the trainer does: after a step, not after each of the micro-batches it is made of."""
+        accumulates = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        if trainer._logger_connector.should_update_logs and not accumulates:
             self._log(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs what the last steps have left."""
-        self._log(trainer)
+        if self._steps.update_called:
+            self._log(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets go of the strategy."""
+        self._strategy = None
+
+    @property
+    def _metrics(self) -> tuple[Metric, ...]:
+        return self._sum, self._steps, self._largest, self._clipped
 
     def _log(self, trainer: Trainer) -> None:
         if self._strategy is None:
             return
         found: dict[str, Tensor] = {"skipped_steps": torch.tensor(float(self._strategy.skipped_steps))}
-        if self._steps:
-            found |= {"grad_norm": self._mean.compute(), "grad_norm_max": self._largest.compute()}
+        if self._steps.update_called and self._steps.compute() > 0:
+            mean = self._sum.compute() / self._steps.compute()
+            found |= {"grad_norm": mean, "grad_norm_max": self._largest.compute()}
         if self._clipped.update_called:
             found["grad_clip_ratio"] = self._clipped.compute()
         named = {f"{self.prefix}{name}": value.detach().cpu() for name, value in found.items()}
@@ -90,6 +104,5 @@ class GradNormMonitor(Callback):
                 {name: value.item() for name, value in named.items()},
                 step=trainer.fit_loop.epoch_loop._batches_that_stepped,
             )
-        self._steps = 0
-        for metric in (self._mean, self._largest, self._clipped):
+        for metric in self._metrics:
             metric.reset()

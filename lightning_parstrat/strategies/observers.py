@@ -31,7 +31,9 @@ _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER = (
     "training_step",
 )
 """Whoever overrides these rarely wants gradients, so only those count whose code mentions them."""
-_PLUGIN_METHODS_THAT_SEE_GRADIENTS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients", "optimizer_step")
+CLIPPING_METHODS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
+"""Of a precision plugin."""
+_PLUGIN_METHODS_THAT_SEE_GRADIENTS = (*CLIPPING_METHODS, "optimizer_step")
 
 
 def observers_of_gradients(
@@ -55,10 +57,10 @@ def observers_of_gradients(
     if not module.automatic_optimization:
         observers.append("manual optimization")
     for owner in (module, *callbacks):
-        observers += [f"{type(owner).__name__}.{hook}" for hook in _users_own(owner, _HOOKS_THAT_SEE_GRADIENTS)]
-        late = _users_own(owner, _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER)
+        observers += [f"{type(owner).__name__}.{hook}" for hook in users_own(owner, _HOOKS_THAT_SEE_GRADIENTS)]
+        late = users_own(owner, _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER)
         observers += [f"{type(owner).__name__}.{hook}" for hook in late if mentions_gradients(owner, hook)]
-    plugin_methods = _users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
+    plugin_methods = users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
     observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
         hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -69,7 +71,7 @@ def observers_of_gradients(
     return observers
 
 
-def _users_own(owner: Any, names: Sequence[str]) -> list[str]:
+def users_own(owner: Any, names: Sequence[str]) -> list[str]:
     """The methods that a user has defined, on the class or (as LambdaCallback does) on the object."""
     return [name for name in names if name in vars(owner) or _is_users(getattr(type(owner), name, None))]
 

@@ -4,7 +4,8 @@ The plugin's class is swapped for a subclass while a training lasts, so that the
 ``__qualname__``, under which Lightning files a plugin's state in checkpoints.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.clipping import hidden_sharding
-from lightning_parstrat.strategies.clipping import GradientClipper, StepSkipped
+from lightning_parstrat.strategies.clipping import GradientClipper, StepSkipped, unwrapped
+from lightning_parstrat.strategies.observers import CLIPPING_METHODS, users_own
 
 
 class _ClippingPrecision:
@@ -25,6 +27,7 @@ class _ClippingPrecision:
     """
 
     _clipper: GradientClipper
+    _complete_window: Callable[[], None]
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamps the gradients, in shards where they are there."""
@@ -45,12 +48,27 @@ class _ClippingPrecision:
             self._unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
 
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Runs backward; gradients it adds to are scaled by the loss scale."""
+        scaler = _scaler_of(self)
+        with nullcontext() if scaler is None else scaler.gradients_added():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def _after_closure(self, model: Any, optimizer: Optimizer) -> None:
+        """Runs between backward and step: hooks that may change gradients, then clipping."""
+        self._complete_window()
+        super()._after_closure(model, optimizer)  # type: ignore[misc]
+
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Runs before every step, after the hooks that may change gradients; clips in automatic optimization."""
         if self._clipper.looks_before_step:
             self._unscale(optimizer)
-        users_own = is_overridden("configure_gradient_clipping", model)
-        self._clipper.check(optimizer, clipping_follows=model.automatic_optimization and not users_own)
+        clips_as_is = (
+            model.automatic_optimization
+            and not is_overridden("configure_gradient_clipping", model)
+            and not users_own(self, CLIPPING_METHODS)
+        )
+        self._clipper.check(optimizer, clipping_follows=clips_as_is)
         super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -60,8 +78,8 @@ class _ClippingPrecision:
         except StepSkipped:
             scaler = _scaler_of(self)
             if scaler is not None and scaler._scale is not None:
-                # It updates by what unscaling found.
                 self._unscale(optimizer)
+                scaler.leave_out(optimizer)
                 scaler.update()
             raise
         self._clipper.end_step(optimizer)
@@ -76,23 +94,73 @@ class _ClippingPrecision:
 
 
 class _ClippingGradScaler(torch.amp.GradScaler):
-    """A scaler that unscales shards, once, and skips a step on all ranks when any found a non-finite gradient."""
+    """A scaler that unscales shards, once, and skips a step on all ranks when any found a non-finite gradient.
 
-    _unscaled: set[int]
+    torch forgets at every ``update`` who has been unscaled, and Lightning updates after every optimizer's step: here an
+    optimizer that was unscaled to be clipped stays so until it steps, or gets new gradients.
+    """
+
+    _unscaled: dict[int, Optimizer]
+    _updated_since: set[int]
+    _clipper: GradientClipper
     _on_skip: Callable[[Optimizer], None]
 
-    def scale(self, outputs: Any) -> Any:
-        """Scales a loss, whose backward is going to add scaled gradients."""
-        self._unscaled.clear()
-        return super().scale(outputs)
-
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales, but not again what clipping has unscaled since the last backward."""
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED and id(optimizer) in self._unscaled:
+        """Unscales what has not been unscaled since its gradients came."""
+        optimizer = unwrapped(optimizer)
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.UNSCALED and id(optimizer) in self._unscaled:
             return
         super().unscale_(optimizer)
-        self._unscaled.add(id(optimizer))
+        self._unscaled[id(optimizer)] = optimizer
+
+    @contextmanager
+    def gradients_added(self) -> Iterator[None]:
+        """Within it runs a backward of a scaled loss; it takes note of whose unscaled gradients that adds to."""
+        added_to: set[int] = set()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, key=key: added_to.add(key))
+            for key, optimizer in self._unscaled.items()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for key in added_to:
+            del self._unscaled[key]
+            if key in self._updated_since:
+                # As after any update; without one torch refuses to unscale a mixture.
+                self._per_optimizer_states.pop(key)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """What unscaling found counts in the next update, though ``optimizer`` does not step."""
+        self._unscaled.pop(id(unwrapped(optimizer)), None)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps unless a gradient is not finite, which an optimizer that unscales by itself decides on the device."""
+        result = super().step(optimizer, *args, **kwargs)
+        self.leave_out(optimizer)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            self._clipper.note_skip_on_device(optimizer, torch.stack(list(found)).max())
+        return result
+
+    def update(self, new_scale: Any = None) -> None:
+        """Updates the loss scale by what those found that have stepped, or were to."""
+        states = self._per_optimizer_states
+        waiting = {key: states.pop(key) for key in self._unscaled if key in states}
+        if not any(state["found_inf_per_device"] for state in states.values()):
+            # Called by hand: it is about those who wait.
+            states.update(waiting)
+            waiting = {}
+            self._unscaled.clear()
+        super().update(new_scale)
+        self._per_optimizer_states.update(waiting)
+        self._updated_since = set(waiting)
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         sharding = hidden_sharding(optimizer)
@@ -113,39 +181,50 @@ class _ClippingGradScaler(torch.amp.GradScaler):
 
 
 def equip_precision(
-    plugin: Precision, clipper: GradientClipper, on_skip: Callable[[Optimizer], None]
+    plugin: Precision,
+    clipper: GradientClipper,
+    complete_window: Callable[[], None],
+    on_skip: Callable[[Optimizer], None],
 ) -> Callable[[], None]:
     """Swaps the classes of the plugin and of its gradient scaler.
 
     Args:
         plugin: Lightning's, or a user's own.
         clipper: Clips.
+        complete_window: Called before gradients are looked at, for a window whose last micro-batch had no backward.
         on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
 
     Returns:
         What gives both their own classes back.
     """
-    scaler = getattr(plugin, "scaler", None)
+    scaler = enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
     plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, "lightning.")
-    plugin._clipper = clipper  # type: ignore[attr-defined]
-    if isinstance(scaler, torch.amp.GradScaler):
+    plugin._clipper, plugin._complete_window = clipper, complete_window  # type: ignore[attr-defined]
+    if scaler is not None:
         swapped.append((scaler, type(scaler)))
         scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, "torch.")
-        scaler._unscaled, scaler._on_skip = set(), on_skip  # type: ignore[attr-defined]
+        scaler._unscaled, scaler._updated_since = {}, set()  # type: ignore[attr-defined]
+        scaler._clipper, scaler._on_skip = clipper, on_skip  # type: ignore[attr-defined]
 
     def restore() -> None:
         for one, cls in swapped:
             one.__class__ = cls
-            for name in ("_clipper", "_unscaled", "_on_skip"):
+            for name in ("_clipper", "_complete_window", "_unscaled", "_updated_since", "_on_skip"):
                 vars(one).pop(name, None)
 
     return restore
 
 
-def _scaler_of(plugin: Any) -> torch.amp.GradScaler | None:
+def enabled_scaler(plugin: Precision) -> torch.amp.GradScaler | None:
+    """The plugin's gradient scaler, if it has one that is switched on."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+
+
+def _scaler_of(plugin: Any) -> _ClippingGradScaler | None:
+    scaler = enabled_scaler(plugin)
+    return scaler if isinstance(scaler, _ClippingGradScaler) else None
 
 
 def _with_mixin(cls: type, mixin: type, library: str) -> type:

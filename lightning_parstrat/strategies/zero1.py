@@ -297,6 +297,11 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             self._engine.prepare_backward(closure_loss, self._scale)
 
     @override
+    def _reduce_local_gradients(self) -> None:
+        if self._engine is not None:
+            self._engine.reduce_local_gradients(self._scale)
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective."""
         optimizer = unwrapped(optimizer)

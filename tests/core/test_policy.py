@@ -58,7 +58,7 @@ def test_an_unknown_choice_about_gradients_is_refused_with_the_allowed_ones(name
     assert str(error.value) == f"Invalid {name}: {value!r}. Must be one of {CHOICES[name]}."
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1, -0.5, -math.inf, math.nan, True, False, "2", "inf", None, [2.0], 2j])
+@pytest.mark.parametrize("value", [0, 0.0, -1, -0.5, -math.inf, math.nan, True, False, "2", "-inf", None, [2.0], 2j])
 def test_a_norm_type_that_is_no_positive_number_is_refused(value: Any) -> None:
     with pytest.raises(ValueError) as error:
         GradientPolicy(norm_type=value)
