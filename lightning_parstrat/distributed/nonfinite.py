@@ -24,7 +24,7 @@ class _Seen(NamedTuple):
 
 
 class GradientWitness:
-    """Remembers of every parameter whether its latest gradient on this rank was finite.
+    """Remembers of every parameter whether its gradients on this rank were finite, until told to forget.
 
     After the sum over ranks it can no longer be told where a NaN came from. Costs one more pass over the gradients in
     every backward, a few bytes per parameter, and no waiting.
@@ -67,7 +67,9 @@ class GradientWitness:
             # A maximum of absolute values neither overflows nor cancels.
             gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
             largest = torch.linalg.vector_norm(gradient, float("inf")) if gradient.numel() else gradient.sum()
-            self._seen[name] = _Seen(parameter, largest)
+            earlier = self._seen.get(name)
+            # Of two gradients that are added, one may be gone by now; a maximum keeps NaN.
+            self._seen[name] = _Seen(parameter, largest if earlier is None else earlier.largest.maximum(largest))
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:

@@ -1,7 +1,6 @@
 """Gradients of one big batch: what both strategies do between the micro-batches of a step, and around the step."""
 
 import functools
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -37,6 +36,7 @@ from lightning_parstrat.strategies.clipping import (
     unwrapped,
 )
 from lightning_parstrat.strategies.precision import enabled_scaler, equip_precision
+from lightning_parstrat.strategies.schedulers import HeldSchedulers
 
 LOSS_WEIGHT = "loss_weight"
 
@@ -85,7 +85,7 @@ class AccumulationAwareStrategy(DDPStrategy):
         self._loss_weight: Any = None
         self._scale: GradientScale | None = None
         self._skipped_steps = 0
-        self._waiting_schedulers: list[tuple[LRSchedulerConfig, int]] = []
+        self._schedulers = HeldSchedulers()
         self._said: set[str] = set()
         super().__init__(**kwargs)
 
@@ -150,9 +150,8 @@ class AccumulationAwareStrategy(DDPStrategy):
         """Warns of the one way to draw batches with which Lightning loses gradients that were accumulated."""
         super().on_train_start()
         trainer = self._training_module.trainer
-        if trainer.accumulate_grad_batches > 1 and isinstance(
-            trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher
-        ):
+        draws_batches = isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        if draws_batches and trainer.accumulate_grad_batches > 1:
             self._say_once(
                 rank_zero_warn,
                 "`training_step(dataloader_iter)` and `accumulate_grad_batches` do not go together: Lightning zeroes"
@@ -163,7 +162,7 @@ class AccumulationAwareStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Counts the micro-batches of the window, and lets schedulers go on that had waited for a skipped step."""
         super().on_train_batch_start(batch, batch_idx)
-        self._release_schedulers()
+        self._schedulers.release()
         if self._scale is not None:
             # Where nobody has stepped since, it must be known before its window is forgotten.
             self._scale()
@@ -171,11 +170,17 @@ class AccumulationAwareStrategy(DDPStrategy):
         # The index handed in lags behind where a training step draws batches by itself.
         index = trainer.fit_loop.epoch_loop.batch_idx
         if self._window.begin_batch(index, trainer.accumulate_grad_batches):
-            self._scale = None
-            if self._weights is not None:
-                self._weights.begin_window()
+            self._begin_window()
         if self._clipper is not None:
             self._clipper.begin_backward()
+
+    def _begin_window(self) -> None:
+        self._scale = None
+        if self._weights is not None:
+            self._weights.begin_window()
+        module = self._training_module
+        if self._witness is not None and module.automatic_optimization:
+            self._witness.forget(set(module.parameters()))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -311,18 +316,7 @@ class AccumulationAwareStrategy(DDPStrategy):
         elif self._gradient_policy.nonfinite_grads == "skip":
             rank_zero_warn(f"Gradients were not finite: the step is skipped, as {self._skipped_steps} were by now.")
         if self._is_weightless or self._gradient_policy.nonfinite_grads == "skip":
-            self._hold_schedulers(optimizer)
-
-    def _hold_schedulers(self, optimizer: Optimizer) -> None:
-        """Keeps schedulers that go by steps where they are: there was none. Lightning asks after the batch."""
-        for config in self.lr_scheduler_configs:
-            if config.interval == "step" and getattr(config.scheduler, "optimizer", None) is unwrapped(optimizer):
-                self._waiting_schedulers.append((config, config.frequency))
-                config.frequency = sys.maxsize
-
-    def _release_schedulers(self) -> None:
-        while self._waiting_schedulers:
-            config, config.frequency = self._waiting_schedulers.pop()
+            self._schedulers.hold(self.lr_scheduler_configs, unwrapped(optimizer))
 
     @override
     def teardown(self) -> None:
@@ -332,7 +326,7 @@ class AccumulationAwareStrategy(DDPStrategy):
         super().teardown()
 
     def _end_training(self) -> None:
-        self._release_schedulers()
+        self._schedulers.release()
         if self._witness is not None:
             self._witness.remove()
             self._witness = None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -17,12 +16,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_parstrat import GradNormMonitor
-from lightning_parstrat.strategies.clipping import GradientNorm
 from tests.pool import RankPool
 from tests.strategies import big_batch
-from tests.strategies.big_batch import Regression
+from tests.strategies.big_batch import Regression, sgd
 from tests.strategies.parity import make_trainer
-from tests.strategies.poison import KINDS, Poisoned
+from tests.strategies.poison import KINDS, Poisoned, fused
 from tests.strategies.test_accumulation import ranks_batches, strategy
 from tests.strategies.two_optimizers import TwoOptimizers
 
@@ -65,19 +63,20 @@ def fit(module: LightningModule, chosen: Any, folder: str, every: int, **argumen
 def monitored(kind: str, folder: str, every: int, at: tuple[int, ...], arguments: dict[str, Any]) -> Any:
     recorder, monitor = Recorder(), GradNormMonitor()
     chosen = strategy(kind, nonfinite_grads="skip" if at else "propagate")
-    trainer = fit(Poisoned(at), chosen, folder, every, callbacks=[recorder, monitor], **arguments)
+    module = Poisoned(at, optimizer=arguments.pop("optimizer", sgd))
+    trainer = fit(module, chosen, folder, every, callbacks=[recorder, monitor], **arguments)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     return recorder.steps, read(Path(folder)) if dist.get_rank() == 0 else [], metrics
 
 
 def expected_rows(steps: list[float], every: int, limit: float | None) -> Rows:
-    """Of what every ``every`` steps have done, and of what is left at the end."""
+    """Of what every ``every`` steps have done, and of what is left at the end; a step that was skipped is NaN."""
     rows, skipped = [], 0
-    ends = [*range(every, len(steps) + 1, every)]
-    for start, end in zip([0, *ends], [*ends, len(steps)], strict=True):
+    for start in range(0, len(steps), every):
+        end = min(start + every, len(steps))
         norms = [norm for norm in steps[start:end] if not math.isnan(norm)]
         skipped += end - start - len(norms)
-        row = {"step": float(end - 1 if end in ends and start != end else end), "skipped_steps": float(skipped)}
+        row = {"step": float(end - 1 if end == start + every else end), "skipped_steps": float(skipped)}
         if norms:
             row |= {"grad_norm": sum(norms) / len(norms), "grad_norm_max": max(norms)}
         if norms and limit is not None:
@@ -100,8 +99,10 @@ def expected_rows(steps: list[float], every: int, limit: float | None) -> Rows:
         (50, (), {"gradient_clip_val": 0.6}),
         (2, (), {"precision": "bf16-mixed", "gradient_clip_val": 1.0}),
         (2, (), {"fp16": True, "gradient_clip_val": 1.0}),
+        (4, (), {"fp16": True, "init_scale": 2.0**20, "gradient_clip_val": 0.9}),
+        (4, (), {"fp16": True, "init_scale": 2.0**20, "gradient_clip_val": 0.9, "optimizer": fused}),
     ],
-    ids=["", "norm", "value", "skips", "all skipped", "window", "window skips", "end", "bf16", "16"],
+    ids=["", "norm", "value", "skips", "all skipped", "window", "window skips", "end", "bf16", "16", "large", "fused"],
 )
 def test_it_logs_what_a_recorder_of_the_norm_has_seen(
     pool: RankPool, tmp_path: Path, kind: str, every: int, at: tuple[int, ...], arguments: dict[str, Any]
@@ -263,8 +264,13 @@ def test_no_step_waits_for_the_monitor(pool: RankPool, tmp_path: Path, kind: str
     assert all(len(counts) == BATCHES - 1 for counts in without)
 
 
-def test_a_norm_that_is_not_finite_shows() -> None:
-    monitor = GradNormMonitor()
-    for norm in (1.0, math.nan, 2.0):
-        monitor._update(GradientNorm(torch.tensor(norm)))
-    assert math.isnan(monitor._mean.compute())
+def nan_in_the_middle(kind: str, folder: str) -> Rows:
+    fit(Poisoned((1,)), strategy(kind), folder, 4, callbacks=[GradNormMonitor()])
+    return read(Path(folder)) if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_that_is_not_finite_shows(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    first, last = pool.run(2, nan_in_the_middle, kind, str(tmp_path))[0]
+    assert math.isnan(first["grad_norm"]) and math.isnan(last["grad_norm"])
+    assert first["skipped_steps"] == last["skipped_steps"] == 0.0
