@@ -78,12 +78,14 @@ class GradientClipper:
         self._any_listens = any_rank(bool(listeners), control)
         self._measured: dict[Optimizer, GradientNorm] = {}
         self._reusable: set[Optimizer] = set()
+        self._clipped: set[Optimizer] = set()
         self._of_all: Tensor | None = None
 
     def begin_backward(self) -> None:
         """Forgets what was measured: new gradients are about to come."""
         self._measured.clear()
         self._reusable.clear()
+        self._clipped.clear()
         self._of_all = None
 
     def measured_with(self, optimizer: Optimizer) -> list[Optimizer]:
@@ -130,17 +132,19 @@ class GradientClipper:
         """Scales an optimizer's gradients; collective where they are sharded.
 
         Between two backwards the norm over all optimizers (``clip_scope="global"``) is taken once, before any of them
-        is clipped; one that is clipped again is measured again.
+        is clipped. With one that is clipped again, the same begins anew.
         """
         optimizer = unwrapped(optimizer)
         gradients = step_gradients([optimizer])
         if optimizer in self._reusable:
             norm = self._measured[optimizer].norm
         else:
-            if optimizer in self._measured:
+            if optimizer in self._clipped:
+                self._clipped.clear()
                 self._of_all = None
             norm = self._measure(optimizer, gradients)
         self._reusable.discard(optimizer)
+        self._clipped.add(optimizer)
         coefficient = scale_to_norm(gradients, norm, max_norm)
         self._note(optimizer, GradientNorm(norm, coefficient))
 

@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torchmetrics import MaxMetric, MeanMetric, Metric, SumMetric
+from torchmetrics import MaxMetric, Metric, SumMetric
 from typing_extensions import override
 
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
@@ -33,7 +33,8 @@ class GradNormMonitor(Callback):
         self._sum = SumMetric(nan_strategy="disable", sync_on_compute=False)
         self._steps = SumMetric(nan_strategy="disable", sync_on_compute=False)
         self._largest = MaxMetric(nan_strategy="disable", sync_on_compute=False)
-        self._clipped = MeanMetric(nan_strategy="disable", sync_on_compute=False)
+        self._clipped = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        self._logged_skipped = 0
         self._strategy: AccumulationAwareStrategy | None = None
 
     @override
@@ -50,7 +51,7 @@ class GradNormMonitor(Callback):
                 f"GradNormMonitor needs a strategy that knows the norm, and found {type(trainer.strategy).__name__}."
                 " Choose `strategy='ddp_tuned'` or 'zero1_custom'."
             )
-        self._strategy = trainer.strategy
+        self._strategy, self._logged_skipped = trainer.strategy, 0
         self._strategy.on_gradient_norm(self._update)
 
     def _update(self, measured: GradientNorm) -> None:
@@ -64,7 +65,7 @@ class GradNormMonitor(Callback):
         self._steps.update(1.0 - skipped)
         self._largest.update(torch.where(skipped > 0, -torch.inf, norm))
         if measured.coefficient is not None:
-            self._clipped.update((measured.coefficient < 1.0).float())
+            self._clipped.update(torch.where(skipped > 0, 0.0, (measured.coefficient < 1.0).to(norm.dtype)))
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
@@ -76,7 +77,8 @@ class GradNormMonitor(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs what the last steps have left."""
-        if self._steps.update_called:
+        skipped = 0 if self._strategy is None else self._strategy.skipped_steps
+        if self._steps.update_called or skipped != self._logged_skipped:
             self._log(trainer)
 
     @override
@@ -91,12 +93,13 @@ class GradNormMonitor(Callback):
     def _log(self, trainer: Trainer) -> None:
         if self._strategy is None:
             return
-        found: dict[str, Tensor] = {"skipped_steps": torch.tensor(float(self._strategy.skipped_steps))}
+        self._logged_skipped = self._strategy.skipped_steps
+        found: dict[str, Tensor] = {"skipped_steps": torch.tensor(float(self._logged_skipped))}
         if self._steps.update_called and self._steps.compute() > 0:
-            mean = self._sum.compute() / self._steps.compute()
-            found |= {"grad_norm": mean, "grad_norm_max": self._largest.compute()}
-        if self._clipped.update_called:
-            found["grad_clip_ratio"] = self._clipped.compute()
+            steps = self._steps.compute()
+            found |= {"grad_norm": self._sum.compute() / steps, "grad_norm_max": self._largest.compute()}
+            if self._clipped.update_called:
+                found["grad_clip_ratio"] = self._clipped.compute() / steps
         named = {f"{self.prefix}{name}": value.detach().cpu() for name, value in found.items()}
         trainer.callback_metrics.update(named)
         for logger in trainer.loggers:

@@ -94,7 +94,7 @@ def expected_rows(steps: list[float], every: int, limit: float | None) -> Rows:
         (1, (), {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
         (3, (1, 6), {"gradient_clip_val": 1.0}),
         (1, (2, 3), {}),
-        (1, (), {"accumulate_grad_batches": 3, "gradient_clip_val": 0.6, "max_epochs": 2}),
+        (1, (), {"accumulate_grad_batches": 3, "gradient_clip_val": 0.75, "max_epochs": 2}),
         (2, (4,), {"accumulate_grad_batches": 3, "max_epochs": 2}),
         (50, (), {"gradient_clip_val": 0.6}),
         (2, (), {"precision": "bf16-mixed", "gradient_clip_val": 1.0}),

@@ -293,12 +293,38 @@ def test_all_ranks_raise_and_name_the_parameters_and_training_can_start_again(
         assert (again, finite) == (BATCHES, True)
 
 
+class Spoils(Poisoned):
+    """Makes gradients infinite when backward is over, and nobody's own backward can be blamed."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        with getattr(self.trainer.strategy, "full_gradients", torch.no_grad)():
+            if self.count == 5:
+                self.get_parameter(ONE).grad.fill_(math.inf)
+
+
+def raise_for_a_hook(kind: str) -> tuple[str, int]:
+    module = Spoils()
+    try:
+        run(strategy(kind, nonfinite_grads="raise"), module)
+    except NonfiniteGradientError as error:
+        return str(error), module.count
+    return "nothing was raised", module.count
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_overflow_that_is_no_ranks_own_is_told_as_such(pool: RankPool, kind: str) -> None:
-    poison = {"at": (4,), "only": ONE, "value": 3e38}
-    for message, batches, *_ in pool.run(3, raise_at, kind, poison, (0, 1, 2), {}):
-        assert "overflowed" in message and ONE not in message and "rank 0:" not in message
-        assert batches == 4
+def test_what_no_rank_has_done_is_blamed_on_none(pool: RankPool, kind: str) -> None:
+    for message, count in pool.run(2, raise_for_a_hook, kind):
+        assert "in epoch 0, batch 4:" in message and "hook" in message
+        assert ONE not in message and "rank 0:" not in message
+        assert count == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_whose_squares_overflow_are_finite_all_the_same(pool: RankPool, kind: str) -> None:
+    poison = {"at": (4,), "only": ONE, "value": 1e30}
+    for message, batches, *_ in pool.run(2, raise_at, kind, poison, (0, 1), {}):
+        assert message == "nothing was raised"
+        assert batches == BATCHES
 
 
 def raise_with_16_mixed(kind: str) -> tuple[str, int]:
