@@ -28,6 +28,7 @@ class ShardingPolicy:
             (``"auto"``) where someone may look.
         master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
             any (``"auto"``), never, or (True) by all means: that there are none is an error then.
+        overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -37,6 +38,7 @@ class ShardingPolicy:
     partition: PartitionChoice = "auto"
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
+    overlap_param_gather: bool = True
 
     def __post_init__(self) -> None:
         number = isinstance(self.bucket_cap_mb, (int, float)) and not isinstance(self.bucket_cap_mb, bool)
@@ -50,6 +52,8 @@ class ShardingPolicy:
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
+        if not isinstance(self.overlap_param_gather, bool):
+            raise ValueError(f"Invalid overlap_param_gather: {self.overlap_param_gather!r}. Must be True or False.")
 
     @property
     def bucket_cap_bytes(self) -> int:

@@ -258,6 +258,16 @@ class ParameterBucket(GradientBucket):
         return self.shard_of(self.flat)
 
     @property
+    def parameters(self) -> list[Tensor]:
+        """The users' parameters that lie here."""
+        return [slot.parameter for slot in self.slots]
+
+    @property
+    def is_read_through_parameters(self) -> bool:
+        """Whether nothing but the parameters themselves shows what is in the buffer: no view, detached or other."""
+        return not any(slot.is_stranger for slot in self.slots) and not self._is_held_by_others(self.slots)
+
+    @property
     def storages(self) -> set[int]:
         """Addresses of the buffer, and of those it has left to others: a view of one brings all of it along."""
         return self._left_behind | {self.flat.untyped_storage().data_ptr()}
@@ -315,17 +325,23 @@ class ParameterBucket(GradientBucket):
 
     def _leave_memory_that_others_hold(self, strangers: Sequence[ParameterSlot]) -> None:
         """Moves to a new buffer where tensors other than the parameters at home and the shards lie in this one."""
-        at_home = [slot for slot in self.slots if slot.place.numel and slot not in strangers]
-        shards = [slot for slot in self.slots if slot.shard is not None] if self.master is None else []
-        own = 2 + len(at_home) + len(shards)  # The buffer itself, and the handle that is asked.
-        if torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata) <= own:
+        at_home = [slot for slot in self.slots if slot not in strangers]
+        if not self._is_held_by_others(at_home):
             return
         self._left_behind.add(self.flat.untyped_storage().data_ptr())
         self.flat = self.flat.clone()
         self._move_in(at_home)
-        for slot in shards:
-            if slot.shard is not None:
-                slot.shard.data = slot.view_into_shard(self.shard)
+        if self.master is None:
+            for slot in self.slots:
+                if slot.shard is not None:
+                    slot.shard.data = slot.view_into_shard(self.shard)
+
+    def _is_held_by_others(self, at_home: Sequence[ParameterSlot]) -> bool:
+        """Whether tensors other than the parameters ``at_home`` and the shards lie in the buffer."""
+        shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
+        own = 2 + sum(slot.place.numel > 0 for slot in at_home) + shards  # The buffer itself, and the handle asked.
+        count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        return count > own
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:

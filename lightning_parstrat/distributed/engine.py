@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
@@ -24,6 +25,7 @@ from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
 from lightning_parstrat.distributed.planning import BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.read_guard import is_compiled
 from lightning_parstrat.distributed.reducer import GradientReducer, GradientScale
 from lightning_parstrat.distributed.shard_state import shard_existing_state
 from lightning_parstrat.distributed.sharding import OptimizerSharding
@@ -65,11 +67,13 @@ class ShardedDataParallel:
         control = make_collectives(groups.control, torch.device("cpu"))
         self.reducer = GradientReducer(make_collectives(groups.gradients, device), control)
         self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device))
+        self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])
         self._shard_optimizers()
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
+        callback_handler.register_start_callback(self.gatherer.stop_overlapping)
 
     @property
     def buckets(self) -> list[ParameterBucket]:
@@ -115,6 +119,7 @@ class ShardedDataParallel:
         """
         if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
             self._bucket_parameters()
+        self.gatherer.finish()
         self.reducer.prepare_backward(loss, scale)
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
@@ -177,6 +182,11 @@ class ShardedDataParallel:
         Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
         sharded: their ``state_dict()`` still gathers the whole state, so that a checkpoint can be saved after training.
         """
+        callback_handler.remove_start_callback(self.gatherer.stop_overlapping)
+        if failed:
+            self.gatherer.abandon()
+        else:
+            self.gatherer.finish()
         self.reducer.remove(failed)
         storages = self._storages()
         for bucket in self.buckets:
@@ -213,6 +223,7 @@ class ShardedDataParallel:
 
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
+        self.gatherer.finish()
         sharded = {slot.parameter for bucket in self.buckets for slot in bucket.slots}
         owners = self._owners()
         check_parameters(self.module, list(owners))

@@ -1,15 +1,33 @@
-"""Updated parameters come home: every rank sends the shard it stepped, and receives the others'."""
+"""Updated parameters come home: every rank sends the shard it stepped, and receives the others'.
 
-from collections.abc import Sequence
+Gathers run on while the next buckets step, the next batch is loaded and the next forward begins; whoever reads a
+parameter waits for its bucket (``read_guard.py``). All are home before the next backward.
+"""
+
+import threading
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.buckets import ParameterBucket
-from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.collectives import Collectives, Work
+from lightning_parstrat.distributed.read_guard import can_be_marked, mark, unmark, watch_modules
+
+
+class _Gather(NamedTuple):
+    """A bucket on the way; ``stream`` is the one it was launched from, on a GPU."""
+
+    work: Work
+    can_be_late: bool
+    stream: torch.cuda.Stream | None
 
 
 class ParameterGatherer:
     """All-gathers flat buckets in place.
+
+    Launching is collective, waiting is not: a rank may wait earlier than others.
 
     Args:
         collectives: Carry the parameters.
@@ -17,22 +35,73 @@ class ParameterGatherer:
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
+        self.overlaps = False
+        self._on_the_way: dict[ParameterBucket, _Gather] = {}
+        self._watch: RemovableHandle | None = None
+        # A thread that saves a checkpoint reads parameters, too.
+        self._lock = threading.RLock()
 
-    def gather(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Brings the parameters of ``buckets`` up to date on every rank; returns when they are.
+    def launch(self, bucket: ParameterBucket) -> None:
+        """Sends this rank's shard of ``bucket``, in which some rank has stepped, and begins to receive the others'.
 
-        Collective. One all-gather per bucket, all under way together.
+        Collective: all ranks launch the same buckets in the same order. :meth:`finish_prompt` is to follow.
 
         Args:
-            buckets: Those in which any rank stepped its shard, the same on all ranks. Gathered from the last to the
-                first: the next forward reads parameters in the reverse order of their gradients.
+            bucket: The bucket.
         """
-        under_way = [
-            (bucket, self.collectives.all_gather(bucket.flat, bucket.layout.bounds)) for bucket in reversed(buckets)
-        ]
-        for bucket, work in under_way:
-            work.wait()
+        late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
+        work = self.collectives.all_gather(bucket.flat, bucket.layout.bounds)
+        stream = torch.cuda.current_stream(bucket.device) if bucket.device.type == "cuda" else None
+        self._on_the_way[bucket] = _Gather(work, late, stream)
+        if late:
+            if self._watch is None:
+                self._watch = watch_modules()
+            mark(bucket.parameters, partial(self._arrive, bucket))
+
+    def finish_prompt(self) -> None:
+        """Waits for buckets that somebody could read without being noticed."""
+        for bucket in [bucket for bucket, gather in self._on_the_way.items() if not gather.can_be_late]:
+            self._arrive(bucket)
+
+    def finish(self) -> None:
+        """Waits for all that is on the way. Not collective."""
+        for bucket in list(self._on_the_way):
+            self._arrive(bucket)
+
+    def stop_overlapping(self, *_: object) -> None:
+        """Has all buckets arrive within their step from now on, as before a compiler looks at parameters."""
+        self.overlaps = False
+        self.finish()
+
+    def abandon(self) -> None:
+        """Waits as :meth:`finish` does after an exception, when other ranks may not be there any more."""
+        try:
+            self.finish()
+        except RuntimeError:
+            for bucket in list(self._on_the_way):
+                self._on_the_way.pop(bucket)
+                unmark(bucket.parameters)
+            self._stop_watching()
+
+    def _arrive(self, bucket: ParameterBucket) -> None:
+        with self._lock:
+            gather = self._on_the_way.get(bucket)
+            if gather is None:
+                return
+            if gather.stream is not None:
+                with torch.cuda.stream(gather.stream):
+                    gather.work.wait()
+            gather.work.wait()
+            del self._on_the_way[bucket]
+            unmark(bucket.parameters)
             bucket.copy_out_to_strangers()
             # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
             stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
             torch.autograd.graph.increment_version(stepped)
+            if not self._on_the_way:
+                self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.remove()
+            self._watch = None

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_parstrat.distributed.buckets import ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.collectives import Collectives, process_groups, world_size
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.reducer import GradientReducer
@@ -119,11 +119,16 @@ class OptimizerSharding:
         return found
 
     @contextmanager
-    def shard_groups(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
+    def shard_groups(self, optimizer: Optimizer, stand_ins: Sequence[list[Tensor]] | None = None) -> Iterator[None]:
+        """Within it ``param_groups`` hold what this rank steps instead of the full parameters.
+
+        Args:
+            optimizer: The optimizer.
+            stand_ins: What each group holds; by default everything that stands in for its parameters.
+        """
         groups = [(group, group["params"]) for group in optimizer.param_groups]
-        for group, parameters in groups:
-            group["params"] = self.stand_ins(parameters)
+        for number, (group, parameters) in enumerate(groups):
+            group["params"] = self.stand_ins(parameters) if stand_ins is None else stand_ins[number]
         try:
             yield
         finally:
@@ -169,30 +174,73 @@ class OptimizerSharding:
         Returns:
             What the original returns.
         """
+        parts: list[_Part] = []
         with ExitStack() as groups, without_step_hooks(optimizer):
+
+            def make_ready() -> None:
+                self._make_ready(optimizer)
+                parts.extend(self._parts(optimizer))
 
             def evaluate() -> Any:
                 groups.close()
                 with torch.enable_grad():
                     loss = closure() if closure is not None else None
-                self._make_ready(optimizer)
-                groups.enter_context(self.shard_groups(optimizer))
+                make_ready()
+                groups.enter_context(self.shard_groups(optimizer, parts[0].stand_ins))
                 return loss
 
             if closure is None:
-                self._make_ready(optimizer)
+                make_ready()
+                groups.enter_context(self.shard_groups(optimizer, parts[0].stand_ins))
+                result = original_step(**arguments)
             else:
-                arguments = {**arguments, "closure": OneEvaluation(evaluate, self.original.__name__)}
-            groups.enter_context(self.shard_groups(optimizer))
-            result = original_step(**arguments)
-        stepped = self._stepped_buckets()
-        for bucket in stepped:
-            bucket.publish_master_weights()
-        self.gatherer.gather(stepped)
+                groups.enter_context(self.shard_groups(optimizer))
+                once = OneEvaluation(evaluate, self.original.__name__)
+                result = original_step(**arguments, closure=once)
+                if not parts:
+                    # It has stepped without asking for gradients.
+                    parts.append(_Part(self._stepped_buckets(), []))
+            groups.close()
+            self._send(parts[0])
+            for part in parts[1:]:
+                with self.shard_groups(optimizer, part.stand_ins):
+                    original_step(**arguments)
+                self._send(part)
+        self.gatherer.finish_prompt()
         return result
+
+    def _parts(self, optimizer: Optimizer) -> list["_Part"]:
+        """What is stepped one after the other, so that the first is on its way while the next steps.
+
+        The next forward reads parameters in the reverse order of their gradients. An optimizer that is not known to
+        step each element alone steps once: it may count its steps, or do something once per step.
+        """
+        buckets = self._stepped_buckets()[::-1]
+        if self.original not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
+            return [_Part(buckets, [self.stand_ins(group["params"]) for group in optimizer.param_groups])]
+        groups: list[dict[GradientBucket | None, list[Tensor]]] = []
+        for group in optimizer.param_groups:
+            by_bucket: dict[GradientBucket | None, list[Tensor]] = {}
+            for parameter in group["params"]:
+                slot = self.slots.get(parameter)
+                if slot is None:
+                    by_bucket.setdefault(None, []).append(parameter)
+                elif slot.shard is not None:
+                    by_bucket.setdefault(slot.bucket, []).append(slot.shard)
+            groups.append(by_bucket)
+        parts = [_Part([bucket], [by_bucket.get(bucket, []) for by_bucket in groups]) for bucket in buckets]
+        if any(None in by_bucket for by_bucket in groups):
+            parts.append(_Part([], [by_bucket.get(None, []) for by_bucket in groups]))
+        return parts
+
+    def _send(self, part: "_Part") -> None:
+        for bucket in part.buckets:
+            bucket.publish_master_weights()
+            self.gatherer.launch(bucket)
 
     def _make_ready(self, optimizer: Optimizer) -> None:
         """Brings gradients and parameters to the shards."""
+        self.gatherer.finish()
         if self.has_added_parameters(optimizer):
             known = len(self.buckets)
             self.adopt_added_parameters()
@@ -208,6 +256,13 @@ class OptimizerSharding:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
         return [bucket for bucket in self.buckets if bucket.has_gradients]
+
+
+class _Part(NamedTuple):
+    """Buckets that are stepped by one call, and what each of the optimizer's groups holds of them."""
+
+    buckets: list[ParameterBucket]
+    stand_ins: list[list[Tensor]]
 
 
 class ClosureEvaluatedAgainError(RuntimeError):

@@ -98,6 +98,9 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             "16-true") and steps that, so that updates too small for 16 bits are not lost. ``"auto"`` does so wherever
             there are such parameters; ``False`` steps in 16 bits as ``ddp`` does; ``True`` insists, and is an error
             where there is nothing to keep.
+        overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
+            begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
+            anyway where ``torch.compile`` is at work.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -112,6 +115,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         partition: PartitionChoice = "auto",
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
+        overlap_param_gather: bool = True,
         **kwargs: Any,
     ) -> None:
         self._policy = ShardingPolicy(
@@ -119,6 +123,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             partition=partition,
             expose_gradients=expose_gradients,
             master_weights=master_weights,
+            overlap_param_gather=overlap_param_gather,
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True

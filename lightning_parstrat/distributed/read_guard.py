@@ -1,0 +1,130 @@
+"""Parameters that are still on the wire look like any other, and are waited for when somebody reads them.
+
+While a bucket is gathered, its parameters are of a subclass of ``nn.Parameter`` whose ``__torch_function__`` waits for
+the bucket before it lets the operation go on, and gives the parameters their own class back. Whoever holds a reference
+is served: modules, penalties over a list of weights, ``state_dict``, optimizers, callbacks, copies. What asks for
+shape, dtype, or gradient alone does not wait. Nothing is paid once a parameter is home; to mark and unmark one takes
+some tenths of a microsecond.
+
+Only C++ code that takes a parameter without asking torch could read one early, such as an extension called by its
+module: so modules that are called wait for what they hold.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+_ON_THE_WAY: dict[int, Callable[[], None]] = {}
+"""What brings a marked parameter home, by its identity; marked parameters are held by their buckets."""
+
+
+_KNOWN = "shape dtype device layout ndim grad requires_grad is_leaf grad_fn itemsize nbytes is_cuda is_meta is_sparse"
+_HOOKS = "_backward_hooks _post_accumulate_grad_hooks"
+_NEEDS_NO_CONTENT: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in f"{_KNOWN} {_HOOKS}".split()),
+    *(getattr(Tensor, name).__set__ for name in f"grad requires_grad {_HOOKS}".split()),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.__hash__,
+    Tensor.__len__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+
+
+class ParameterOnTheWay(nn.Parameter):
+    """A parameter whose new values are being gathered. Never instantiated: :func:`mark` swaps classes."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _NEEDS_NO_CONTENT:
+            bring_home(_marked_in([args, kwargs or {}]))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy is of the class that this has once it is home.
+        bring_home([self])
+        return copy.deepcopy(self, memo)
+
+
+def can_be_marked(parameter: Tensor) -> bool:
+    """Whether its class can be swapped: a parameter of a subclass may have a ``__torch_function__`` of its own."""
+    return type(parameter) is nn.Parameter
+
+
+def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
+    """Has ``arrive`` called before anyone reads one of ``parameters``; it calls :func:`unmark`."""
+    for parameter in parameters:
+        _ON_THE_WAY[id(parameter)] = arrive
+        parameter.__class__ = ParameterOnTheWay
+
+
+def unmark(parameters: Iterable[Tensor]) -> None:
+    """Makes of ``parameters`` ordinary ones again."""
+    for parameter in parameters:
+        _ON_THE_WAY.pop(id(parameter), None)
+        parameter.__class__ = nn.Parameter
+
+
+def bring_home(parameters: Iterable[Tensor]) -> None:
+    """Waits for those of ``parameters`` that are on the way."""
+    for parameter in parameters:
+        arrive = _ON_THE_WAY.get(id(parameter))
+        if arrive is not None:
+            arrive()
+        elif type(parameter) is ParameterOnTheWay:
+            # A copy that something made of the class as it was.
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def watch_modules() -> RemovableHandle:
+    """Has every module that is called wait for its own parameters, until the handle is removed."""
+    return register_module_forward_pre_hook(_bring_home_parameters_of)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether code was made of the module that reads parameters by itself, or depends on their class."""
+    if getattr(module, "_compiler_ctx", None) is not None:
+        return True
+    return any(
+        isinstance(child, (OptimizedModule, torch.jit.ScriptModule)) or child._compiled_call_impl is not None
+        for child in module.modules()
+    )
+
+
+def _bring_home_parameters_of(module: nn.Module, _: Any) -> None:
+    if _ON_THE_WAY:
+        bring_home(p for p in module._parameters.values() if type(p) is ParameterOnTheWay)
+
+
+def _marked_in(values: Any) -> list[Tensor]:
+    """All marked parameters in nested arguments."""
+    if isinstance(values, ParameterOnTheWay):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [found for value in values for found in _marked_in(value)]
