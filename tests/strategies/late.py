@@ -1,12 +1,17 @@
 """Gathers that arrive as late as they may: until somebody waits for a bucket, what others own of it is NaN."""
 
+import random
+import time
 from collections.abc import Sequence
+from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parstrat import ZeRO1Strategy
 from lightning_parstrat.distributed.collectives import PairwiseCollectives, Work
+from tests.strategies.parity import zero1
 
 
 class LateCollectives(PairwiseCollectives):
@@ -29,17 +34,42 @@ class _Arrival:
         self._buffer.copy_(self._arrived)
 
 
-class ArriveLate(Callback):
-    """Has parameters arrive late from the first step on, and counts how many buckets were on their way after a step."""
+class DelayedCollectives(PairwiseCollectives):
+    """Launches and arrives after a moment of random length, different on each rank."""
 
-    def __init__(self) -> None:
-        self.under_way = 0
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        _pause()
+        return _Delayed(super()._reduce_scatter(buffer, shard, bounds))
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.under_way = 0
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        _pause()
+        return _Delayed(super()._all_gather(buffer, bounds))
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        gatherer = trainer.strategy._engine.gatherer
+
+class _Delayed:
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        _pause()
+        self._work.wait()
+
+
+def _pause() -> None:
+    time.sleep(random.choice((0.0, 0.0, 0.002, 0.005)))
+
+
+class LateZeRO1(ZeRO1Strategy):
+    """``zero1_custom`` whose parameters arrive late; counts the buckets that were on their way after a step."""
+
+    under_way = 0
+
+    @override
+    def _shard(self, optimizers: list[Optimizer]) -> None:
+        super()._shard(optimizers)
+        gatherer = self._engine.gatherer
         gatherer.collectives = LateCollectives(gatherer.collectives.group)
         finish_prompt = gatherer.finish_prompt
 
@@ -50,6 +80,19 @@ class ArriveLate(Callback):
         gatherer.finish_prompt = count
 
 
-for hook in ("setup", "on_train_start"):
-    # What compares is no user: "auto" must not keep gradients visible on its account.
-    getattr(ArriveLate, hook).__module__ = "lightning.pytorch.callbacks"
+class DelayedZeRO1(ZeRO1Strategy):
+    """``zero1_custom`` on a wire that takes its time."""
+
+    @override
+    def _shard(self, optimizers: list[Optimizer]) -> None:
+        super()._shard(optimizers)
+        for mover in (self._engine.gatherer, self._engine.reducer):
+            mover.collectives = DelayedCollectives(mover.collectives.group)
+
+
+def late(**arguments: Any) -> LateZeRO1:
+    return zero1(LateZeRO1, **arguments)
+
+
+def delayed(**arguments: Any) -> DelayedZeRO1:
+    return zero1(DelayedZeRO1, **arguments)

@@ -142,14 +142,14 @@ def ddp() -> DDPStrategy:
     return DDPStrategy(find_unused_parameters=True)
 
 
-def zero1(**arguments: Any) -> lightning_parstrat.ZeRO1Strategy:
+def zero1(kind: type[Any] = lightning_parstrat.ZeRO1Strategy, **arguments: Any) -> Any:
     """With buckets so small that even the zoo's modules fill several.
 
     The tests' own callbacks do not look at gradients, though "auto" must assume that they might.
     """
-    return by_flag(**{"bucket_cap_mb": 0.001, "expose_gradients": False, **arguments})
+    return by_flag(kind, **{"bucket_cap_mb": 0.001, "expose_gradients": False, **arguments})
 
 
-def by_flag(**arguments: Any) -> lightning_parstrat.ZeRO1Strategy:
+def by_flag(kind: type[Any] = lightning_parstrat.ZeRO1Strategy, **arguments: Any) -> Any:
     """What the flag ``zero1_custom`` gives; but the oracle divides short accumulation windows by their full length."""
-    return lightning_parstrat.ZeRO1Strategy(**{"partial_window": "lightning", **arguments})
+    return kind(**{"partial_window": "lightning", **arguments})

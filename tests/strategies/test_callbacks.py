@@ -61,6 +61,7 @@ from tests.strategies.callback_scripts import (
     validate_then_fit,
 )
 from tests.strategies.cases import FP64
+from tests.strategies.late import late
 from tests.strategies.parity import (
     PoolEnvironment,
     Run,
@@ -77,6 +78,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "whole batch": lambda: None,
     "zero1": zero1,
     "zero1_custom": by_flag,
+    "late": late,
 }
 
 
@@ -285,7 +287,9 @@ def compare(name: str, strategy: str, folder: str) -> tuple[float, float]:
     ("name", "world_size"), [(name, size) for name, case in CASES.items() for size in case.world_sizes]
 )
 def test_shows_what_the_oracle_shows(pool: RankPool, tmp_path: Path, name: str, world_size: int) -> None:
-    for everything, losses in pool.run(world_size, compare, name, "zero1", str(tmp_path)):
+    # Of three ranks parameters arrive as late as they may.
+    strategy = "late" if world_size == 3 else "zero1"
+    for everything, losses in pool.run(world_size, compare, name, strategy, str(tmp_path)):
         assert everything <= CASES[name].tolerance
         assert losses <= 10 * CASES[name].tolerance
 

@@ -1,11 +1,16 @@
 """Parameters that arrive after the step are never read before they have: trainings equal the oracle all the same."""
 
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 from tests.pool import RankPool
-from tests.strategies.cases import CASES
-from tests.strategies.late import ArriveLate
-from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero1
+from tests.strategies import zoo
+from tests.strategies.cases import CASES, FP32
+from tests.strategies.late import delayed, late
+from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, make_trainer, train, zero1
 
 ARRIVE_IN_THE_STEP = {
     # Compiled code depends on the class of what it reads.
@@ -28,9 +33,9 @@ def compare_late(name: str) -> tuple[float, float, int]:
     expected = train(
         lambda: case.module(case.optimizer), None if whole_batch else ddp(), whole_batch=whole_batch, **case.trainer
     )
-    late = ArriveLate()
-    actual = train(lambda: case.module(case.optimizer), zero1(**case.strategy), callbacks=[late], **case.trainer)
-    return largest_difference(actual, expected), largest_loss_difference(actual, expected), late.under_way
+    strategy = late(**case.strategy)
+    actual = train(lambda: case.module(case.optimizer), strategy, **case.trainer)
+    return largest_difference(actual, expected), largest_loss_difference(actual, expected), strategy.under_way
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if 2 in case.world_sizes])
@@ -39,3 +44,107 @@ def test_trains_as_the_oracle_does_where_parameters_arrive_late(pool: RankPool, 
         assert parameters <= CASES[name].tolerance
         assert losses <= 10 * CASES[name].tolerance
         assert (under_way > 0) == (name not in ARRIVE_IN_THE_STEP)
+
+
+def fifty_steps(strategy: Any) -> list[list[Tensor]]:
+    run = train(
+        lambda: zoo.Attention(), strategy, max_epochs=5, accumulate_grad_batches=1, gradient_clip_val=0.1, validate=True
+    )
+    return run.parameters
+
+
+def differences_of_delays(world_size: int) -> int:
+    prompt = fifty_steps(zero1(overlap_param_gather=False))
+    slow = fifty_steps(delayed())
+    assert len(prompt) == len(slow) == 50
+    return sum(
+        not torch.equal(one, other)
+        for ours, theirs in zip(prompt, slow, strict=True)
+        for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_overlap_changes_no_bit_whatever_the_wire_does(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, differences_of_delays, world_size) == [0] * world_size
+
+
+def without_overlap() -> int:
+    strategy = late(overlap_param_gather=False)
+    train(lambda: zoo.MLP(), strategy)
+    return strategy.under_way
+
+
+def test_without_overlap_parameters_arrive_in_the_step(pool: RankPool) -> None:
+    assert pool.run(2, without_overlap) == [0, 0]
+
+
+class FailsInForward(zoo.MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise ZeroDivisionError
+        return super().training_step(batch, batch_idx)
+
+
+class HoldsViews(zoo.MLP):
+    """A penalty over what it once detached; under DDP that is the parameters' memory."""
+
+    def on_train_start(self) -> None:
+        self.views = [parameter.detach() for parameter in self.parameters()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx:
+            assert not any(view.isnan().any() for view in self.views)
+        return super().training_step(batch, batch_idx)
+
+
+def what_is_left_after_a_failure() -> tuple[bool, list[str], int]:
+    strategy = late()
+    module = FailsInForward()
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(strategy).fit(module, zoo.loader(40, 4))
+    finite = all(not parameter.isnan().any() for parameter in module.parameters())
+    return finite, sorted({type(parameter).__name__ for parameter in module.parameters()}), strategy.under_way
+
+
+def test_a_failure_before_the_next_forward_leaves_whole_parameters(pool: RankPool) -> None:
+    for finite, classes, under_way in pool.run(2, what_is_left_after_a_failure):
+        assert finite and classes == ["Parameter"] and under_way > 0
+
+
+def train_with_views() -> bool:
+    run = train(lambda: HoldsViews(), late())
+    return all(torch.isfinite(parameter).all() for parameter in run.parameters[-1])
+
+
+def test_memory_that_somebody_holds_is_up_to_date_when_the_step_ends(pool: RankPool) -> None:
+    assert all(pool.run(2, train_with_views))
+
+
+class CompilesLater(zoo.MLP):
+    """Makes a compiled function of its own in the middle of training, which reads parameters."""
+
+    penalty = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 3:
+            self.penalty = torch.compile(lambda weight: weight.pow(2).sum(), backend="eager")
+        if self.penalty is not None:
+            loss = loss + 0.01 * sum(self.penalty(parameter) for parameter in self.parameters())
+        return loss
+
+
+def train_and_compile(strategy: Any) -> Any:
+    return train(lambda: CompilesLater(), strategy)
+
+
+def compare_compiled_later() -> tuple[float, bool]:
+    strategy = late()
+    actual = train_and_compile(strategy)
+    return largest_difference(actual, train_and_compile(ddp())), strategy.under_way > 0
+
+
+def test_from_the_first_compilation_on_parameters_arrive_in_the_step(pool: RankPool) -> None:
+    for difference, under_way in pool.run(2, compare_compiled_later):
+        assert difference <= FP32 and under_way
