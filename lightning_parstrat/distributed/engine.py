@@ -26,7 +26,8 @@ from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
 from lightning_parstrat.distributed.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.read_guard import is_compiled
-from lightning_parstrat.distributed.reducer import GradientReducer, GradientScale
+from lightning_parstrat.distributed.reducer import GradientReducer
+from lightning_parstrat.distributed.reductions import GradientScale
 from lightning_parstrat.distributed.shard_state import shard_existing_state
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 from lightning_parstrat.distributed.state_dict import with_own_storage
@@ -65,7 +66,7 @@ class ShardedDataParallel:
         check_parameters(module, parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
         control = make_collectives(groups.control, torch.device("cpu"))
-        self.reducer = GradientReducer(make_collectives(groups.gradients, device), control)
+        self.reducer = GradientReducer(make_collectives(groups.gradients, device), control, policy.max_inflight_buckets)
         self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device))
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])

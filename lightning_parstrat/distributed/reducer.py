@@ -15,7 +15,7 @@ are gathered again at the end of backward and ``param.grad`` is what DDP would s
 """
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -28,36 +28,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.distributed.buckets import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.collectives import Collectives, Work
 from lightning_parstrat.distributed.exposure import expose_gradients
+from lightning_parstrat.distributed.reductions import GradientScale, Launch, Reductions
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 """A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
 More than one, because the optimizers of a GAN take turns."""
-
-
-GradientScale = Callable[[], float]
-"""What makes a mean of the sum over ranks; asked for after the sum is under way. Collective, as its sources may be."""
-
-
-class _Reduction(NamedTuple):
-    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
-
-    ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
-    ``scale`` turns the sum into a mean; what it is divided by ``applied`` has been done before the sum.
-    """
-
-    bucket: GradientBucket
-    shard: Tensor
-    whole: Tensor | None
-    work: Work
-    scale: GradientScale
-    applied: float
-    replaces: bool
-    backward: int
-
-
-_TRANSFERS_UNDER_WAY: list[Work] = []
-"""What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
-must stay posted: else the next training on these process groups would receive what was meant for this one."""
 
 
 class _Agreement(NamedTuple):
@@ -76,9 +51,10 @@ class GradientReducer:
     Args:
         collectives: Carry the gradients.
         control: Carries the flags; its group works on host memory.
+        max_in_flight: How many buckets may be under way together; None for any number.
     """
 
-    def __init__(self, collectives: Collectives, control: Collectives) -> None:
+    def __init__(self, collectives: Collectives, control: Collectives, max_in_flight: int | None = None) -> None:
         self.collectives = collectives
         self.control = control
         self.buckets: list[GradientBucket] = []
@@ -95,7 +71,7 @@ class GradientReducer:
         self._launched = 0
         self._missing: dict[GradientBucket, int] = {}
         self._sent: set[GradientBucket] = set()
-        self._reductions: list[_Reduction] = []
+        self._reductions = Reductions(max_in_flight)
         self._backward = 0
         self._agreement: _Agreement | None = None
         self._scale: GradientScale = self._mean_over_ranks
@@ -136,9 +112,8 @@ class GradientReducer:
         if not failed and not self._running:
             # A backward that nobody stepped: all ranks have launched all of it.
             self._settle()
-            self._complete_reductions(self.buckets)
-        _TRANSFERS_UNDER_WAY.extend(reduction.work for reduction in self._reductions)
-        self._reductions.clear()
+            self._reductions.complete(self.buckets)
+        self._reductions.set_aside()
         self._agreement = None
         self._running = False
 
@@ -186,7 +161,7 @@ class GradientReducer:
         self._abandon_unfinished_backward()
         if self.collects_unannounced:
             self.reduce_left_over(buckets)
-        self._complete_reductions(self.buckets)
+        self._reductions.complete(self.buckets)
         if self.exposes_gradients:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
@@ -212,7 +187,7 @@ class GradientReducer:
         """Forgets the reduced gradients of ``slots``; reductions still under way are waited for first."""
         self._settle()
         self._abandon_unfinished_backward()
-        self._complete_reductions(self.buckets)
+        self._reductions.complete(self.buckets)
         for bucket in dict.fromkeys(slot.bucket for slot in slots):
             bucket.zero_gradients(slots, set_to_none)
 
@@ -271,48 +246,16 @@ class GradientReducer:
             self._launched += 1
             self._launch(self._queue[self._launched - 1])
 
-    @torch.no_grad()
     def _launch(self, bucket: GradientBucket) -> None:
-        buffer = bucket.pack_gradients(self._exposes(bucket), bucket in self._sent)
-        applied = 1.0
-        if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
-            # A sum over ranks overflows in float16 where the mean does not.
-            applied = self._mean_over_ranks()
-            buffer.mul_(applied)
-        whole = None
-        if self._exposes(bucket):
-            whole = torch.empty_like(buffer)
-            shard = bucket.shard_of(whole)
-        else:
-            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
-        work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
-        replaces = self._exposes(bucket) and bucket not in self._sent
+        how = Launch(self._exposes(bucket), bucket in self._sent, self._scale, self._backward)
         self._sent.add(bucket)
-        self._reductions.append(_Reduction(bucket, shard, whole, work, self._scale, applied, replaces, self._backward))
+        self._reductions.launch(bucket, how, self.collectives)
 
     def _mean_over_ranks(self) -> float:
         return 1.0 / self.collectives.world_size
 
     def _exposes(self, bucket: GradientBucket) -> bool:
         return self.exposes_gradients or bucket.keeps_parameters_whole
-
-    def _complete_reductions(self, buckets: Sequence[GradientBucket]) -> None:
-        pending = [reduction for reduction in self._reductions if reduction.bucket in buckets]
-        self._reductions = [reduction for reduction in self._reductions if reduction.bucket not in buckets]
-        for reduction in pending:
-            reduction.work.wait()
-            bucket = reduction.bucket
-            scale = reduction.scale() / reduction.applied
-            if scale != 1.0:
-                reduction.shard.mul_(scale)
-            if bucket.shard_gradient is None or reduction.replaces:
-                bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
-            else:
-                bucket.shard_gradient.add_(reduction.shard)
-        for bucket in {reduction.bucket for reduction in pending}:
-            if not self._exposes(bucket):
-                bucket.attach_gradients()
 
     def _flush(self) -> None:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
@@ -360,7 +303,7 @@ class GradientReducer:
             if needed:
                 self._launch(bucket)
         exposed = [bucket for bucket in self.buckets if bucket in self._sent and self._exposes(bucket)]
-        self._complete_reductions(exposed)
+        self._reductions.complete(exposed)
         expose_gradients(exposed, self.collectives)
 
     def _has_gradient(self, slot: ParameterSlot) -> bool:
@@ -371,9 +314,7 @@ class GradientReducer:
         if self._running:
             self._running = False
             self._queue, self._launched = [], 0
-            unfinished = [reduction for reduction in self._reductions if reduction.backward == self._backward]
-            _TRANSFERS_UNDER_WAY.extend(reduction.work for reduction in unfinished)
-            self._reductions = [reduction for reduction in self._reductions if reduction not in unfinished]
+            self._reductions.set_aside(self._backward)
 
     def _remove_loss_hook(self) -> None:
         if self._loss_hook is not None:

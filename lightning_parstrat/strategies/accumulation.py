@@ -26,7 +26,7 @@ from lightning_parstrat.core.accumulation import (
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
 from lightning_parstrat.distributed.collectives import Collectives, control_group, make_collectives
 from lightning_parstrat.distributed.nonfinite import GradientWitness, raise_nonfinite
-from lightning_parstrat.distributed.reducer import GradientScale
+from lightning_parstrat.distributed.reductions import GradientScale
 from lightning_parstrat.distributed.weights import LossWeights, without_weightless
 from lightning_parstrat.strategies.clipping import (
     GradientClipper,

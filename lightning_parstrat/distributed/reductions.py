@@ -1,0 +1,113 @@
+"""Reduce-scatters under way, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.distributed.buckets import GradientBucket
+from lightning_parstrat.distributed.collectives import Collectives, Work
+
+GradientScale = Callable[[], float]
+"""What makes a mean of the sum over ranks; asked for after the sum is under way. Collective, as its sources may be."""
+
+_TRANSFERS_UNDER_WAY: list[Work] = []
+"""What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
+must stay posted: else the next training on these process groups would receive what was meant for this one."""
+
+
+class Launch(NamedTuple):
+    """How a bucket is to be reduced.
+
+    Attributes:
+        exposes: Whether the gradient will be shown in ``param.grad``.
+        again: Whether the bucket has been sent in this backward before: then the result is added.
+        scale: Turns the sum into a mean.
+        backward: The number of the backward, for :meth:`Reductions.set_aside`.
+    """
+
+    exposes: bool
+    again: bool
+    scale: GradientScale
+    backward: int
+
+
+class _Reduction(NamedTuple):
+    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
+
+    ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
+    What ``scale`` is divided by, ``applied``, has been done before the sum.
+    """
+
+    bucket: GradientBucket
+    shard: Tensor
+    whole: Tensor | None
+    work: Work
+    applied: float
+    launch: Launch
+
+
+class Reductions:
+    """Launches reduce-scatters and completes them.
+
+    A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it was waited for.
+
+    Args:
+        max_in_flight: How many may do so; a further one waits for the oldest. None for any number.
+    """
+
+    def __init__(self, max_in_flight: int | None) -> None:
+        self._max_in_flight = max_in_flight
+        self._under_way: list[_Reduction] = []
+        self._in_flight: deque[Work] = deque()
+
+    @torch.no_grad()
+    def launch(self, bucket: GradientBucket, how: Launch, collectives: Collectives) -> None:
+        """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
+        if self._max_in_flight is not None and len(self._in_flight) >= self._max_in_flight:
+            self._in_flight.popleft().wait()
+        buffer = bucket.pack_gradients(how.exposes, how.again)
+        applied = 1.0
+        if buffer.dtype == torch.float16 and collectives.world_size > 1:
+            # A sum over ranks overflows in float16 where the mean does not.
+            applied = 1.0 / collectives.world_size
+            buffer.mul_(applied)
+        whole = None
+        if how.exposes:
+            whole = torch.empty_like(buffer)
+            shard = bucket.shard_of(whole)
+        else:
+            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
+        work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
+        self._in_flight.append(work)
+        self._under_way.append(_Reduction(bucket, shard, whole, work, applied, how))
+
+    def complete(self, buckets: Collection[GradientBucket]) -> None:
+        """Waits for the reductions of ``buckets`` and leaves the mean gradients in their shards."""
+        pending = [reduction for reduction in self._under_way if reduction.bucket in buckets]
+        self._under_way = [reduction for reduction in self._under_way if reduction.bucket not in buckets]
+        for reduction in pending:
+            reduction.work.wait()
+            bucket, how = reduction.bucket, reduction.launch
+            scale = how.scale() / reduction.applied
+            if scale != 1.0:
+                reduction.shard.mul_(scale)
+            # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
+            if bucket.shard_gradient is None or (how.exposes and not how.again):
+                bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
+            else:
+                bucket.shard_gradient.add_(reduction.shard)
+        for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
+            bucket.attach_gradients()
+        if not self._under_way:
+            self._in_flight.clear()
+
+    def set_aside(self, backward: int | None = None) -> None:
+        """Forgets those of one backward, or all; their memory must outlive the transfers."""
+        for reduction in self._under_way:
+            if backward in (None, reduction.launch.backward):
+                _TRANSFERS_UNDER_WAY.append(reduction.work)
+        self._under_way = [one for one in self._under_way if backward not in (None, one.launch.backward)]
+        self._in_flight.clear()
