@@ -66,18 +66,21 @@ def measure(strategy: str, arguments: argparse.Namespace) -> float:
 
 
 def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
-    """Median, minimum and maximum per strategy, and the ratio to the first one within each pair."""
+    """Median, minimum and maximum per strategy, and the ratio to the first one within each pair, with its quartiles."""
     first = next(iter(seconds))
-    return {
-        strategy: {
+    summary: dict[str, Any] = {}
+    for strategy, times in seconds.items():
+        ratios = [time / base for time, base in zip(times, seconds[first], strict=True)]
+        quartiles = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
+        summary[strategy] = {
             "seconds": times,
             "median": statistics.median(times),
             "min": min(times),
             "max": max(times),
-            f"ratio_to_{first}": statistics.median(t / base for t, base in zip(times, seconds[first], strict=True)),
+            f"ratio_to_{first}": statistics.median(ratios),
+            f"ratio_to_{first}_quartiles": [quartiles[0], quartiles[2]],
         }
-        for strategy, times in seconds.items()
-    }
+    return summary
 
 
 def parse_arguments() -> argparse.Namespace:

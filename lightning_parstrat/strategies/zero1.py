@@ -355,7 +355,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         if self._engine is None:
             return
         if self._broadcast_buffers_next:
-            broadcast_buffers(self._training_module, self._groups.parameters)
+            # Not by the parameters' group, where it would queue behind those that are on their way.
+            broadcast_buffers(self._training_module, self._groups.gradients)
         synchronized = torch.is_grad_enabled() and self._engine.synchronizes
         self._broadcast_buffers_next = synchronized and self._training_module.automatic_optimization
 
