@@ -44,7 +44,8 @@ def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [(name, size) for name, case in CASES.items() if not case.strategy for size in case.world_sizes],
+    # Of several world sizes the largest but one: one bucket differs from small ones where there are ranks.
+    [(name, case.world_sizes[-2:][0]) for name, case in CASES.items() if not case.strategy],
 )
 def test_trains_as_the_oracle_does_by_flag(pool: RankPool, name: str, world_size: int) -> None:
     case = CASES[name]
