@@ -53,6 +53,9 @@ class ParameterGatherer:
         work = self.collectives.all_gather(bucket.flat, bucket.layout.bounds)
         stream = torch.cuda.current_stream(bucket.device) if bucket.device.type == "cuda" else None
         self._on_the_way[bucket] = _Gather(work, late, stream)
+        # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
+        stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
         if late:
             if self._watch is None:
                 self._watch = watch_modules()
@@ -95,9 +98,6 @@ class ParameterGatherer:
             del self._on_the_way[bucket]
             unmark(bucket.parameters)
             bucket.copy_out_to_strangers()
-            # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
-            stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
-            torch.autograd.graph.increment_version(stepped)
             if not self._on_the_way:
                 self._stop_watching()
 

@@ -121,6 +121,39 @@ def test_memory_that_somebody_holds_is_up_to_date_when_the_step_ends(pool: RankP
     assert all(pool.run(2, train_with_views))
 
 
+class BackwardOfAnEarlierForward(zoo.MLP):
+    """Steps between a forward and its backward, which torch refuses: the graph has saved what is no more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.refused = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        earlier, loss = super().training_step(batch, batch_idx), super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        optimizer.step()
+        try:
+            earlier.backward()
+        except RuntimeError as error:
+            self.refused += "modified by an inplace operation" in str(error)
+        optimizer.zero_grad()
+        return loss.detach()
+
+
+def refusals(strategy: Any) -> int:
+    return train(lambda: BackwardOfAnEarlierForward(), strategy).module.refused
+
+
+def refusals_of_both() -> tuple[int, int]:
+    return refusals(late()), refusals(ddp())
+
+
+def test_a_graph_of_before_the_step_is_refused_while_parameters_are_on_their_way(pool: RankPool) -> None:
+    assert pool.run(2, refusals_of_both) == [(10, 10), (10, 10)]
+
+
 class CompilesLater(zoo.MLP):
     """Makes a compiled function of its own in the middle of training, which reads parameters."""
 
