@@ -29,8 +29,6 @@ class ShardingPolicy:
         master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
             any (``"auto"``), never, or (True) by all means: that there are none is an error then.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
-        max_inflight_buckets: How many buckets of gradients may be on the wire together; backward waits before it sends
-            one more. None for any number.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -41,7 +39,6 @@ class ShardingPolicy:
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
     overlap_param_gather: bool = True
-    max_inflight_buckets: int | None = 4
 
     def __post_init__(self) -> None:
         number = isinstance(self.bucket_cap_mb, (int, float)) and not isinstance(self.bucket_cap_mb, bool)
@@ -57,11 +54,6 @@ class ShardingPolicy:
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
         if not isinstance(self.overlap_param_gather, bool):
             raise ValueError(f"Invalid overlap_param_gather: {self.overlap_param_gather!r}. Must be True or False.")
-        limit = self.max_inflight_buckets
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-            raise ValueError(
-                f"Invalid max_inflight_buckets: {limit!r}. Must be a positive integer, or None for no limit."
-            )
 
     @property
     def bucket_cap_bytes(self) -> int:

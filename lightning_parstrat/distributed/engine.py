@@ -66,7 +66,7 @@ class ShardedDataParallel:
         check_parameters(module, parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
         control = make_collectives(groups.control, torch.device("cpu"))
-        self.reducer = GradientReducer(make_collectives(groups.gradients, device), control, policy.max_inflight_buckets)
+        self.reducer = GradientReducer(make_collectives(groups.gradients, device), control)
         self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device))
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])

@@ -51,10 +51,9 @@ class GradientReducer:
     Args:
         collectives: Carry the gradients.
         control: Carries the flags; its group works on host memory.
-        max_in_flight: How many buckets may be under way together; None for any number.
     """
 
-    def __init__(self, collectives: Collectives, control: Collectives, max_in_flight: int | None = None) -> None:
+    def __init__(self, collectives: Collectives, control: Collectives) -> None:
         self.collectives = collectives
         self.control = control
         self.buckets: list[GradientBucket] = []
@@ -71,7 +70,7 @@ class GradientReducer:
         self._launched = 0
         self._missing: dict[GradientBucket, int] = {}
         self._sent: set[GradientBucket] = set()
-        self._reductions = Reductions(max_in_flight)
+        self._reductions = Reductions()
         self._backward = 0
         self._agreement: _Agreement | None = None
         self._scale: GradientScale = self._mean_over_ranks

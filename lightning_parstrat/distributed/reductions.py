@@ -1,6 +1,5 @@
 """Reduce-scatters under way, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
 
-from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -53,21 +52,16 @@ class Reductions:
     """Launches reduce-scatters and completes them.
 
     A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it was waited for.
-
-    Args:
-        max_in_flight: How many may do so; a further one waits for the oldest. None for any number.
+    Nothing is waited for while backward runs: another rank may send a bucket only after all have told each other, at
+    the end of backward, which gradients did not come.
     """
 
-    def __init__(self, max_in_flight: int | None) -> None:
-        self._max_in_flight = max_in_flight
+    def __init__(self) -> None:
         self._under_way: list[_Reduction] = []
-        self._in_flight: deque[Work] = deque()
 
     @torch.no_grad()
     def launch(self, bucket: GradientBucket, how: Launch, collectives: Collectives) -> None:
         """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
-        if self._max_in_flight is not None and len(self._in_flight) >= self._max_in_flight:
-            self._in_flight.popleft().wait()
         buffer = bucket.pack_gradients(how.exposes, how.again)
         applied = 1.0
         if buffer.dtype == torch.float16 and collectives.world_size > 1:
@@ -81,7 +75,6 @@ class Reductions:
         else:
             shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
         work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        self._in_flight.append(work)
         self._under_way.append(_Reduction(bucket, shard, whole, work, applied, how))
 
     def complete(self, buckets: Collection[GradientBucket]) -> None:
@@ -101,8 +94,6 @@ class Reductions:
                 bucket.shard_gradient.add_(reduction.shard)
         for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
             bucket.attach_gradients()
-        if not self._under_way:
-            self._in_flight.clear()
 
     def set_aside(self, backward: int | None = None) -> None:
         """Forgets those of one backward, or all; their memory must outlive the transfers."""
@@ -110,4 +101,3 @@ class Reductions:
             if backward in (None, reduction.launch.backward):
                 _TRANSFERS_UNDER_WAY.append(reduction.work)
         self._under_way = [one for one in self._under_way if backward not in (None, one.launch.backward)]
-        self._in_flight.clear()

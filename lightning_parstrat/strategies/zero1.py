@@ -101,9 +101,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
             begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
             anyway where ``torch.compile`` is at work.
-        max_inflight_buckets: How many buckets of gradients may be on the wire together. Each holds its memory until it
-            has been reduced; where the wire is slower than backward, backward waits before it sends one more. ``None``
-            for any number.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -119,7 +116,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
         overlap_param_gather: bool = True,
-        max_inflight_buckets: int | None = 4,
         **kwargs: Any,
     ) -> None:
         self._policy = ShardingPolicy(
@@ -128,7 +124,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             expose_gradients=expose_gradients,
             master_weights=master_weights,
             overlap_param_gather=overlap_param_gather,
-            max_inflight_buckets=max_inflight_buckets,
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True

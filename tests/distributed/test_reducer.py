@@ -34,10 +34,10 @@ def loss_of(module: nn.Module, rank: int) -> Tensor:
     return module(batch(rank)).pow(2).mean()
 
 
-def events_of_one_backward(limit: int | None) -> tuple[Log, int]:
+def events_of_one_backward() -> tuple[Log, int]:
     module = layers()
     optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer, max_inflight_buckets=limit)
+    engine = make_engine(module, optimizer)
     log: Log = []
     log_reductions(engine, log)
     # The gradient of the input's first layer is the last thing backward computes.
@@ -49,7 +49,7 @@ def events_of_one_backward(limit: int | None) -> tuple[Log, int]:
 
 
 def test_every_bucket_but_the_last_leaves_during_backward_and_none_is_waited_for(pool: RankPool) -> None:
-    for log, buckets in pool.run(2, events_of_one_backward, None):
+    for log, buckets in pool.run(2, events_of_one_backward):
         assert buckets == 8
         ended = log.index(("backward ended", 0))
         launches = [number for event, number in log if event == "launch reduce"]
@@ -58,21 +58,6 @@ def test_every_bucket_but_the_last_leaves_during_backward_and_none_is_waited_for
         assert sum(event == "launch reduce" for event, _ in before_last_gradient) >= buckets - 1
         assert not any(event.startswith("wait") for event, _ in log[:ended])
         assert sum(event == "wait reduce" for event, _ in log[ended:]) == buckets
-
-
-@pytest.mark.parametrize("limit", [1, 2, 4])
-def test_no_more_buckets_are_on_the_wire_than_may_be(pool: RankPool, limit: int) -> None:
-    for log, buckets in pool.run(2, events_of_one_backward, limit):
-        in_flight, most, waited = set(), 0, set()
-        for event, number in log:
-            if event == "launch reduce":
-                in_flight.add(number)
-                most = max(most, len(in_flight))
-            elif event == "wait reduce":
-                in_flight.discard(number)
-                waited.add(number)
-        assert most == limit
-        assert waited == set(range(buckets))
 
 
 class Reentrant(nn.Module):
