@@ -58,7 +58,13 @@ class ParameterOnTheWay(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func not in _NEEDS_NO_CONTENT:
-            bring_home(_marked_in([args, kwargs or {}]))
+            found = _marked_in([args, kwargs or {}])
+            if found:
+                bring_home(found)
+            else:
+                # One is hidden in an object of the caller's.
+                for arrive in list(_ON_THE_WAY.values()):
+                    arrive()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
