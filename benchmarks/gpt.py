@@ -8,11 +8,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+LENGTH = 128
+VOCABULARY = 8192
+
 
 class RandomTokens(Dataset):
     """Sequences of one more token than the model sees."""
 
-    def __init__(self, samples: int, length: int, vocabulary: int) -> None:
+    def __init__(self, samples: int, length: int = LENGTH, vocabulary: int = VOCABULARY) -> None:
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(vocabulary, (samples, length + 1), generator=generator)
 
@@ -23,25 +26,41 @@ class RandomTokens(Dataset):
         return self.tokens[index]
 
 
-class GPT(LightningModule):
-    """Pre-norm transformer decoder; 33.6 million parameters by default, of which two embeddings are a fifth."""
+class Decoder(nn.Module):
+    """Pre-norm transformer decoder; 33.7 million parameters by default, of which two embeddings are a quarter."""
 
-    def __init__(self, width: int = 512, depth: int = 8, heads: int = 8, length: int = 128, vocabulary: int = 8192):
+    def __init__(self, width: int = 512, depth: int = 8, heads: int = 8, length: int = LENGTH):
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
+        self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def units(self) -> list[nn.Module]:
+        """The modules that compute one after the other, each of which a strategy may shard by itself."""
+        return [self.tokens, *self.blocks.layers, self.head]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        """The mean loss."""
         inputs, targets = batch[:, :-1], batch[:, 1:]
         hidden = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
         logits = self.head(self.blocks(hidden, mask=self.mask, is_causal=True))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class GPT(LightningModule):
+    """A decoder, real or emulated, under AdamW."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.decoder(batch)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=3e-4)

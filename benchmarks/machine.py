@@ -1,5 +1,6 @@
 """What a result file says of where it was measured."""
 
+import json
 import os
 import platform
 import shlex
@@ -8,6 +9,8 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from ranks import COMMAND_VARIABLE
 
 
 def describe_machine() -> dict[str, Any]:
@@ -20,7 +23,8 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "lightning", "lightning-parstrat")},
         "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        # Ranks that a program started know what the user typed.
+        "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(["python", *sys.argv]),
     }
 
 
@@ -29,3 +33,11 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def write_result(result: dict[str, Any], target: Path | None) -> None:
+    """Writes the result with the machine it was measured on, if there is somewhere to write it."""
+    if target is None:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"machine": describe_machine(), **result}, indent=2) + "\n")

@@ -1,124 +1,122 @@
 """Step time of strategies through Lightning's Trainer, interleaved in one run (A B A B).
 
 On local processes:   python benchmarks/step_time.py --devices 2
-As one of two nodes:  set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT as torchrun does, --num-nodes 2 --devices 1
+On two nodes:         sudo python benchmarks/two_nodes.py --rate 1gbit (see there), or on real ones with --num-nodes 2
+                      and RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set as torchrun does
 
-A step's time is the wall time of a run of steps divided by their number, so that whatever communication runs on into
-the next step is inside the clock. Medians with minimum and maximum, and ratios to the first strategy pair by pair.
+A step's time is the wall time of a run of micro-batches divided by their number, so that whatever communication runs on
+into the next step is inside the clock. Medians with minimum and maximum, and ratios to the first strategy pair by pair.
+With --bandwidth, ratios to what no strategy could be faster than, from `single_process` in the same run.
 """
 
 import argparse
-import json
-import os
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
-import torch
-from gpt import GPT, RandomTokens
-from lightning.pytorch import Callback, LightningModule, Trainer
-from machine import describe_machine
-from torch.utils.data import DataLoader
+from machine import write_result
+from measuring import add_arguments, check_arguments, make_decoder, measure_in_turns, quartiles, spread
+from peers import PEERS, SINGLE_PROCESS
+from ranks import become_ranks, global_rank
 
 
-class Stopwatch(Callback):
-    """Wall time of the steps after the first few, which allocate and settle."""
-
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.steps = 0
-        self.started = self.seconds = 0.0
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self.steps == self.warm_up:
-            self.started = time.perf_counter()
-        self.steps += 1
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.seconds = (time.perf_counter() - self.started) / (self.steps - self.warm_up)
-
-
-def measure(strategy: str, arguments: argparse.Namespace) -> float:
-    """Seconds per optimizer micro-batch step under ``strategy``, as this rank sees them."""
-    torch.manual_seed(0)
-    module = GPT(width=arguments.width, depth=arguments.depth)
-    stopwatch = Stopwatch(arguments.warm_up)
-    steps = arguments.warm_up + arguments.steps
-    ranks = arguments.num_nodes * arguments.devices
-    data = RandomTokens(steps * arguments.batch_size * ranks, 128, 8192)
-    trainer = Trainer(
-        accelerator=arguments.accelerator,
-        devices=arguments.devices,
-        num_nodes=arguments.num_nodes,
-        strategy=strategy,
-        max_steps=steps // arguments.accumulate,
-        gradient_clip_val=arguments.clip,
-        accumulate_grad_batches=arguments.accumulate,
-        callbacks=[stopwatch],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, DataLoader(data, batch_size=arguments.batch_size))
-    return stopwatch.seconds
-
-
-def summarize(seconds: dict[str, list[float]]) -> dict[str, Any]:
+def summarize(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Median, minimum and maximum per strategy, and the ratio to the first one within each pair, with its quartiles."""
-    first = next(iter(seconds))
+    first = next(iter(measured))
+    base = [run["seconds"] for run in measured[first]]
     summary: dict[str, Any] = {}
-    for strategy, times in seconds.items():
-        ratios = [time / base for time, base in zip(times, seconds[first], strict=True)]
-        quartiles = statistics.quantiles(ratios, method="inclusive") if len(ratios) > 1 else ratios * 3
-        summary[strategy] = {
-            "seconds": times,
-            "median": statistics.median(times),
-            "min": min(times),
-            "max": max(times),
+    for name, runs in measured.items():
+        seconds = [run["seconds"] for run in runs]
+        ratios = [time / beside for time, beside in zip(seconds, base, strict=True)]
+        summary[name] = {
+            "seconds": seconds,
+            **spread(seconds),
             f"ratio_to_{first}": statistics.median(ratios),
-            f"ratio_to_{first}_quartiles": [quartiles[0], quartiles[2]],
+            f"ratio_to_{first}_quartiles": quartiles(ratios),
         }
+        sent = [run["sent"] for run in runs if run["sent"] is not None]
+        if sent:
+            summary[name]["node_bytes_sent_per_optimizer_step"] = round(statistics.median(sent))
+        if runs[-1]["payload"] is not None:
+            summary[name]["rank_payload_per_optimizer_step"] = runs[-1]["payload"]
+        if name == SINGLE_PROCESS:
+            phases = [run["phases"] for run in runs]
+            summary[name]["phases"] = {key: statistics.median(phase[key] for phase in phases) for key in phases[0]}
     return summary
+
+
+def limits(phases: dict[str, float], arguments: argparse.Namespace, parameter_bytes: int) -> dict[str, float]:
+    """Seconds per micro-batch if communication hid behind computation wherever it can, and cost the core nothing.
+
+    Half of the bytes are gradients, which travel while the last backward of a step runs. ZeRO-1 has stepped parameters
+    travel in the next forward, but none before the whole gradient's norm is known; DDP sends both halves in backward.
+    """
+    parts = arguments.num_nodes if arguments.num_nodes > 1 else arguments.devices
+    half = (parts - 1) / parts * parameter_bytes * 8 / arguments.bandwidth
+    forward, backward, step = phases["forward"], phases["backward"], phases["step"]
+    ranks = arguments.num_nodes * arguments.devices
+    local = (arguments.accumulate - 1) * (forward + backward)
+    zero1 = local + max(backward, half) + max(forward, half) + step / ranks
+    ddp = local + forward + max(backward, 2 * half) + step
+    return {
+        "seconds_on_the_wire_per_half": half,
+        "zero1_with_norm_clipping": zero1 / arguments.accumulate,
+        "ddp": ddp / arguments.accumulate,
+    }
+
+
+def add_limits(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """Adds the limits, and each strategy's ratio to ZeRO-1's, where there is something to compute them from."""
+    times = result["step_time"]
+    if arguments.bandwidth is None or SINGLE_PROCESS not in times:
+        return
+    parameter_bytes = sum(parameter.nbytes for parameter in make_decoder(arguments).parameters())
+    bounds = limits(times[SINGLE_PROCESS]["phases"], arguments, parameter_bytes)
+    result["limits"] = {"bits_per_second": arguments.bandwidth, "parameter_bytes": parameter_bytes, **bounds}
+    for name, summary in times.items():
+        if name != SINGLE_PROCESS:
+            summary["ratio_to_limit"] = summary["median"] / bounds["zero1_with_norm_clipping"]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints a line per strategy."""
+    first = next(iter(result["step_time"]))
+    for name, times in result["step_time"].items():
+        line = f"{name:42s} {times['median']:.3f} s  ({times['min']:.3f} to {times['max']:.3f})"
+        line += f"  {times[f'ratio_to_{first}']:.3f} of {first}"
+        if "ratio_to_limit" in times:
+            line += f"  {times['ratio_to_limit']:.3f} of the limit"
+        if "node_bytes_sent_per_optimizer_step" in times:
+            line += f"  {times['node_bytes_sent_per_optimizer_step'] / 1e6:.1f} MB sent"
+        print(line)
+    for name, reason in result["not_run"].items():
+        print(f"{name:42s} not run: {reason}")
+    if "limits" in result:
+        print(f"{'limit of ZeRO-1 with norm clipping':42s} {result['limits']['zero1_with_norm_clipping']:.3f} s")
+        print(f"{'limit of DDP':42s} {result['limits']['ddp']:.3f} s")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategies", nargs="+", default=["ddp", "zero1_custom"])
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--num-nodes", type=int, default=1)
-    parser.add_argument("--accelerator", default="cpu")
-    parser.add_argument("--pairs", type=int, default=3, help="how often the strategies take turns")
-    parser.add_argument("--steps", type=int, default=8, help="steps on the clock")
-    parser.add_argument("--warm-up", type=int, default=3, help="steps before the clock starts")
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences of 128 tokens per rank")
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--clip", type=float, default=1.0)
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=8)
-    parser.add_argument("--label", default="local processes", help="what the ranks ran on, for the result file")
-    parser.add_argument("--output", type=Path, help="where to write the result as JSON")
-    return parser.parse_args()
+    parser.add_argument(
+        "--strategies", nargs="+", default=list(PEERS), help=f"{', '.join(PEERS)}, or any name that Lightning knows"
+    )
+    add_arguments(parser)
+    parser.add_argument("--bandwidth", type=float, metavar="BITS_PER_SECOND", help="of a node's link, for the limits")
+    arguments = parser.parse_args()
+    check_arguments(parser, arguments)
+    return arguments
 
 
 def main() -> None:
     arguments = parse_arguments()
-    seconds: dict[str, list[float]] = {strategy: [] for strategy in arguments.strategies}
-    for _ in range(arguments.pairs):
-        for strategy in arguments.strategies:
-            seconds[strategy].append(measure(strategy, arguments))
-    if int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))) != 0:
+    become_ranks(arguments.num_nodes, arguments.devices)
+    measured, not_run = measure_in_turns(arguments.strategies, arguments)
+    if global_rank() != 0:
         return
-    result = {"label": arguments.label, "machine": describe_machine(), "step_time": summarize(seconds)}
-    for strategy, times in result["step_time"].items():
-        ratio = next(value for key, value in times.items() if key.startswith("ratio"))
-        print(
-            f"{strategy:20s} {times['median']:.3f} s  ({times['min']:.3f} to {times['max']:.3f})  {ratio:.3f} of first"
-        )
-    if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(result, indent=2) + "\n")
+    result = {"label": arguments.label, "step_time": summarize(measured), "not_run": not_run}
+    add_limits(result, arguments)
+    show(result)
+    write_result(result, arguments.output)
 
 
 if __name__ == "__main__":

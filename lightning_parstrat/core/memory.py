@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.core.topology import Topology
 
 
 class StepTraffic(NamedTuple):
@@ -18,24 +19,62 @@ class StepTraffic(NamedTuple):
     reduce_scatter_bytes: int
     all_gathers: int
     all_gather_bytes: int
+    between_nodes_bytes: int
+    """Of both phases, what goes to other nodes."""
 
 
-def step_traffic(buckets: Sequence[BucketLayout], rank: int) -> StepTraffic:
+def step_traffic(
+    buckets: Sequence[BucketLayout],
+    rank: int,
+    topology: Topology | None = None,
+    gathered: Sequence[BucketLayout] | None = None,
+) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
     Args:
         buckets: The plan.
         rank: The rank that sends.
+        topology: Which ranks share a node, where they exchange pieces in two levels; see :class:`Topology`.
+        gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
 
     Returns:
         For each bucket it sends away what the others own of the gradients, and what it owns of the parameters to each
         of the others. Where shards are equal, both are ``(world_size - 1) / world_size`` of the bucket; nothing at
-        world size 1.
+        world size 1. In two levels some of it is sent on: with K nodes of R ranks both are ``(R - 1) / R`` of the
+        bucket within the node and ``(K - 1) / (K R)`` of it between nodes.
     """
-    away = sum((bucket.numel - bucket.shard_numel(rank)) * bucket.itemsize for bucket in buckets)
-    home = sum((bucket.world_size - 1) * bucket.shard_numel(rank) * bucket.itemsize for bucket in buckets)
+    away = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in buckets]
+    home = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in gathered or buckets]
     count = sum(bucket.world_size > 1 for bucket in buckets)
-    return StepTraffic(count, away, count, home)
+    return StepTraffic(
+        reduce_scatters=count,
+        reduce_scatter_bytes=sum(one.reduced_within + one.reduced_between for one in away),
+        all_gathers=count,
+        all_gather_bytes=sum(one.gathered_within + one.gathered_between for one in home),
+        between_nodes_bytes=sum(a.reduced_between + h.gathered_between for a, h in zip(away, home, strict=True)),
+    )
+
+
+class _Sent(NamedTuple):
+    """Bytes that one rank sends for one bucket."""
+
+    reduced_within: int
+    reduced_between: int
+    gathered_within: int
+    gathered_between: int
+
+
+def _sent(bucket: BucketLayout, rank: int, topology: Topology) -> _Sent:
+    size = [bucket.shard_numel(other) * bucket.itemsize for other in range(bucket.world_size)]
+    if topology.has_two_levels:
+        column = sum(size[other] for other in topology.counterparts(rank))
+        mates = len(topology.node_mates(rank)) - 1
+        nodes = len(topology.counterparts(rank)) - 1
+        return _Sent(sum(size) - column, column - size[rank], mates * column, nodes * size[rank])
+    others = [other for other in range(bucket.world_size) if other != rank]
+    within = [size[other] for other in others if topology.share_node(rank, other)]
+    between = [size[other] for other in others if not topology.share_node(rank, other)]
+    return _Sent(sum(within), sum(between), len(within) * size[rank], len(between) * size[rank])
 
 
 def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:

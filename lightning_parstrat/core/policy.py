@@ -11,6 +11,7 @@ from lightning_parstrat.core.accumulation import PartialWindow
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
+WireDtype = Literal["bf16"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
 
@@ -29,6 +30,8 @@ class ShardingPolicy:
         master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
             any (``"auto"``), never, or (True) by all means: that there are none is an error then.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
+        reduce_dtype: What fp32 gradients are rounded to for the way to their shards' owners, who sum them in fp32.
+        gather_dtype: What fp32 parameters are rounded to for the way home; each rank steps its shard in fp32.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -39,6 +42,8 @@ class ShardingPolicy:
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
     overlap_param_gather: bool = True
+    reduce_dtype: WireDtype = None
+    gather_dtype: WireDtype = None
 
     def __post_init__(self) -> None:
         number = isinstance(self.bucket_cap_mb, (int, float)) and not isinstance(self.bucket_cap_mb, bool)
@@ -54,6 +59,15 @@ class ShardingPolicy:
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
         if not isinstance(self.overlap_param_gather, bool):
             raise ValueError(f"Invalid overlap_param_gather: {self.overlap_param_gather!r}. Must be True or False.")
+        for name in ("reduce_dtype", "gather_dtype"):
+            value = getattr(self, name)
+            if value not in ("bf16", None):
+                raise ValueError(f"Invalid {name}: {value!r}. Must be 'bf16', or None for the parameters' own dtype.")
+        if self.gather_dtype is not None and self.master_weights is False:
+            raise ValueError(
+                f"gather_dtype={self.gather_dtype!r} rounds parameters in every step, so it needs the fp32 shards that"
+                " master_weights=False forgoes. Leave master_weights='auto', or gather_dtype=None."
+            )
 
     @property
     def bucket_cap_bytes(self) -> int:
@@ -61,9 +75,22 @@ class ShardingPolicy:
         return max(1, int(self.bucket_cap_mb * 2**20))
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """What shards of parameters of ``dtype`` are kept and stepped in, where that is not their own dtype."""
+        """What shards of parameters of ``dtype`` are kept and stepped in, where that needs a copy of them."""
         narrow = dtype in (torch.float16, torch.bfloat16)
-        return torch.float32 if narrow and self.master_weights is not False else None
+        rounded = self.gathered_in(dtype) != dtype
+        return torch.float32 if (narrow and self.master_weights is not False) or rounded else None
+
+    def reduced_in(self, dtype: torch.dtype) -> torch.dtype:
+        """What gradients of ``dtype`` travel in."""
+        return _narrowed(dtype, self.reduce_dtype)
+
+    def gathered_in(self, dtype: torch.dtype) -> torch.dtype:
+        """What parameters of ``dtype`` travel in."""
+        return _narrowed(dtype, self.gather_dtype)
+
+
+def _narrowed(dtype: torch.dtype, choice: WireDtype) -> torch.dtype:
+    return torch.bfloat16 if choice == "bf16" and dtype == torch.float32 else dtype
 
 
 @dataclass(frozen=True, kw_only=True)

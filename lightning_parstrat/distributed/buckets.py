@@ -7,7 +7,7 @@ that its shards can be gathered in place. In a plain ``GradientBucket`` they sta
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +71,8 @@ class ParameterSlot:
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether its shard is kept in a wider dtype than the parameter."""
-        return self.shard is not None and self.shard.dtype != self.parameter.dtype
+        """Whether what this rank steps for it is a copy that is kept in fp32."""
+        return self.shard is not None and self.bucket.has_master_weights
 
     def view_into(self, flat: Tensor) -> Tensor:
         """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
@@ -122,18 +122,27 @@ class GradientBucket:
         layout: The plan; its slots refer to positions in ``parameters``.
         parameters: The parameters of the whole plan, at least one of which is in this bucket.
         rank: Whose shard of the gradient is this process's.
+        reduce_dtype: What the gradients travel in; by default their own dtype.
     """
 
     keeps_parameters_whole = True
     """Whether every rank steps all of every parameter, so that ``param.grad`` must hold the mean on all of them."""
 
-    def __init__(self, index: int, layout: BucketLayout, parameters: Sequence[Tensor], rank: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        rank: int,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
         self.index = index
         self.layout = layout
         self.rank = rank
         first = parameters[layout.slots[0].parameter]
         self.dtype = first.dtype
         self.device = first.device
+        self.reduce_dtype = reduce_dtype or first.dtype
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.shard_gradient: Tensor | None = None
         self.whole_gradient: Tensor | None = None
@@ -148,6 +157,11 @@ class GradientBucket:
         """What the shard's gradient, and so its optimizer state, is kept in."""
         return self.dtype
 
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether this rank steps a copy of its shard, not the parameters themselves."""
+        return False
+
     def shard_of(self, whole: Tensor) -> Tensor:
         """This rank's part of a buffer of the bucket's length: 1-D, a view."""
         return whole[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
@@ -161,12 +175,12 @@ class GradientBucket:
             again: Whether the bucket has been packed in this backward: then only what came since is.
 
         Returns:
-            1-D, ``layout.numel`` elements of the parameters' dtype; zero where there was no gradient.
+            1-D, ``layout.numel`` elements of ``reduce_dtype``; zero where there was no gradient.
 
         Raises:
             ValueError: A gradient is sparse.
         """
-        buffer = torch.empty(self.layout.numel, dtype=self.dtype, device=self.device)
+        buffer = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
             earlier, slot.fresh = exposed and not slot.fresh, False
@@ -209,6 +223,14 @@ class GradientBucket:
                     slot.shard.grad = None
 
 
+class WireFormat(NamedTuple):
+    """What a bucket's gradients and parameters travel in, and its shard is kept in; None for the parameters' dtype."""
+
+    reduce_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+
+
 class ParameterBucket(GradientBucket):
     """Parameters that live in one flat buffer, of which each rank owns and steps a shard.
 
@@ -220,7 +242,7 @@ class ParameterBucket(GradientBucket):
         layout: The plan; its slots refer to positions in ``parameters``.
         parameters: The parameters of the whole plan.
         rank: Whose shard is this process's.
-        master_dtype: A wider dtype to keep and step this rank's shard in (master weights), or None.
+        wire: What gradients and parameters travel in, and what this rank's shard is kept in.
     """
 
     keeps_parameters_whole = False
@@ -231,13 +253,15 @@ class ParameterBucket(GradientBucket):
         layout: BucketLayout,
         parameters: Sequence[Tensor],
         rank: int,
-        master_dtype: torch.dtype | None = None,
+        wire: WireFormat | None = None,
     ) -> None:
-        super().__init__(index, layout, parameters, rank)
+        wire = wire or WireFormat()
+        super().__init__(index, layout, parameters, rank, wire.reduce_dtype)
+        self.gather_dtype = wire.gather_dtype or self.dtype
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self._left_behind: set[int] = set()
         self._move_in(self.slots)
-        self.master = None if master_dtype is None else self.shard.to(master_dtype)
+        self.master = None if wire.master_dtype is None else self.shard.to(wire.master_dtype, copy=True)
         stepped = self.shard if self.master is None else self.master
         for slot in self.slots:
             if slot.piece is not None:
@@ -251,6 +275,11 @@ class ParameterBucket(GradientBucket):
     @override
     def shard_dtype(self) -> torch.dtype:
         return self.dtype if self.master is None else self.master.dtype
+
+    @property
+    @override
+    def has_master_weights(self) -> bool:
+        return self.master is not None
 
     @property
     def shard(self) -> Tensor:
@@ -293,9 +322,7 @@ class ParameterBucket(GradientBucket):
             slot.is_stranger = True
             slot.view_into(self.flat).copy_(slot.parameter.data)
 
-    @torch.no_grad()
-    def copy_out_to_strangers(self) -> None:
-        """Copies what was stepped to where parameters have storage outside of the bucket."""
+    def _copy_out_to_strangers(self) -> None:
         for slot in self.slots:
             if slot.is_stranger:
                 slot.parameter.data.copy_(slot.view_into(self.flat))
@@ -366,13 +393,32 @@ class ParameterBucket(GradientBucket):
     def refresh_master_weights(self) -> None:
         """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""
         if self.master is not None:
-            take_where_changed(self.master, self.shard)
+            take_where_changed(self.master, self.shard, self._rounded(self.master))
 
     @torch.no_grad()
     def publish_master_weights(self) -> None:
         """Rounds the stepped master weights into the parameters."""
         if self.master is not None:
-            self.shard.copy_(self.master)
+            self.shard.copy_(self._rounded(self.master))
+
+    @torch.no_grad()
+    def parameters_to_send(self) -> Tensor:
+        """The buffer to gather in, of which this rank's part is filled: the parameters' own, or a narrow one."""
+        if self.gather_dtype == self.dtype:
+            return self.flat
+        buffer = self.flat.new_empty(self.layout.numel, dtype=self.gather_dtype)
+        self.shard_of(buffer).copy_(self.shard)
+        return buffer
+
+    @torch.no_grad()
+    def take_home(self, gathered: Tensor) -> None:
+        """Puts what was gathered where the parameters are, and where they have storage outside of the bucket."""
+        if gathered is not self.flat:
+            self.flat.copy_(gathered)
+        self._copy_out_to_strangers()
+
+    def _rounded(self, master: Tensor) -> Tensor:
+        return master.to(self.gather_dtype).to(self.dtype)
 
     @override
     def attach_exposed_gradients(self) -> None:
@@ -394,11 +440,13 @@ class ParameterBucket(GradientBucket):
                 slot.shard.grad = slot.view_into_shard(self.shard_gradient)
 
 
-def take_where_changed(wide: Tensor, narrow: Tensor) -> None:
+def take_where_changed(wide: Tensor, narrow: Tensor, rounded: Tensor | None = None) -> None:
     """Writes the elements of ``narrow`` into ``wide`` that are not what ``wide`` rounds to; the others keep their bits.
 
     Args:
         wide: Any shape, the wider dtype.
         narrow: The same shape.
+        rounded: What ``wide`` rounds to; by default to the dtype of ``narrow``.
     """
-    torch.where(wide.to(narrow.dtype) == narrow, wide, narrow.to(wide.dtype), out=wide)
+    rounded = wide.to(narrow.dtype) if rounded is None else rounded
+    torch.where(rounded == narrow, wide, narrow.to(wide.dtype), out=wide)

@@ -1,5 +1,6 @@
 """What cannot be sharded is refused here, before anything is moved."""
 
+import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -7,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parstrat.core.layout import ParameterSpec, fingerprint
-from lightning_parstrat.distributed.collectives import Collectives, make_collectives
+from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.backends import make_collectives
+from lightning_parstrat.distributed.collectives import Collectives
 
 
 def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
@@ -85,3 +88,16 @@ def check_agreement(control: Collectives, number: int) -> None:
             "The ranks do not have the same parameters in the same order, so they cannot share their optimizer state."
             " Build the same module and the same optimizers on every rank (check code that depends on the rank)."
         )
+
+
+def topology_of_ranks(node: str, control: Collectives) -> Topology:
+    """Which ranks share a node. Collective; one all-reduce of 8 bytes per rank.
+
+    Args:
+        node: What this rank's node is called: the same on its ranks, different on all others.
+        control: Works on host memory.
+    """
+    keys = torch.zeros(control.world_size, dtype=torch.int64)
+    keys[control.rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "big") >> 2
+    control.all_reduce(keys).wait()
+    return Topology.of(keys.tolist())

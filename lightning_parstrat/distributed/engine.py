@@ -5,6 +5,7 @@ alone, and gathers what the others stepped. Rajbhandari et al., "ZeRO: Memory Op
 Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered as in section 5.2.
 """
 
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,15 +17,17 @@ from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
-from lightning_parstrat.core.memory import owned_bytes, parameter_bytes
+from lightning_parstrat.core.memory import StepTraffic, owned_bytes, parameter_bytes, step_traffic
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.buckets import ParameterBucket
-from lightning_parstrat.distributed.checks import check_parameters
-from lightning_parstrat.distributed.collectives import Collectives, ProcessGroups, make_collectives
+from lightning_parstrat.distributed.checks import check_parameters, topology_of_ranks
+from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
 from lightning_parstrat.distributed.planning import BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.process_groups import ProcessGroups
 from lightning_parstrat.distributed.read_guard import is_compiled
 from lightning_parstrat.distributed.reducer import GradientReducer
 from lightning_parstrat.distributed.reductions import GradientScale
@@ -50,13 +53,19 @@ class ShardedDataParallel:
         optimizers: Its optimizers.
         policy: How to bucket and partition.
         groups: The process groups.
+        node: What this rank's node is called; by default by its host name.
 
     Raises:
         ValueError: Something cannot be sharded; the message says what and what to do.
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], policy: ShardingPolicy, groups: ProcessGroups
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        policy: ShardingPolicy,
+        groups: ProcessGroups,
+        node: str | None = None,
     ) -> None:
         self.module = module
         self.policy = policy
@@ -66,8 +75,9 @@ class ShardedDataParallel:
         check_parameters(module, parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
         control = make_collectives(groups.control, torch.device("cpu"))
-        self.reducer = GradientReducer(make_collectives(groups.gradients, device), control)
-        self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device))
+        self.topology = topology_of_ranks(node or socket.gethostname(), control)
+        self.reducer = GradientReducer(make_collectives(groups.gradients, device, self.topology), control)
+        self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device, self.topology))
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])
         self._shard_optimizers()
@@ -169,6 +179,12 @@ class ShardedDataParallel:
                 if treatment.partition is None
             ),
         )
+
+    def step_traffic(self) -> StepTraffic:
+        """What this rank sends in a step that uses all parameters and exposes no gradients."""
+        away = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
+        home = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
+        return step_traffic(away, self.reducer.collectives.rank, self.topology, home)
 
     def with_own_storage(self, value: Any) -> Any:
         """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.

@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.buckets import ParameterBucket
@@ -20,6 +21,7 @@ class _Gather(NamedTuple):
     """A bucket on the way; ``stream`` is the one it was launched from, on a GPU."""
 
     work: Work
+    buffer: Tensor
     can_be_late: bool
     stream: torch.cuda.Stream | None
 
@@ -50,9 +52,10 @@ class ParameterGatherer:
             bucket: The bucket.
         """
         late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
-        work = self.collectives.all_gather(bucket.flat, bucket.layout.bounds)
+        buffer = bucket.parameters_to_send()
+        work = self.collectives.all_gather(buffer, bucket.layout.bounds)
         stream = torch.cuda.current_stream(bucket.device) if bucket.device.type == "cuda" else None
-        self._on_the_way[bucket] = _Gather(work, late, stream)
+        self._on_the_way[bucket] = _Gather(work, buffer, late, stream)
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
@@ -97,7 +100,7 @@ class ParameterGatherer:
             gather.work.wait()
             del self._on_the_way[bucket]
             unmark(bucket.parameters)
-            bucket.copy_out_to_strangers()
+            bucket.take_home(gather.buffer)
             if not self._on_the_way:
                 self._stop_watching()
 

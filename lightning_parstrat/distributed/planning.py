@@ -1,6 +1,7 @@
 """From parameters and optimizers to buckets: the same plan on every rank."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from lightning_parstrat.core.layout import (
     plan_buckets,
 )
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket
+from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket, WireFormat
 from lightning_parstrat.distributed.checks import check_agreement
 from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.treatment import update_cost
@@ -42,7 +43,9 @@ class BucketPlanner:
     """
 
     def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives) -> None:
-        self._policy = policy
+        # Alone, a rank sends nothing, and so rounds nothing for the way.
+        alone = control.world_size == 1
+        self._policy = replace(policy, reduce_dtype=None, gather_dtype=None) if alone else policy
         self._control = control
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._position = {parameter: index for index, parameter in enumerate(self._names)}
@@ -77,8 +80,8 @@ class BucketPlanner:
                 for parameter in parameters
             ]
             for layout in self._plan(specs, partition):
-                dtype = self._policy.master_dtype(parameters[layout.slots[0].parameter].dtype)
-                bucket = ParameterBucket(first + len(made), layout, parameters, self._control.rank, dtype)
+                wire = self._wire_format(parameters[layout.slots[0].parameter].dtype)
+                bucket = ParameterBucket(first + len(made), layout, parameters, self._control.rank, wire)
                 made.append(OwnedBucket(bucket, owners[parameters[layout.slots[0].parameter]]))
         return made
 
@@ -86,9 +89,15 @@ class BucketPlanner:
         """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
         ordered = self._in_order_of_gradients(parameters)
         layouts = self._plan([self._spec(parameter, ()) for parameter in ordered], "element")
-        return [
-            GradientBucket(first + index, layout, ordered, self._control.rank) for index, layout in enumerate(layouts)
-        ]
+        made = []
+        for index, layout in enumerate(layouts):
+            reduce_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
+            made.append(GradientBucket(first + index, layout, ordered, self._control.rank, reduce_dtype))
+        return made
+
+    def _wire_format(self, dtype: torch.dtype) -> WireFormat:
+        policy = self._policy
+        return WireFormat(policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype))
 
     def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
         """Gradients become ready roughly in the reverse order of registration."""

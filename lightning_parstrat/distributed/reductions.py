@@ -70,7 +70,7 @@ class Reductions:
             buffer.mul_(applied)
         whole = None
         if how.exposes:
-            whole = torch.empty_like(buffer)
+            whole = torch.empty_like(buffer, dtype=bucket.dtype)
             shard = bucket.shard_of(whole)
         else:
             shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)

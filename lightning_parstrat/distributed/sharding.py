@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket, ParameterSlot
-from lightning_parstrat.distributed.collectives import Collectives, process_groups, world_size
+from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.process_groups import process_groups, world_size
 from lightning_parstrat.distributed.reducer import GradientReducer
 
 ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(

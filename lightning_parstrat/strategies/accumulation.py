@@ -24,8 +24,10 @@ from lightning_parstrat.core.accumulation import (
     weighted_gradient_scale,
 )
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
-from lightning_parstrat.distributed.collectives import Collectives, control_group, make_collectives
+from lightning_parstrat.distributed.backends import make_collectives
+from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.nonfinite import GradientWitness, raise_nonfinite
+from lightning_parstrat.distributed.process_groups import control_group
 from lightning_parstrat.distributed.reductions import GradientScale
 from lightning_parstrat.distributed.weights import LossWeights, without_weightless
 from lightning_parstrat.strategies.clipping import (

@@ -1,5 +1,6 @@
 """``zero1_custom``: DDP's results with the optimizer state sharded over the ranks."""
 
+import socket
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -26,12 +27,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import ExposeGradients, MasterWeights, PartitionChoice, ShardingPolicy
+from lightning_parstrat.core.policy import ExposeGradients, MasterWeights, PartitionChoice, ShardingPolicy, WireDtype
+from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
-from lightning_parstrat.distributed.collectives import ProcessGroups, make_collectives, process_groups, world_size
 from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups, world_size
 from lightning_parstrat.distributed.state_dict import gather_state_dict
 from lightning_parstrat.distributed.summary import ShardingSummary
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
@@ -101,6 +103,11 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
             begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
             anyway where ``torch.compile`` is at work.
+        reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire: each is rounded once and summed in
+            fp32. Off by default.
+        gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire, for modules that compute in bf16
+            anyway ("bf16-mixed"): each rank steps its shard in fp32 and keeps it, the others see it rounded. Off by
+            default.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -116,6 +123,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
         overlap_param_gather: bool = True,
+        reduce_dtype: WireDtype = None,
+        gather_dtype: WireDtype = None,
         **kwargs: Any,
     ) -> None:
         self._policy = ShardingPolicy(
@@ -124,6 +133,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             expose_gradients=expose_gradients,
             master_weights=master_weights,
             overlap_param_gather=overlap_param_gather,
+            reduce_dtype=reduce_dtype,
+            gather_dtype=gather_dtype,
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
@@ -181,7 +192,11 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in optimizers]
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
-        self._engine = ShardedDataParallel(self._training_module, _trained(optimizers), self._policy, self._groups)
+        # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
+        node = f"{socket.gethostname()} {self.node_rank}"
+        self._engine = ShardedDataParallel(
+            self._training_module, _trained(optimizers), self._policy, self._groups, node
+        )
         self._broadcast_buffers_next = True
         if self._in_training:
             self._prepare_for_users_of_gradients()

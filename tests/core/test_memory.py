@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_parstrat.core.layout import BucketLayout, LayoutPolicy, ParameterSpec, Partition, plan_buckets
 from lightning_parstrat.core.memory import StepTraffic, owned_bytes, parameter_bytes, step_traffic
+from lightning_parstrat.core.topology import Topology
 
 GROUPS = {"bfloat16": 2, "float32": 4, "complex128": 16}
 
@@ -48,7 +49,8 @@ def test_traffic_is_what_sending_every_shard_to_everyone_else_takes(buckets: tup
     reduced, gathered = send_everything(buckets)
     collectives = sum(1 for bucket in buckets if bucket.world_size > 1)
     for rank in range(buckets[0].world_size if buckets else 1):
-        assert step_traffic(buckets, rank) == StepTraffic(collectives, reduced[rank], collectives, gathered[rank])
+        expected = StepTraffic(collectives, reduced[rank], collectives, gathered[rank], 0)
+        assert step_traffic(buckets, rank) == expected
 
 
 @given(plans)
@@ -101,7 +103,7 @@ def test_known_plans(
     owned: list[int],
 ) -> None:
     buckets = plan(sizes, world_size, 2**20, partition)
-    assert [step_traffic(buckets, rank) for rank in range(world_size)] == sent
+    assert [step_traffic(buckets, rank) for rank in range(world_size)] == [(*one, 0) for one in sent]
     assert [owned_bytes(buckets, rank) for rank in range(world_size)] == owned
     assert parameter_bytes(buckets) == sum(owned)
 
@@ -114,3 +116,26 @@ def test_without_padding_traffic_is_the_ring_all_reduces(world_size: int) -> Non
     for rank in range(world_size):
         traffic = step_traffic(buckets, rank)
         assert traffic.reduce_scatter_bytes + traffic.all_gather_bytes == ring_all_reduce
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("keys", ["aabb", "abab", "aabbcc", "aaaabbbb"])
+def test_in_two_levels_a_node_sends_each_bucket_once_less_its_own_part(keys: str, partition: Partition) -> None:
+    topology = Topology.of(keys)
+    nodes, ranks = len(set(keys)), len(keys)
+    buckets = plan([(480, "float32"), (96, "bfloat16"), (7, "float32")], ranks, 2**20, partition)
+    size = sum(bucket.numel * bucket.itemsize for bucket in buckets)
+    by_rank = [step_traffic(buckets, rank, topology) for rank in range(ranks)]
+    assert sum(one.between_nodes_bytes for one in by_rank) == 2 * (nodes - 1) * size
+    per_node = ranks // nodes
+    assert sum(one.reduce_scatter_bytes for one in by_rank) == (per_node - 1) * nodes * size + (nodes - 1) * size
+    if partition == "element":
+        # Nobody is a hot spot.
+        assert len(set(by_rank)) == 1
+
+
+def test_flat_exchange_sends_as_often_between_nodes_as_there_are_ranks_on_them() -> None:
+    # Nodes of different size exchange flatly.
+    topology = Topology.of("aab")
+    buckets = plan([(480, "float32")], 3, 2**20, "element")
+    assert [step_traffic(buckets, rank, topology).between_nodes_bytes for rank in range(3)] == [1280, 1280, 2560]

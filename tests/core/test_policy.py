@@ -3,6 +3,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_parstrat.core.policy import GradientPolicy, ShardingPolicy
 
@@ -36,6 +37,20 @@ def test_the_cap_is_in_mebibytes_and_at_least_a_byte(bucket_cap_mb: float, expec
     cap = ShardingPolicy(bucket_cap_mb=bucket_cap_mb).bucket_cap_bytes
     assert cap == expected
     assert isinstance(cap, int)
+
+
+@pytest.mark.parametrize("name", ["reduce_dtype", "gather_dtype"])
+@pytest.mark.parametrize("value", ["fp16", "bfloat16", True, torch.bfloat16, ""])
+def test_an_unknown_dtype_on_the_wire_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError) as error:
+        ShardingPolicy(**{name: value})
+    assert f"{name}: {value!r}" in str(error.value)
+    assert "'bf16', or None" in str(error.value)
+
+
+def test_parameters_cannot_travel_rounded_where_no_shard_is_kept_in_fp32() -> None:
+    with pytest.raises(ValueError, match="master_weights=False forgoes"):
+        ShardingPolicy(gather_dtype="bf16", master_weights=False)
 
 
 def test_a_policy_once_checked_cannot_change() -> None:

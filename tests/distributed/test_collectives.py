@@ -10,15 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.distributed.collectives import (
-    Collectives,
-    LocalCollectives,
-    NativeCollectives,
-    PairwiseCollectives,
-    Traffic,
-    make_collectives,
-    process_groups,
-)
+from lightning_parstrat.distributed.backends import LocalCollectives, NativeCollectives, make_collectives
+from lightning_parstrat.distributed.collectives import Collectives, Traffic
+from lightning_parstrat.distributed.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.process_groups import process_groups
 from tests.pool import RankPool
 
 SHARD = 5
@@ -206,7 +201,7 @@ ENDS_WITH_A_COLLECTIVE = """
 import sys
 import torch
 import torch.distributed as dist
-from lightning_parstrat.distributed.collectives import process_groups
+from lightning_parstrat.distributed.process_groups import process_groups
 
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
 process_groups()

@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parstrat.distributed.collectives import Collectives, make_collectives, process_groups
+from lightning_parstrat.distributed.backends import make_collectives
+from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.nonfinite import (
     GradientWitness,
     NonfiniteGradientError,
     any_rank,
     raise_nonfinite,
 )
+from lightning_parstrat.distributed.process_groups import process_groups
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.accumulation import reference_weight
-from lightning_parstrat.distributed.collectives import Collectives, make_collectives, process_groups
+from lightning_parstrat.distributed.backends import make_collectives
+from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.process_groups import process_groups
 from lightning_parstrat.distributed.weights import InconsistentWeightsError, LossWeights
 from tests.pool import RankPool
 

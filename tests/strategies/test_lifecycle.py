@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -140,7 +139,7 @@ class CountTraffic(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         now = self.totals(trainer)
         self.steps.append(tuple(new - old for new, old in zip(now, self.before, strict=True)))
-        self.formula = step_traffic([bucket.layout for bucket in trainer.strategy._engine.buckets], dist.get_rank())
+        self.formula = trainer.strategy._engine.step_traffic()[:4]
         state = trainer.optimizers[0].state.values()
         self.state_elements = sum(entries["exp_avg"].numel() for entries in state)
         self.parameters = sum(parameter.numel() for parameter in pl_module.parameters())

@@ -1,0 +1,76 @@
+"""What zero1_custom is measured beside: the same module and optimizer under other strategies."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from gpt import GPT
+from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from lightning_parstrat import ZeRO1Strategy
+
+SINGLE_PROCESS = "single_process"
+WITHIN_STEP = "zero1_custom(overlap_param_gather=False)"
+PEERS = ("ddp", "ddp+zero_redundancy", "fsdp2", "deepspeed_stage_1", "ddp_tuned", "zero1_custom", SINGLE_PROCESS)
+
+
+class ZeroRedundancyGPT(GPT):
+    """Its optimizer is torch's own that shards state over DDP's ranks.
+
+    Clipping sees the whole mean gradients, which DDP leaves on every rank.
+    """
+
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(
+            self.parameters(), optimizer_class=torch.optim.AdamW, lr=3e-4, parameters_as_bucket_view=True
+        )
+
+
+class FullyShardedGPT(GPT):
+    """Shards its decoder by FSDP2, but keeps parameters whole from forward to backward, which is ZeRO-2's traffic."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.decoder, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for module in (*self.decoder.units(), self.decoder):
+            fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        # Lightning leaves it to the module to send nothing before the last micro-batch.
+        last = not self.trainer.fit_loop._should_accumulate()
+        self.decoder.set_requires_gradient_sync(last)
+        self.decoder.set_reshard_after_backward(last)
+        return super().training_step(batch, batch_idx)
+
+
+def reason_to_leave_out(name: str, accelerator: str) -> str | None:
+    """Why a strategy cannot run here, or None."""
+    if name == "deepspeed_stage_1":
+        if importlib.util.find_spec("deepspeed") is None:
+            return "not installed"
+        if accelerator == "cpu":
+            return "Lightning's strategy for it runs on CUDA alone"
+    return None
+
+
+def make_module(name: str, decoder: nn.Module) -> GPT:
+    """The module that trains ``decoder`` under that strategy."""
+    modules = {"ddp+zero_redundancy": ZeroRedundancyGPT, "fsdp2": FullyShardedGPT}
+    return modules.get(name, GPT)(decoder)
+
+
+def make_strategy(name: str, ranks: int, device: torch.device) -> Strategy | str:
+    """What to hand to the Trainer; a name that is not among ``PEERS`` is one that Lightning knows."""
+    if name == "ddp+zero_redundancy":
+        return "ddp"
+    if name == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+    if name == SINGLE_PROCESS:
+        return SingleDeviceStrategy(device=device)
+    if name == WITHIN_STEP:
+        return ZeRO1Strategy(overlap_param_gather=False)
+    return name

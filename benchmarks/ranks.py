@@ -1,0 +1,149 @@
+"""Starts the ranks of a benchmark, as torchrun would, and ends them together."""
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
+from typing import IO, NoReturn
+
+COMMAND_VARIABLE = "PARSTRAT_BENCHMARK_COMMAND"
+_SECONDS_OF_GRACE = 10.0
+
+
+def rank_environment(
+    node: int, local_rank: int, nodes: int, ranks_per_node: int, address: str, port: int
+) -> dict[str, str]:
+    """The variables by which a rank finds the others."""
+    return {
+        "RANK": str(node * ranks_per_node + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(nodes * ranks_per_node),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "GROUP_RANK": str(node),
+        "NODE_RANK": str(node),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": f"benchmark-{os.getpid()}",
+        # Otherwise each rank computes with as many threads as the machine has cores.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # A result file names the command that the user typed.
+        COMMAND_VARIABLE: os.environ.get(COMMAND_VARIABLE) or shlex.join(["python", *sys.argv]),
+    }
+
+
+class RankGroup:
+    """Processes that succeed together: when one fails, the others are ended. Leaving the context leaves none behind.
+
+    The first one prints to the terminal; what the others print is shown if one fails.
+    """
+
+    def __init__(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._files = contextlib.ExitStack()
+        self._logs: list[IO[bytes] | None] = []
+
+    def __enter__(self) -> "RankGroup":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stop in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, stop)
+            self._wait_until(lambda: not self._running())
+        self._files.close()
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None] | None = None
+    ) -> None:
+        """Starts one more rank; ``prepare`` runs in it before the command does."""
+        log: IO[bytes] | None = None
+        if self._processes:
+            log = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack closes it)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=log,
+            stderr=log,
+            # A rank may have children of its own, such as loader workers, which end with its session.
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+        self._processes.append(process)
+        self._logs.append(log)
+
+    def wait(self) -> int:
+        """Waits for all ranks; the exit code of the first that failed, or 0."""
+        while self._running() and not self._failed():
+            time.sleep(0.05)
+        if self._failed():
+            self._wait_until(lambda: not self._running())
+            self._show_logs()
+        return next(iter(self._failed()), 0)
+
+    def _running(self) -> bool:
+        return any(process.poll() is None for process in self._processes)
+
+    def _failed(self) -> list[int]:
+        return [code for code in (process.poll() for process in self._processes) if code]
+
+    def _wait_until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SECONDS_OF_GRACE
+        while not reached() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _show_logs(self) -> None:
+        for rank, (process, log) in enumerate(zip(self._processes, self._logs, strict=True)):
+            if log is not None and process.poll() != 0:
+                log.seek(0)
+                lines = log.read().decode(errors="replace").splitlines()[-20:]
+                print(f"rank {rank}, exit code {process.poll()}:", *lines, sep="\n  ", file=sys.stderr)
+
+
+def run_local_ranks(command: Sequence[str], ranks: int, extra: Mapping[str, str] | None = None) -> int:
+    """Runs ``command`` as that many ranks on this machine; returns the exit code."""
+    clean_up_on_sigterm()
+    port = _free_port()
+    with RankGroup() as group:
+        for rank in range(ranks):
+            group.start(command, {**rank_environment(0, rank, 1, ranks, "127.0.0.1", port), **(extra or {})})
+        return group.wait()
+
+
+def become_ranks(nodes: int, devices: int) -> None:
+    """Returns in each rank. A process that nobody started as a rank starts them all, and ends with them.
+
+    Lightning starts further ranks when the first distributed strategy is set up; here all exist from the beginning, so
+    that what runs before it, or without any communication, runs on all of them at the same time.
+    """
+    if "RANK" in os.environ or "SLURM_PROCID" in os.environ or nodes > 1 or devices == 1:
+        return
+    sys.exit(run_local_ranks([sys.executable, *sys.argv], devices))
+
+
+def global_rank() -> int:
+    """This process's rank among all."""
+    names = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+
+
+def clean_up_on_sigterm() -> None:
+    """Turns the signal into an exception, which passes through whoever has to clean up."""
+    signal.signal(signal.SIGTERM, _raise_exit)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def _raise_exit(number: int, _: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)

@@ -1,0 +1,362 @@
+"""Which gradients travel together so that the last of them arrives soonest: exact plans for a channel that is serial.
+
+Items come in the order in which they become ready. A plan cuts them into buckets of neighbours; a bucket may start when
+its last item is ready and the bucket before it has arrived, and takes T(its bytes). Waiting for more items saves
+latencies, sending what is there fills the channel: S. Shi, X. Chu and B. Li, "MG-WFBP: Merging Gradients Wisely for
+Efficient Communication in Distributed Deep Learning" (arXiv 1912.09268), state the problem and solve it greedily, which
+is not always optimal. Here it is a shortest path. With P_j the bytes and r_j the ready time of the first j items, the
+earliest that they can have arrived is
+
+    f(0) = -infinity,    f(j) = min over i < j of max(f(i), r_j) + T(P_j - P_i).
+
+For T(m) = alpha + beta m two starts i are enough for each j:
+
+* f never falls: whoever sends the first j + 1 items can leave the last one out, and is done no later.
+* Nor does f(i) - beta P_i: for i < k, cut the best plan for k off after item i. If a bucket ends there, all bytes from
+  i to k travelled after it. If not, the bucket that is cut need not wait longer than before, and it took at least
+  beta (P_k - P_i) less to send than it and those after it did. Either way f(i) <= f(k) - beta (P_k - P_i).
+* By the first, the starts that are drained, f(i) <= r_j, come before all others. With one of them the bucket arrives at
+  r_j + alpha + beta (P_j - P_i): the last is best. With one of the others it arrives at
+  alpha + beta P_j + (f(i) - beta P_i): by the second, the first is best.
+* As r_j does not fall either, the place where the two meet only moves forward: O(n) for all j.
+
+A cap on the bytes of a bucket changes nothing of this: what is left of an allowed bucket is allowed, and so the starts
+that are allowed for j are those from some place on, which only moves forward.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from lightning_parstrat.core.cost_model import AlphaBeta
+
+Cost = Callable[[int], float]
+"""Seconds that a bucket of so many bytes takes, at least 0."""
+
+
+class BucketPlan(NamedTuple):
+    """Where buckets end, and when the last of them has arrived.
+
+    Bucket k consists of the items ``[stops[k - 1], stops[k])``, the first one of ``[0, stops[0])``.
+    """
+
+    stops: tuple[int, ...]
+    finish_seconds: float
+
+
+class GatherPlan(NamedTuple):
+    """Where buckets end, and how long the computation waits for all of them together."""
+
+    stops: tuple[int, ...]
+    stall_seconds: float
+
+
+class _Queue(NamedTuple):
+    """The problem, by how many items have come: their bytes, and when the last was ready (never, for no items)."""
+
+    nbytes: Sequence[int]
+    ready_seconds: Sequence[float]
+
+
+class _Arrivals(NamedTuple):
+    """The solution, by how many items have come: when they can have arrived, and where their last bucket begins."""
+
+    seconds: list[float]
+    starts: list[int]
+
+
+def optimal_buckets(
+    nbytes: Sequence[int],
+    ready_seconds: Sequence[float],
+    cost: AlphaBeta,
+    *,
+    max_bucket_bytes: int | None = None,
+    fewest: bool = False,
+) -> BucketPlan:
+    """The plan whose last bucket arrives earliest, where the cost is a straight line.
+
+    Without ``fewest`` every beginning of the plan arrives as early as it can, which leaves most room for items that are
+    late. With it there is no plan with fewer buckets that arrives as early (up to rounding), and no room: from the last
+    bucket backward, each takes as many items as may still arrive in time. That is optimal since the first i items, in
+    the same buckets without what follows, are always done sooner by at least the time of the bytes left out.
+
+    Args:
+        nbytes: Bytes of each item, in the order of their readiness.
+        ready_seconds: When each is ready, in seconds from any origin; one that is ready before its predecessor waits
+            for it.
+        cost: What a bucket takes.
+        max_bucket_bytes: No bucket of several items has more bytes; a larger item has its own bucket.
+        fewest: Whether to choose a plan with as few buckets as possible among those that arrive equally early.
+
+    Returns:
+        The plan, with its finish from the same origin. Linear in the number of items.
+
+    Raises:
+        ValueError: There are no items, the lengths differ, or a value is out of range.
+    """
+    queue = _queue(nbytes, ready_seconds)
+    first_starts = _first_starts(queue, max_bucket_bytes)
+    arrivals = _arrivals(queue, first_starts, cost.seconds, straight_line=True)
+    stops = _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
+    return BucketPlan(stops, _finish_time(queue, stops, cost.seconds))
+
+
+def optimal_buckets_any_cost(
+    nbytes: Sequence[int],
+    ready_seconds: Sequence[float],
+    cost: Cost,
+    *,
+    max_bucket_bytes: int | None = None,
+) -> BucketPlan:
+    """The plan whose last bucket arrives earliest, whatever a bucket costs.
+
+    Args:
+        nbytes: Bytes of each item, in the order of their readiness.
+        ready_seconds: When each is ready, in seconds from any origin; one that is ready before its predecessor waits
+            for it.
+        cost: Seconds by bytes, at least 0; it need not grow with them.
+        max_bucket_bytes: No bucket of several items has more bytes; a larger item has its own bucket.
+
+    Returns:
+        The plan, with its finish from the same origin; of plans that arrive equally early, any. Quadratic in the number
+        of items: as many calls of ``cost`` as there are buckets to choose from.
+
+    Raises:
+        ValueError: There are no items, the lengths differ, or a value is out of range.
+    """
+    queue = _queue(nbytes, ready_seconds)
+    first_starts = _first_starts(queue, max_bucket_bytes)
+    arrivals = _arrivals(queue, first_starts, cost, straight_line=False)
+    return BucketPlan(_stops(arrivals), arrivals.seconds[-1])
+
+
+def optimal_gather_buckets(
+    nbytes: Sequence[int],
+    needed_seconds: Sequence[float],
+    cost: AlphaBeta,
+    *,
+    cuts: Iterable[int] | None = None,
+) -> GatherPlan:
+    """The plan for items that can all be sent at time 0 and are needed one after the other, as in a forward.
+
+    A computation that waits for an item is late for all that follow: what it has waited in all is how much the latest
+    item comes too late, compared with when it is needed if nothing waits. Read backward in time, that is the problem of
+    :func:`optimal_buckets`, exactly: an item that must have arrived by d is one that is not ready before -d, and how
+    far the finish exceeds 0 is what the whole has to be put off by. Of plans without a wait, it is one whose tightest
+    bucket has most time left; of those that are equally good, one with the fewest buckets (up to rounding): to come
+    sooner than the tightest gains nothing. Items between two cuts travel together, and so count as one.
+
+    Args:
+        nbytes: Bytes of each item, in the order in which they are needed and sent.
+        needed_seconds: When each is needed, in seconds from when the channel is free, if nothing waits; one that is
+            needed after its successor is needed as early as that.
+        cost: What a bucket takes.
+        cuts: Where a bucket may end, as the number of items before the cut; 0 and the number of items always are.
+            None allows all.
+
+    Returns:
+        The plan. Linear in the number of items (times its logarithm for sorting ``cuts``).
+
+    Raises:
+        ValueError: There are no items, the lengths differ, or a value is out of range.
+    """
+    count = len(nbytes)
+    _check_items(nbytes, needed_seconds)
+    allowed = set(range(count) if cuts is None else cuts)
+    if any(not 0 <= cut <= count for cut in allowed):
+        raise ValueError(f"Invalid cuts: {sorted(allowed)}. Must be between 0 and {count}.")
+    bounds = sorted({0, *allowed, count})
+    groups = list(reversed(list(pairwise(bounds))))
+    plan = optimal_buckets(
+        [sum(nbytes[start:stop]) for start, stop in groups],
+        [-min(needed_seconds[start:stop]) for start, stop in groups],
+        cost,
+        fewest=True,
+    )
+    # Where a bucket ends backward, the next one ends forward; the end of them all is the beginning.
+    stops = (*(bounds[len(groups) - stop] for stop in reversed(plan.stops[:-1])), count)
+    return GatherPlan(stops, max(0.0, plan.finish_seconds))
+
+
+def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
+    """When the last bucket of a plan has arrived, each sent as early as it may be.
+
+    Args:
+        nbytes: Bytes of each item, in the order of their readiness.
+        ready_seconds: When each is ready, in seconds from any origin.
+        stops: Where each bucket ends, see :class:`BucketPlan`.
+        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
+
+    Returns:
+        Seconds from the same origin.
+
+    Raises:
+        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
+    """
+    queue = _queue(nbytes, ready_seconds)
+    _check_stops(stops, len(nbytes))
+    return _finish_time(queue, stops, cost)
+
+
+def exposed_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
+    """How much longer the communication of a plan lasts than the computation that it hides behind.
+
+    Args:
+        nbytes: Bytes of each item, in the order of their readiness.
+        ready_seconds: When each is ready, in seconds from any origin.
+        stops: Where each bucket ends, see :class:`BucketPlan`.
+        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
+
+    Returns:
+        Seconds from when the last item is ready to when the last bucket has arrived.
+
+    Raises:
+        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
+    """
+    return finish_time(nbytes, ready_seconds, stops, cost) - max(ready_seconds)
+
+
+def lower_bound(nbytes: Sequence[int], ready_seconds: Sequence[float], cost: AlphaBeta) -> float:
+    """What no plan can expose less than, not even one that cuts through items.
+
+    No byte from item k on travels before r_k. If all of them travel in one bucket, that one has to wait for the last
+    item; if not, they pay for a second latency. So it takes at least min(r_n, r_k + alpha) + T(bytes from k on), for
+    every k. It is the optimum itself where there is no latency, and where all items are ready at once.
+
+    Args:
+        nbytes: Bytes of each item, in the order of their readiness.
+        ready_seconds: When each is ready, in seconds from any origin.
+        cost: What a bucket takes.
+
+    Returns:
+        Seconds of :func:`exposed_time`, up to rounding; at least the time of a bucket with nothing but the last item.
+        Linear in the number of items.
+
+    Raises:
+        ValueError: There are no items, the lengths differ, or a value is out of range.
+    """
+    queue = _queue(nbytes, ready_seconds)
+    last, everything = queue.ready_seconds[-1], queue.nbytes[-1]
+    return max(
+        min(0.0, ready + cost.latency_seconds - last) + cost.seconds(everything - before)
+        for before, ready in zip(queue.nbytes[:-1], queue.ready_seconds[1:], strict=True)
+    )
+
+
+def gather_stall(nbytes: Sequence[int], needed_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
+    """How long the computation waits for all buckets of a plan together, sent one after the other from time 0.
+
+    Args:
+        nbytes: Bytes of each item, in the order in which they are needed and sent.
+        needed_seconds: When each is needed, in seconds from when the channel is free, if nothing waits.
+        stops: Where each bucket ends, see :class:`BucketPlan`.
+        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
+
+    Returns:
+        Seconds, at least 0.
+
+    Raises:
+        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
+    """
+    _check_items(nbytes, needed_seconds)
+    _check_stops(stops, len(nbytes))
+    stall = arrival = 0.0
+    for start, stop in pairwise((0, *stops)):
+        arrival += cost(sum(nbytes[start:stop]))
+        stall = max(stall, arrival - min(needed_seconds[start:stop]))
+    return stall
+
+
+def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
+    if not nbytes:
+        raise ValueError("Invalid items: there are none. Must be at least one.")
+    if len(nbytes) != len(seconds):
+        raise ValueError(f"Invalid items: {len(nbytes)} sizes, but {len(seconds)} times. Must be as many.")
+    if min(nbytes) < 0:
+        raise ValueError(f"Invalid size of an item: {min(nbytes)}. Must be >= 0 bytes.")
+    for moment in seconds:
+        if not math.isfinite(moment):
+            raise ValueError(f"Invalid time of an item: {moment}. Must be finite.")
+
+
+def _check_stops(stops: Sequence[int], count: int) -> None:
+    rising = all(start < stop for start, stop in pairwise((0, *stops)))
+    if not (stops and rising and stops[-1] == count):
+        raise ValueError(f"Invalid stops: {tuple(stops)}. Must rise from above 0 to {count}.")
+
+
+def _queue(nbytes: Sequence[int], ready_seconds: Sequence[float]) -> _Queue:
+    _check_items(nbytes, ready_seconds)
+    return _Queue([0, *accumulate(nbytes)], [-math.inf, *accumulate(ready_seconds, max)])
+
+
+def _first_starts(queue: _Queue, max_bucket_bytes: int | None) -> list[int]:
+    """For each end of a bucket the first of the starts that the cap allows; all between the two are allowed, too."""
+    if max_bucket_bytes is None:
+        return [0] * len(queue.nbytes)
+    if max_bucket_bytes < 1:
+        raise ValueError(f"Invalid max_bucket_bytes: {max_bucket_bytes}. Must be >= 1.")
+    starts, start = [0], 0
+    for stop in range(1, len(queue.nbytes)):
+        while start < stop - 1 and queue.nbytes[stop] - queue.nbytes[start] > max_bucket_bytes:
+            start += 1
+        starts.append(start)
+    return starts
+
+
+def _arrival(queue: _Queue, start: int, stop: int, drained_seconds: float, cost: Cost) -> float:
+    """When the bucket ``(start, stop]`` has arrived, if the channel has been drained of what comes before it."""
+    return max(drained_seconds, queue.ready_seconds[stop]) + cost(queue.nbytes[stop] - queue.nbytes[start])
+
+
+def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost, *, straight_line: bool) -> _Arrivals:
+    """The shortest path; for a cost that is a straight line, of the starts only the two that the module derives."""
+    arrivals = _Arrivals([-math.inf], [0])
+    drained = 0
+    for stop in range(1, len(queue.nbytes)):
+        candidates = range(first_starts[stop], stop)
+        if straight_line:
+            while drained + 1 < stop and arrivals.seconds[drained + 1] <= queue.ready_seconds[stop]:
+                drained += 1
+            first = max(drained, first_starts[stop])
+            candidates = range(first, min(first + 2, stop))
+        seconds, start = min(
+            (_arrival(queue, start, stop, arrivals.seconds[start], cost), start) for start in candidates
+        )
+        arrivals.seconds.append(seconds)
+        arrivals.starts.append(start)
+    return arrivals
+
+
+def _stops(arrivals: _Arrivals) -> tuple[int, ...]:
+    stops, stop = [], len(arrivals.starts) - 1
+    while stop:
+        stops.append(stop)
+        stop = arrivals.starts[stop]
+    return tuple(reversed(stops))
+
+
+def _fewest_stops(queue: _Queue, arrivals: _Arrivals, first_starts: Sequence[int], cost: Cost) -> tuple[int, ...]:
+    """Backward from the last bucket, each as long as it and what is before it can be in time; O(n) over all buckets."""
+    stops, stop = [], len(arrivals.starts) - 1
+    deadline = arrivals.seconds[stop]
+    while stop:
+        stops.append(stop)
+        start = arrivals.starts[stop]
+        while (
+            start > first_starts[stop]
+            and _arrival(queue, start - 1, stop, arrivals.seconds[start - 1], cost) <= deadline
+        ):
+            start -= 1
+        # Rounding must not ask what comes before to be sooner than it can.
+        deadline = max(arrivals.seconds[start], deadline - cost(queue.nbytes[stop] - queue.nbytes[start]))
+        stop = start
+    return tuple(reversed(stops))
+
+
+def _finish_time(queue: _Queue, stops: Sequence[int], cost: Cost) -> float:
+    seconds = -math.inf
+    for start, stop in pairwise((0, *stops)):
+        seconds = _arrival(queue, start, stop, seconds, cost)
+    return seconds

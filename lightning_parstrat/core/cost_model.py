@@ -1,0 +1,123 @@
+"""What a collective costs: a latency and a time per byte, and how to find the two from measurements.
+
+R. W. Hockney, "The Communication Challenge for MPP" (1994); for collectives, with constants that depend on the number
+of ranks, R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005).
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from typing import NamedTuple
+
+_FEWEST_SIZES = 3
+"""A line through two sizes fits whatever was measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """The time of a collective as a straight line over its bytes.
+
+    Args:
+        latency_seconds: What a collective of no bytes takes, in seconds, at least 0; alpha.
+        seconds_per_byte: What every byte adds, in seconds, at least 0; beta.
+
+    Raises:
+        ValueError: An argument is negative or not finite.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        for name in ("latency_seconds", "seconds_per_byte"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Invalid {name}: {value}. Must be >= 0 and finite.")
+
+    def seconds(self, nbytes: int) -> float:
+        """The time of one collective.
+
+        Args:
+            nbytes: Its size in bytes, counted as in the samples of the fit, at least 0.
+
+        Returns:
+            Seconds; the latency where there are no bytes.
+        """
+        return self.latency_seconds + self.seconds_per_byte * nbytes
+
+
+class CostFit(NamedTuple):
+    """A model, and how far its predictions are from what was measured, relative to the latter.
+
+    ``spread`` is the median distance from a sample: the noise that a predicted gain has to beat. ``misfit`` is the
+    largest distance from the median of a size: where it is far above ``spread``, the cost is no straight line.
+    """
+
+    model: AlphaBeta
+    spread: float
+    misfit: float
+
+
+def fit_alpha_beta(samples: Iterable[tuple[int, float]]) -> CostFit:
+    """The line with the least sum of relative distances from the median time of each size.
+
+    Medians per size forget single slow samples, absolute distances whole sizes that do not fit. Distances are relative
+    since sizes are best measured on a logarithmic grid: small ones then decide the latency and large ones the
+    bandwidth. They are relative to the measured time, which forgives a size that was slow sooner than one that was
+    fast, as it should be: what disturbs a measurement adds to it.
+
+    It is an exact minimum: least absolute deviations are a linear program, so that a best line meets two of its
+    constraints, each of them a point or a limit at 0. I. Barrodale and F. D. K. Roberts, "An Improved Algorithm for
+    Discrete l1 Linear Approximation" (1973).
+
+    Args:
+        samples: Pairs of bytes (at least 0) and seconds (positive), in any order; several for each size.
+
+    Returns:
+        The model, and its distance from the samples. Cubic in the number of distinct sizes: a few dozen are enough.
+
+    Raises:
+        ValueError: There are fewer than 3 distinct sizes, or a sample is out of range.
+    """
+    by_size: dict[int, list[float]] = {}
+    for nbytes, seconds in samples:
+        if nbytes < 0:
+            raise ValueError(f"Invalid size of a sample: {nbytes}. Must be >= 0 bytes.")
+        if not (math.isfinite(seconds) and seconds > 0):
+            raise ValueError(f"Invalid time of a sample: {seconds}. Must be > 0 seconds and finite.")
+        by_size.setdefault(nbytes, []).append(seconds)
+    if len(by_size) < _FEWEST_SIZES:
+        raise ValueError(f"Invalid samples: {len(by_size)} distinct sizes. Must be >= {_FEWEST_SIZES}.")
+
+    points = [(nbytes, median(times)) for nbytes, times in sorted(by_size.items())]
+    model = min(_lines_through(points), key=lambda line: _sum_of_distances(line, points))
+    spread = median(
+        _relative_distance(model, nbytes, seconds) for nbytes, times in by_size.items() for seconds in times
+    )
+    misfit = max(_relative_distance(model, nbytes, seconds) for nbytes, seconds in points)
+    return CostFit(model, spread, misfit)
+
+
+def _lines_through(points: Sequence[tuple[int, float]]) -> Iterator[AlphaBeta]:
+    """Every line that the linear program's optimum can be."""
+    for nbytes, seconds in points:
+        yield AlphaBeta(latency_seconds=seconds, seconds_per_byte=0.0)
+        if nbytes:
+            yield AlphaBeta(latency_seconds=0.0, seconds_per_byte=seconds / nbytes)
+    for (fewer, earlier), (more, later) in combinations(points, 2):
+        slope = (later - earlier) / (more - fewer)
+        latency = earlier - slope * fewer
+        if slope >= 0 and latency >= 0:
+            yield AlphaBeta(latency_seconds=latency, seconds_per_byte=slope)
+
+
+def _sum_of_distances(model: AlphaBeta, points: Sequence[tuple[int, float]]) -> float:
+    return math.fsum(_relative_distance(model, nbytes, seconds) for nbytes, seconds in points)
+
+
+def _relative_distance(model: AlphaBeta, nbytes: int, seconds: float) -> float:
+    # Over what was measured, not over what is predicted: only so is it piecewise linear in the unknowns.
+    return abs(model.seconds(nbytes) / seconds - 1)

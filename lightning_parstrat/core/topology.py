@@ -1,0 +1,53 @@
+"""Which ranks share a node: between nodes the wire is slow, within one it is not."""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+
+class Topology(NamedTuple):
+    """The node of every rank.
+
+    Attributes:
+        nodes: For each rank the number of its node; nodes are numbered in the order of their first ranks.
+    """
+
+    nodes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, keys: Sequence[Hashable]) -> "Topology":
+        """From anything that is equal for ranks of one node and for no others, such as a host name."""
+        numbers: dict[Hashable, int] = {}
+        return cls(tuple(numbers.setdefault(key, len(numbers)) for key in keys))
+
+    @classmethod
+    def flat(cls, world_size: int) -> "Topology":
+        """All ranks on one node."""
+        return cls((0,) * world_size)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.nodes)
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether there are several nodes with equally many ranks, more than one."""
+        counts = {self.nodes.count(node) for node in set(self.nodes)}
+        return len(set(self.nodes)) > 1 and len(counts) == 1 and counts != {1}
+
+    def share_node(self, rank: int, other: int) -> bool:
+        """Whether two ranks are on the same node."""
+        return self.nodes[rank] == self.nodes[other]
+
+    def node_mates(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the node of ``rank``, itself among them, in order."""
+        return tuple(other for other in range(self.world_size) if self.share_node(rank, other))
+
+    def counterparts(self, rank: int) -> tuple[int, ...]:
+        """The ranks that come at the same place among their node's as ``rank`` does, by node; itself among them.
+
+        Only where all nodes have equally many ranks.
+        """
+        place = self.node_mates(rank).index(rank)
+        first_of_nodes = dict.fromkeys(self.nodes)
+        return tuple([r for r, its_node in enumerate(self.nodes) if its_node == node][place] for node in first_of_nodes)

@@ -1,0 +1,173 @@
+"""Reduce-scatter and all-gather as pieces that the ranks exchange, and local sums: what CPUs do.
+
+Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the bytes. Here each piece travels once to
+whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each piece between nodes once per node.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.collectives import Collectives, Work, as_work, real_view
+from lightning_parstrat.distributed.exchange_thread import ExchangedWork, ExchangeThread
+
+Pieces = Callable[[int], Sequence[Tensor]]
+"""What goes to a rank, or comes from it; both sides list the same pieces in the same order."""
+
+
+class PairwiseCollectives(Collectives):
+    """Every rank sends every other rank its piece; each piece travels once.
+
+    Rank r talks to r + 1, r + 2, ... in turn, so that no rank is everyone's first partner. The number of messages
+    grows with the square of the world size, so this is for the tens of ranks that train on CPUs, and for pieces that
+    differ in length.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
+        super().__init__(group, topology)
+        self._sums = ExchangeThread("sum of gradients")
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        pieces = split(buffer, bounds)
+        by_rank = [
+            pieces[rank] if rank == self.rank else torch.empty_like(pieces[self.rank])
+            for rank in range(self.world_size)
+        ]
+        transfers = self._exchange(
+            range(self.world_size), lambda rank: [pieces[rank]], lambda rank: [by_rank[rank]], self._count_reduced
+        )
+        reduction = SummedPieces(Transfers(transfers, buffer), by_rank, shard)
+        if buffer.device.type != "cpu":
+            # There the waiting stream waits, not a thread.
+            return reduction
+        work = ExchangedWork()
+
+        def see_through() -> None:
+            reduction.wait()
+            work.finish()
+
+        self._sums.run(work, see_through)
+        return work
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        pieces = split(buffer, bounds)
+        transfers = self._exchange(
+            range(self.world_size),
+            lambda target: [pieces[self.rank]],
+            lambda source: [pieces[source]],
+            self._count_gathered,
+        )
+        return Transfers(transfers, buffer)
+
+    def _exchange(
+        self,
+        ranks: Sequence[int],
+        outgoing: Pieces,
+        incoming: Pieces,
+        count: Callable[[Tensor, int], None],
+        tag: int = 0,
+    ) -> list[Work]:
+        """Sends every other one of ``ranks`` its pieces, and receives from it; empty ones stay at home.
+
+        Args:
+            ranks: Those that exchange, this one among them.
+            outgoing: What goes to a rank.
+            incoming: Where to put what comes from a rank.
+            count: Called with each piece that is sent, and the rank it goes to.
+            tag: Exchanges of one tag are launched by one thread, so that both sides have the same order of them.
+        """
+        operations = []
+        place = ranks.index(self.rank)
+        for step in range(1, len(ranks)):
+            target, source = ranks[(place + step) % len(ranks)], ranks[(place - step) % len(ranks)]
+            operations += [
+                self._operation(dist.irecv, piece, source, tag) for piece in incoming(source) if piece.numel()
+            ]
+            for piece in outgoing(target):
+                if piece.numel():
+                    count(piece, target)
+                    operations.append(self._operation(dist.isend, piece, target, tag))
+        return [as_work(work) for work in dist.batch_isend_irecv(operations)] if operations else []
+
+    def _operation(self, direction: Callable[..., Work | None], piece: Tensor, peer: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(direction, real_view(piece), group=self.group, group_peer=peer, tag=tag)
+
+    def _count_reduced(self, piece: Tensor, target: int) -> None:
+        self.traffic.reduce_scatter_bytes += piece.nbytes
+        self._count_between_nodes(piece, target)
+
+    def _count_gathered(self, piece: Tensor, target: int) -> None:
+        self.traffic.all_gather_bytes += piece.nbytes
+        self._count_between_nodes(piece, target)
+
+    def _count_between_nodes(self, piece: Tensor, target: int) -> None:
+        if not self.topology.share_node(self.rank, target):
+            self.traffic.between_nodes_bytes += piece.nbytes
+
+
+class Transfers:
+    """Several transfers waited for as one; keeps the memory they use alive."""
+
+    def __init__(self, transfers: Sequence[Work], *memory: Tensor) -> None:
+        self._transfers: Sequence[Work] = transfers
+        self._memory: tuple[Tensor, ...] = memory
+
+    def wait(self) -> None:
+        """Blocks until all are done."""
+        for transfer in self._transfers:
+            transfer.wait()
+        self._transfers, self._memory = (), ()
+
+    def is_completed(self) -> bool:
+        """Whether all are done, as far as the backend can tell."""
+        return all(transfer.is_completed() for transfer in self._transfers)
+
+
+class SummedPieces:
+    """Pieces that are summed once they are there, in rank order, so that the sum does not depend on who owns it.
+
+    Args:
+        transfers: Bring the pieces.
+        by_rank: The pieces.
+        shard: Where the sum goes, and the dtype that it is made in.
+    """
+
+    def __init__(self, transfers: Work, by_rank: list[Tensor], shard: Tensor) -> None:
+        self._transfers = transfers
+        self._by_rank = by_rank
+        self._shard = shard
+
+    def wait(self) -> None:
+        """Blocks until the sum is made."""
+        if not self._by_rank:
+            return
+        self._transfers.wait()
+        sum_in_order(self._by_rank, self._shard)
+        self._by_rank = []
+
+    def is_completed(self) -> bool:
+        """Whether the pieces are there, as far as the backend can tell."""
+        return self._transfers.is_completed()
+
+
+def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    """Each rank's piece of a buffer."""
+    return [buffer[start:stop] for start, stop in pairwise(bounds)]
+
+
+def sum_in_order(pieces: Iterable[Tensor], total: Tensor) -> None:
+    """Writes the sum into ``total``, in whose dtype it is made; ``total`` may be the first of ``pieces``."""
+    first, *others = pieces
+    if others and total.dtype == first.dtype:
+        torch.add(first, others.pop(0), out=total)
+    else:
+        total.copy_(first)
+    for piece in others:
+        total.add_(piece)

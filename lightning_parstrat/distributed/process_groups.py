@@ -1,0 +1,87 @@
+"""The communicators of a training: gradients, parameters and control messages each have their own."""
+
+import atexit
+import functools
+import time
+import weakref
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+
+class ProcessGroups(NamedTuple):
+    """Gradients, parameters and control messages each have a communicator, so that none waits behind another.
+
+    Lightning uses the default one for its own broadcasts and reductions. ``control`` is always Gloo: what it carries
+    is decided by the host, which then need not wait for a GPU.
+    """
+
+    gradients: dist.ProcessGroup
+    parameters: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+class _KnownGroup(NamedTuple):
+    """A group made for one default group, by weak references.
+
+    torch holds both until they are destroyed; whoever held them longer would, in a process forked from this one,
+    destroy what waits for threads that are not there.
+    """
+
+    world: "weakref.ref[dist.ProcessGroup]"
+    group: "weakref.ref[dist.ProcessGroup]"
+
+
+_PROCESS_GROUPS: dict[tuple[str, timedelta | None], _KnownGroup] = {}
+
+
+def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
+    """The three process groups over all ranks, made on first use and shared by all later uses in this process.
+
+    Collective: the first call with a given default group and timeout must be made by all ranks.
+
+    Args:
+        timeout: How long a collective may take before it raises; None leaves the backend's default.
+    """
+    return ProcessGroups(
+        gradients=_process_group("gradients", timeout),
+        parameters=_process_group("parameters", timeout),
+        control=control_group(timeout),
+    )
+
+
+def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The group for what the host decides, alone; see :func:`process_groups`."""
+    return _process_group("control", timeout, backend="gloo")
+
+
+def _process_group(name: str, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
+    _let_worker_threads_finish_at_exit()
+    world = dist.group.WORLD
+    if world is None:
+        raise AssertionError("process groups were asked for without a default group")
+    known = _PROCESS_GROUPS.get((name, timeout))
+    if known is not None and known.world() is world:
+        existing = known.group()
+        if existing is not None:
+            return existing
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    _PROCESS_GROUPS[name, timeout] = _KnownGroup(weakref.ref(world), weakref.ref(group))
+    return group
+
+
+@functools.cache
+def _let_worker_threads_finish_at_exit() -> None:
+    """Gives Gloo's worker threads a moment before the interpreter is torn down.
+
+    A worker drops the tensors of a collective after it was waited for, and needs the GIL for that. If the interpreter
+    is finalizing by then, Python ends the thread inside a C++ destructor, and the process aborts: a successful run that
+    ends right after a collective would report failure (seen in one of five on a busy machine, without any sharding).
+    """
+    atexit.register(time.sleep, 0.05)
+
+
+def world_size() -> int:
+    """Number of ranks in the default process group."""
+    return dist.get_world_size()

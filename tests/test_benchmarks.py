@@ -1,0 +1,145 @@
+"""The benchmarks, run as their reader would run them, but tiny."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import TIMEOUT, clean_environment, run_python
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TWO_NODES = BENCHMARKS / "two_nodes.py"
+TINY = ["--width", "32", "--depth", "1", "--pairs", "1", "--steps", "2", "--warm-up", "2"]
+
+
+def run_benchmark(program: str, arguments: Sequence[str], folder: Path) -> dict[str, Any]:
+    output = folder / "results" / "result.json"
+    ran = run_python([BENCHMARKS / program, *arguments, "--output", output], folder)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    return read_result(output, program)
+
+
+def read_result(output: Path, program: str) -> dict[str, Any]:
+    result = json.loads(output.read_text())
+    assert program in result["machine"]["command"]
+    assert {"torch", "lightning", "lightning-parstrat", "processor", "measured"} <= set(result["machine"])
+    return result
+
+
+def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) -> None:
+    emulation = ["--emulate", "0.004", "--accumulate", "2", "--bandwidth", "1e9"]
+    result = run_benchmark("step_time.py", [*TINY, *emulation], tmp_path)
+    times = result["step_time"]
+    expected = {
+        "ddp",
+        "ddp+zero_redundancy",
+        "fsdp2",
+        "deepspeed_stage_1",
+        "ddp_tuned",
+        "zero1_custom",
+        "single_process",
+    }
+    assert set(times) | set(result["not_run"]) == expected
+    assert set(result["not_run"]) <= {"deepspeed_stage_1"}
+    # The emulated forward and backward cannot take less than they sleep.
+    assert all(time["min"] > 3 * 0.004 and time["ratio_to_ddp"] > 0 for time in times.values())
+    assert times["zero1_custom"]["rank_payload_per_optimizer_step"]["equal"]
+    assert times["zero1_custom"]["ratio_to_limit"] > 0
+    half = result["limits"]["parameter_bytes"] * 8 / 2 / 1e9
+    assert result["limits"]["seconds_on_the_wire_per_half"] == pytest.approx(half)
+
+
+def test_the_clock_holds_whole_optimizer_steps(tmp_path: Path) -> None:
+    ran = run_python([BENCHMARKS / "step_time.py", *TINY, "--accumulate", "4"], tmp_path)
+    assert ran.returncode == 2
+    assert "multiples of --accumulate" in ran.stderr
+
+
+def test_memory(tmp_path: Path) -> None:
+    result = run_benchmark("memory.py", [*TINY, "--width", "64", "--strategies", "ddp", "zero1_custom"], tmp_path)
+    for memory in result["memory"].values():
+        assert len(memory["ranks"]) == 2
+        # A rank holds at least its parameters and, of two, half of Adam's state: 4 and 4 bytes per parameter.
+        assert memory["held_growth"] > 8 * result["parameters"]
+        assert memory["peak_growth"] >= memory["held_growth"]
+    assert result["memory"]["zero1_custom"]["held_growth"] < result["memory"]["ddp"]["held_growth"]
+
+
+def test_overlap(tmp_path: Path) -> None:
+    result = run_benchmark("overlap.py", TINY, tmp_path)
+    communicating = {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)"}
+    assert set(result["overlap"]) == {*communicating, "single_process"}
+    for name in communicating:
+        step = result["overlap"][name]
+        assert step["exposed"] == pytest.approx(step["median"] - result["overlap"]["single_process"]["median"])
+    pytest.importorskip("matplotlib")
+    assert (tmp_path / "results" / "result.png").stat().st_size > 5_000
+
+
+@pytest.fixture
+def can_have_two_nodes(tmp_path: Path) -> None:
+    """Skips with what the program itself says to be missing."""
+    ran = run_python([TWO_NODES, "--", "true"], tmp_path)
+    if ran.returncode == 2 and ran.stderr.startswith("two_nodes: "):
+        pytest.skip(ran.stderr.strip())
+    assert ran.returncode == 0, ran.stderr
+
+
+def namespaces_of(process: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"parstrat-{process}-")]
+
+
+def test_two_nodes_says_what_is_missing(tmp_path: Path) -> None:
+    ran = run_python([TWO_NODES, "--", "true"], tmp_path, {"PATH": str(tmp_path)})
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("two_nodes: ")
+
+
+@pytest.mark.usefixtures("can_have_two_nodes")
+def test_two_nodes_time_steps_on_a_link_of_the_rate_that_was_asked_for(tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    options = [*TINY, "--strategies", "zero1_custom", "single_process", "--output", str(output)]
+    ran = run_python([TWO_NODES, "--rate", "20mbit", "--", *options], tmp_path)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    result = read_result(output, "two_nodes.py")
+    times = result["step_time"]["zero1_custom"]
+    assert "20mbit" in result["label"]
+    assert result["limits"]["bits_per_second"] == 20e6
+    assert times["node_bytes_sent_per_optimizer_step"] > 0.9 * result["limits"]["parameter_bytes"]
+    # What is left in the link's queue when the clock stops can make one of the two halves look free.
+    assert times["median"] > result["limits"]["seconds_on_the_wire_per_half"]
+
+
+@pytest.mark.usefixtures("can_have_two_nodes")
+def test_two_nodes_fail_with_any_of_their_ranks_and_show_what_it_said(tmp_path: Path) -> None:
+    script = "echo I am $RANK of $WORLD_SIZE, $LOCAL_RANK on $GROUP_RANK; test $RANK != 3"
+    ran = run_python([TWO_NODES, "--ranks-per-node", "2", "--", "sh", "-c", script], tmp_path)
+    assert ran.returncode == 1
+    assert "I am 0 of 4, 0 on 0" in ran.stdout
+    assert "I am 3 of 4, 1 on 1" in ran.stderr
+
+
+@pytest.mark.usefixtures("can_have_two_nodes")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_two_nodes_leave_nothing_behind_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    command = [sys.executable, str(TWO_NODES), "--", "sh", "-c", f"touch {started}; sleep 100"]
+    with subprocess.Popen(command, env=clean_environment(), cwd=tmp_path) as process:
+        try:
+            deadline = time.monotonic() + TIMEOUT
+            while not started.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert len(namespaces_of(process.pid)) == 2
+            os.kill(process.pid, number)
+            assert process.wait(timeout=TIMEOUT) == 128 + number
+        finally:
+            process.terminate()
+    assert namespaces_of(process.pid) == []
