@@ -140,28 +140,30 @@ class BucketLayout(NamedTuple):
         return tuple(piece for piece in slices if piece is not None)
 
 
-def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> tuple[BucketLayout, ...]:
+def plan_buckets(
+    parameters: Sequence[ParameterSpec], policy: LayoutPolicy, groups: Sequence[Sequence[int]] | None = None
+) -> tuple[BucketLayout, ...]:
     """Assigns every parameter a slot in a bucket, and so every element an owner.
 
     Args:
         parameters: In the order in which their gradients are expected to become ready.
         policy: How to lay them out.
+        groups: Which of them share a bucket, by their positions, in the order of the buckets; by default as many as
+            fit under the cap. See :mod:`lightning_parstrat.core.grouping`.
 
     Returns:
-        The buckets, ordered by when their last gradient is expected, which is the order of their reductions. Linear
-        in the number of parameters, independent of the world size (``"parameter"``: times its logarithm, plus one
-        number per rank and bucket).
+        The buckets in the order of their reductions: that of ``groups``, or by when their last gradient is expected.
+        Linear in the number of parameters, independent of the world size (``"parameter"``: times its logarithm, plus
+        one number per rank and bucket).
     """
-    groups = _assign_to_buckets(parameters, policy.bucket_cap_bytes)
+    if groups is None:
+        groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
     if policy.partition == "element":
-        buckets = [_cut_anywhere([(index, parameters[index]) for index in members], policy) for members in groups]
-    else:
-        owners = _choose_owners(parameters, policy.world_size)
-        buckets = [
-            _keep_whole([(index, parameters[index], owners[index]) for index in members], policy) for members in groups
-        ]
-    ordered = sorted(zip(groups, buckets, strict=True), key=lambda item: item[0][-1])
-    return tuple(bucket for _, bucket in ordered)
+        return tuple(_cut_anywhere([(index, parameters[index]) for index in members], policy) for members in groups)
+    owners = _choose_owners(parameters, policy.world_size)
+    return tuple(
+        _keep_whole([(index, parameters[index], owners[index]) for index in members], policy) for members in groups
+    )
 
 
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:
@@ -171,8 +173,8 @@ def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLay
     return int.from_bytes(digest[:8], "big") >> 2
 
 
-def _assign_to_buckets(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
-    """Groups the indices of parameters, in their order, so that no bucket of several exceeds the cap."""
+def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
+    """Groups the positions of parameters, in their order, so that no bucket of several exceeds the cap."""
     closed: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
@@ -205,14 +207,14 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
 
     What is balanced is each parameter's share of all update costs plus its share of all elements: the first is the
     time of a step, the second is memory and traffic. R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969):
-    the fullest rank has at most 4/3 of the optimum.
+    the fullest rank has at most 4/3 of the optimum. The order of the parameters does not matter.
     """
     costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
     whole_cost, whole_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
     weights = [cost / whole_cost + spec.numel / whole_numel for cost, spec in zip(costs, parameters, strict=True)]
     loads = [(0.0, rank) for rank in range(world_size)]
     owners = [0] * len(parameters)
-    for index in sorted(range(len(parameters)), key=lambda index: -weights[index]):
+    for index in sorted(range(len(parameters)), key=lambda index: (-weights[index], parameters[index].name)):
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + weights[index], owners[index]))
     return owners

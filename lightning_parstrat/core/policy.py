@@ -11,6 +11,7 @@ from lightning_parstrat.core.accumulation import PartialWindow
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
+BucketOrder = Literal["measured", "registration"]
 WireDtype = Literal["bf16"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
@@ -21,6 +22,8 @@ class ShardingPolicy:
     """How parameters are bucketed and owned.
 
     Args:
+        bucket_order: Whether buckets are planned anew by the order and the time in which gradients become ready
+            (``"measured"``), or stay in the reverse order of the parameters' registration.
         bucket_cap_mb: Size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier; larger ones pay
             the latency of a collective less often.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
@@ -38,6 +41,7 @@ class ShardingPolicy:
     """
 
     bucket_cap_mb: float = 8.0
+    bucket_order: BucketOrder = "measured"
     partition: PartitionChoice = "auto"
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
@@ -53,6 +57,8 @@ class ShardingPolicy:
             )
         if self.partition not in get_args(PartitionChoice):
             raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(PartitionChoice)}.")
+        if self.bucket_order not in get_args(BucketOrder):
+            raise ValueError(f"Invalid bucket_order: {self.bucket_order!r}. Must be one of {get_args(BucketOrder)}.")
         for name in ("expose_gradients", "master_weights"):
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):

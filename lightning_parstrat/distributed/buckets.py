@@ -74,6 +74,11 @@ class ParameterSlot:
         """Whether what this rank steps for it is a copy that is kept in fp32."""
         return self.shard is not None and self.bucket.has_master_weights
 
+    def take_over(self, earlier: "ParameterSlot") -> None:
+        """What is known of the gradient stays known in another bucket."""
+        for name in ("arrived", "fresh", "idle_backwards", "reduced", "trainable", "used"):
+            setattr(self, name, getattr(earlier, name))
+
     def view_into(self, flat: Tensor) -> Tensor:
         """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
         return flat.as_strided(self.parameter.shape, self.strides, flat.storage_offset() + self.place.offset)
@@ -387,6 +392,18 @@ class ParameterBucket(GradientBucket):
                 if self.master is None:
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.shard_gradient = self.whole_gradient = None
+        self.flat = self.flat.new_empty(0)
+
+    @torch.no_grad()
+    def release_if_left(self) -> None:
+        """Frees the buffer when all parameters have moved to other buckets; master weights stay."""
+        if not self.flat.numel() or any(slot.place.numel and self._lies_in(slot) for slot in self.slots):
+            return
+        if self.master is None:
+            # Their state is still known by the shards.
+            for slot in self.slots:
+                if slot.shard is not None:
+                    slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.flat = self.flat.new_empty(0)
 
     @torch.no_grad()

@@ -31,6 +31,7 @@ from lightning_parstrat.distributed.process_groups import ProcessGroups
 from lightning_parstrat.distributed.read_guard import is_compiled
 from lightning_parstrat.distributed.reducer import GradientReducer
 from lightning_parstrat.distributed.reductions import GradientScale
+from lightning_parstrat.distributed.replanning import Replanner
 from lightning_parstrat.distributed.shard_state import shard_existing_state
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 from lightning_parstrat.distributed.state_dict import with_own_storage
@@ -54,6 +55,7 @@ class ShardedDataParallel:
         policy: How to bucket and partition.
         groups: The process groups.
         node: What this rank's node is called; by default by its host name.
+        plan: The plan of an earlier training of the same module, see :meth:`plan`.
 
     Raises:
         ValueError: Something cannot be sharded; the message says what and what to do.
@@ -66,6 +68,7 @@ class ShardedDataParallel:
         policy: ShardingPolicy,
         groups: ProcessGroups,
         node: str | None = None,
+        plan: Sequence[Sequence[str]] = (),
     ) -> None:
         self.module = module
         self.policy = policy
@@ -79,6 +82,8 @@ class ShardedDataParallel:
         self.reducer = GradientReducer(make_collectives(groups.gradients, device, self.topology), control)
         self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device, self.topology))
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
+        measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
+        self.replanner = Replanner(self.reducer, self.gatherer, policy, plan, measures)
         self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])
         self._shard_optimizers()
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
@@ -121,6 +126,28 @@ class ShardedDataParallel:
         with full_gradients(self.buckets, self.reducer.collectives):
             yield
 
+    @property
+    def plan(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, in the order of reductions."""
+        return self._planner().names(self.buckets)
+
+    def prepare_forward(self) -> None:
+        """Call before the forward of a training step, on all ranks: where buckets are planned anew.
+
+        Once, when a backward has been measured: then it takes a few reductions of small messages and, where the plan
+        changes, moves parameters on this rank (peak: as many buckets more as an old one has become) and optimizer state
+        between ranks.
+        """
+        ready = self.replanner.ready_seconds()
+        if ready is None:
+            return
+        grouping = self.replanner.by_readiness(ready)
+        owners = {p: numbers for p, numbers in self._owners().items() if p in ready}
+        planned = self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
+        if self.replanner.differs(planned, self.buckets):
+            shardings = {optimizer: _sharding_of(optimizer) for optimizer in self.sharded_optimizers}
+            self.replanner.adopt(planned, self.buckets, shardings)
+
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
 
@@ -131,6 +158,8 @@ class ShardedDataParallel:
         if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
             self._bucket_parameters()
         self.gatherer.finish()
+        if self.reducer.synchronize:
+            self.replanner.begin_round()
         self.reducer.prepare_backward(loss, scale)
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
@@ -139,6 +168,7 @@ class ShardedDataParallel:
         Args:
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
+        self.replanner.begin_round()
         self.reducer.reduce_left_over(self.reducer.buckets, scale)
 
     def zero_gradients(self) -> None:
@@ -246,23 +276,25 @@ class ShardedDataParallel:
         check_parameters(self.module, list(owners))
         # What was in no optimizer may be in one now; its gradients must not travel twice.
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.keeps_parameters_whole])
-        planner = BucketPlanner(self.module, self.policy, self.reducer.control)
-        partitions: dict[int, Partition] = {
-            number: treatment.partition
-            for number, treatment in enumerate(self.treatments)
-            if treatment.partition is not None
-        }
+        planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
-        made = planner.sharded_buckets(new, self.optimizers, partitions, len(self.reducer.buckets))
-        self.reducer.add_buckets([bucket for bucket, _ in made])
-        for bucket, numbers in made:
-            for number in numbers:
+        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.as_kept):
+            bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.rank)
+            self.reducer.add_buckets([bucket])
+            for number in planned.owners:
                 _sharding_of(self.optimizers[number]).add_buckets([bucket])
         self._share_buckets(owners)
         for optimizer in self.sharded_optimizers:
             optimizer.state = shard_existing_state(optimizer.state, _sharding_of(optimizer).slots)
         outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
+
+    def _planner(self) -> BucketPlanner:
+        return BucketPlanner(self.module, self.policy, self.reducer.control)
+
+    @property
+    def _partitions(self) -> dict[int, Partition]:
+        return {n: one.partition for n, one in enumerate(self.treatments) if one.partition is not None}
 
     def _share_buckets(self, owners: Mapping[Tensor, Owners]) -> None:
         """Gives optimizers the buckets of parameters that they got while those were another's already."""

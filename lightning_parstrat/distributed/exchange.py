@@ -4,7 +4,7 @@ Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the
 whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each piece between nodes once per node.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -155,6 +155,28 @@ class SummedPieces:
     def is_completed(self) -> bool:
         """Whether the pieces are there, as far as the backend can tell."""
         return self._transfers.is_completed()
+
+
+def exchange_pieces(
+    collectives: Collectives, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
+) -> None:
+    """Sends pieces to other ranks and waits for those that come: one-time transfers that no formula counts.
+
+    Collective among those who exchange; nothing else is under way between them.
+
+    Args:
+        collectives: Of the group to use.
+        outgoing: What goes to each rank.
+        incoming: Where to put what comes from each rank, in the order in which it sends.
+    """
+    operations = [
+        dist.P2POp(direction, real_view(piece), group=collectives.group, group_peer=peer)
+        for direction, pieces in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, of_peer in pieces.items()
+        for piece in of_peer
+    ]
+    if operations:
+        Transfers([as_work(work) for work in dist.batch_isend_irecv(operations)]).wait()
 
 
 def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """From parameters and optimizers to buckets: the same plan on every rank."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,15 +26,41 @@ Owners = tuple[int, ...]
 """The positions of the optimizers that a parameter belongs to."""
 
 
-class OwnedBucket(NamedTuple):
-    """A bucket, and the positions of the optimizers that step all of its parameters."""
+Grouping = Callable[[Sequence[Tensor], Sequence[ParameterSpec]], list[list[int]] | None]
+"""Chooses, by position, which parameters share a bucket; None leaves it to the cap. The same on all ranks."""
 
-    bucket: ParameterBucket
+
+class PlannedBucket(NamedTuple):
+    """A bucket that has not been made.
+
+    Attributes:
+        layout: Its slots refer to positions in ``parameters``.
+        parameters: Those of the whole plan.
+        owners: The positions of the optimizers that step all of its parameters.
+        wire: What its gradients and parameters travel in.
+    """
+
+    layout: BucketLayout
+    parameters: list[Tensor]
     owners: Owners
+    wire: WireFormat
+
+    @property
+    def members(self) -> list[Tensor]:
+        """The parameters that are in the bucket, in their order."""
+        return [self.parameters[slot.parameter] for slot in self.layout.slots]
+
+    def make(self, index: int, rank: int) -> ParameterBucket:
+        """Moves the parameters in."""
+        return ParameterBucket(index, self.layout, self.parameters, rank, self.wire)
+
+
+def _as_many_as_fit(parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> None:
+    """The grouping before anything was measured."""
 
 
 class BucketPlanner:
-    """Makes buckets. Collective: the ranks compare each plan before anything is moved.
+    """Plans buckets. Collective: the ranks compare each plan before anything is moved.
 
     Args:
         module: Gives the parameters names, and their order.
@@ -55,17 +81,17 @@ class BucketPlanner:
         owners: Mapping[Tensor, Owners],
         optimizers: Sequence[Optimizer],
         partitions: Mapping[int, Partition],
-        first: int,
-    ) -> list[OwnedBucket]:
-        """Buckets of parameters whose ranks each step a shard; moves the parameters in.
+        grouping: Grouping = _as_many_as_fit,
+    ) -> list[PlannedBucket]:
+        """Buckets of parameters whose ranks each step a shard.
 
         Args:
             owners: The parameters, each with its optimizers.
             optimizers: All optimizers.
             partitions: Per position of an optimizer, how its parameters may be cut.
-            first: Index of the first bucket.
+            grouping: Chooses which share a bucket.
         """
-        made: list[OwnedBucket] = []
+        planned: list[PlannedBucket] = []
         by_partition: dict[Partition, list[Tensor]] = {"element": [], "parameter": []}
         for parameter in self._in_order_of_gradients(owners):
             whole = any(partitions[number] == "parameter" for number in owners[parameter])
@@ -79,11 +105,14 @@ class BucketPlanner:
                 )
                 for parameter in parameters
             ]
-            for layout in self._plan(specs, partition):
-                wire = self._wire_format(parameters[layout.slots[0].parameter].dtype)
-                bucket = ParameterBucket(first + len(made), layout, parameters, self._control.rank, wire)
-                made.append(OwnedBucket(bucket, owners[parameters[layout.slots[0].parameter]]))
-        return made
+            for layout in self._plan(specs, partition, grouping(parameters, specs)):
+                first = parameters[layout.slots[0].parameter]
+                planned.append(PlannedBucket(layout, parameters, owners[first], self._wire_format(first.dtype)))
+        return planned
+
+    def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
+        """The parameters of each bucket by name, for a plan that is kept."""
+        return [[self._name(slot.parameter) for slot in bucket.slots] for bucket in buckets]
 
     def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
         """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
@@ -104,17 +133,22 @@ class BucketPlanner:
         unregistered = len(self._position)
         return sorted(parameters, key=lambda parameter: -self._position.get(parameter, unregistered))
 
-    def _plan(self, specs: Sequence[ParameterSpec], partition: Partition) -> tuple[BucketLayout, ...]:
+    def _plan(
+        self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
+    ) -> tuple[BucketLayout, ...]:
         policy = LayoutPolicy(
             world_size=self._control.world_size, bucket_cap_bytes=self._policy.bucket_cap_bytes, partition=partition
         )
-        layouts = plan_buckets(specs, policy)
+        layouts = plan_buckets(specs, policy, groups)
         check_agreement(self._control, fingerprint(specs, layouts))
         return layouts
 
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(parameter, "<not in the module>")
+
     def _spec(self, parameter: Tensor, owners: Owners, update_cost: float | None = None) -> ParameterSpec:
         return ParameterSpec(
-            name=self._names.get(parameter, "<not in the module>"),
+            name=self._name(parameter),
             shape=tuple(parameter.shape),
             dtype=str(parameter.dtype),
             itemsize=parameter.element_size(),

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.distributed.buckets import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.collectives import Collectives, Work
 from lightning_parstrat.distributed.exposure import expose_gradients
+from lightning_parstrat.distributed.ready_times import ReadyClock
 from lightning_parstrat.distributed.reductions import GradientScale, Launch, Reductions
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
@@ -73,6 +74,7 @@ class GradientReducer:
         self._reductions = Reductions()
         self._backward = 0
         self._agreement: _Agreement | None = None
+        self.clock: ReadyClock | None = None
         self._scale: GradientScale = self._mean_over_ranks
 
     def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
@@ -85,6 +87,23 @@ class GradientReducer:
                 slot.fresh = slot.parameter.grad is not None
                 self._slots.append(slot)
                 self._register_hook(slot)
+
+    def complete(self) -> None:
+        """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
+        self._settle()
+        self._abandon_unfinished_backward()
+        self._reductions.complete(self.buckets)
+
+    def replace_buckets(self, old: Sequence[GradientBucket], new: Sequence[GradientBucket]) -> None:
+        """Puts buckets of the same parameters in the place of others, before all that stay; outside of backward."""
+        known = {slot.parameter: slot for bucket in old for slot in bucket.slots}
+        self.dissolve_buckets(old)
+        stay, self.buckets = self.buckets, []
+        self.add_buckets(new)
+        self.buckets += stay
+        for bucket in new:
+            for slot in bucket.slots:
+                slot.take_over(known[slot.parameter])
 
     def dissolve_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Lets go of buckets whose parameters get others; call it outside of backward, on all ranks alike.
@@ -184,9 +203,7 @@ class GradientReducer:
 
     def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``slots``; reductions still under way are waited for first."""
-        self._settle()
-        self._abandon_unfinished_backward()
-        self._reductions.complete(self.buckets)
+        self.complete()
         for bucket in dict.fromkeys(slot.bucket for slot in slots):
             bucket.zero_gradients(slots, set_to_none)
 
@@ -228,6 +245,8 @@ class GradientReducer:
     def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
         slot.fresh = True
+        if self.clock is not None:
+            self.clock.note(slot.parameter)
         if not self._running:
             # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
             return

@@ -1,7 +1,7 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -99,6 +99,12 @@ class OptimizerSharding:
         self.slots[slot.parameter] = slot
         if bucket not in self.buckets:
             self.buckets.append(bucket)
+
+    def exchange_slots(self, slots: Mapping[Tensor, ParameterSlot]) -> None:
+        """Takes charge of other places for the parameters that it has."""
+        self.slots.update(slots)
+        buckets = {slot.bucket for slot in slots.values() if isinstance(slot.bucket, ParameterBucket)}
+        self.buckets = sorted(buckets, key=lambda bucket: bucket.index)
 
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
         """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""

@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import ExposeGradients, MasterWeights, PartitionChoice, ShardingPolicy, WireDtype
+from lightning_parstrat.core.policy import (
+    BucketOrder,
+    ExposeGradients,
+    MasterWeights,
+    PartitionChoice,
+    ShardingPolicy,
+    WireDtype,
+)
 from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
@@ -40,6 +47,9 @@ from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
+
+CHECKPOINT_KEY = "lightning_parstrat"
+"""Where a checkpoint keeps what is this package's alone: the plan of the buckets. Other strategies pass over it."""
 
 
 class _ProcessStrategy(DDPStrategy):
@@ -88,7 +98,10 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
 
     Args:
         bucket_cap_mb: Size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready; smaller buckets
-            overlap better, larger ones pay latency less often.
+            overlap better, larger ones pay latency less often. It is the largest size: see ``bucket_order``.
+        bucket_order: ``"measured"``: after two steps buckets are planned anew, by when each gradient was ready and by
+            what the wire takes. ``"registration"``: they stay in the reverse order of registration and as large as
+            they may be, so that two trainings have the same plan without a checkpoint.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each whole on one rank,
             which optimizers that look at whole matrices (Muon, Adafactor, Shampoo) need; ``"auto"`` takes ``"element"``
             for torch's element-wise optimizers and ``"parameter"`` for every other.
@@ -119,6 +132,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
     def __init__(
         self,
         bucket_cap_mb: float = 8.0,
+        bucket_order: BucketOrder = "measured",
         partition: PartitionChoice = "auto",
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
@@ -129,6 +143,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
     ) -> None:
         self._policy = ShardingPolicy(
             bucket_cap_mb=bucket_cap_mb,
+            bucket_order=bucket_order,
             partition=partition,
             expose_gradients=expose_gradients,
             master_weights=master_weights,
@@ -140,6 +155,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         self._broadcast_buffers_next = True
         self._in_training = False
         self._failed = False
+        self._plan: list[list[str]] = []
         self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
@@ -195,7 +211,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
         node = f"{socket.gethostname()} {self.node_rank}"
         self._engine = ShardedDataParallel(
-            self._training_module, _trained(optimizers), self._policy, self._groups, node
+            self._training_module, _trained(optimizers), self._policy, self._groups, node, self._plan
         )
         self._broadcast_buffers_next = True
         if self._in_training:
@@ -283,6 +299,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step."""
+        if self._engine is not None:
+            self._engine.prepare_forward()
         self._broadcast_buffers()
         return super().training_step(*args, **kwargs)
 
@@ -334,7 +352,15 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         """Writes the checkpoint on rank 0; a parameter is written as itself, not with the bucket it lies in."""
         if self.is_global_zero and self._engine is not None:
             checkpoint = self._engine.with_own_storage(checkpoint)
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: {"bucket_plan": self._engine.plan}}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint, and the bucket plan in it: a resumed training sums gradients in the same order."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._plan = checkpoint.get(CHECKPOINT_KEY, {}).get("bucket_plan", [])
+        return checkpoint
 
     @override
     def on_exception(self, exception: BaseException) -> None:

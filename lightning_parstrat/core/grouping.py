@@ -1,0 +1,67 @@
+"""Which parameters share a bucket, once it is known when their gradients are ready.
+
+The first bucket is small, so that the wire has something to do early, and so is the last, which nothing hides: neither
+is a rule here, both come out of the plan whose last bucket arrives earliest.
+"""
+
+import math
+from collections.abc import Hashable, Sequence
+
+from lightning_parstrat.core.bucketing import optimal_buckets
+from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.layout import ParameterSpec, group_by_cap
+
+
+def group_by_readiness(
+    parameters: Sequence[ParameterSpec], ready_seconds: Sequence[float], cap_bytes: int, cost: AlphaBeta | None
+) -> list[list[int]]:
+    """Groups parameters in the order in which their gradients become ready.
+
+    Args:
+        parameters: In any order.
+        ready_seconds: When the gradient of each is ready, from any origin; infinity where there was none. Those come
+            last and in buckets of their own, so that they hold up no other.
+        cap_bytes: No bucket of several parameters is larger.
+        cost: What a bucket takes on the wire, for the plan whose last bucket arrives earliest; None fills each bucket
+            up to the cap.
+
+    Returns:
+        Positions in ``parameters`` per bucket, ordered by when the last gradient of each is ready.
+    """
+    by_group: dict[Hashable, list[int]] = {}
+    for index in sorted(range(len(parameters)), key=lambda index: (ready_seconds[index], index)):
+        by_group.setdefault((parameters[index].group, math.isinf(ready_seconds[index])), []).append(index)
+    groups: list[list[int]] = []
+    for members in by_group.values():
+        if cost is None or math.isinf(ready_seconds[members[0]]):
+            by_cap = group_by_cap([parameters[index] for index in members], cap_bytes)
+            groups += [[members[position] for position in bucket] for bucket in by_cap]
+            continue
+        sizes = [parameters[index].numel * parameters[index].itemsize for index in members]
+        ready = [ready_seconds[index] for index in members]
+        stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes, fewest=True).stops
+        groups += [members[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
+    return sorted(groups, key=lambda bucket: (ready_seconds[bucket[-1]], bucket[-1]))
+
+
+def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[str]]) -> list[list[int]] | None:
+    """The grouping of an earlier plan.
+
+    Args:
+        parameters: In any order.
+        plan: Names of parameters per bucket, in the order of the buckets.
+
+    Returns:
+        Positions in ``parameters`` per bucket; None where the plan is of other parameters, or puts together what may
+        not share a bucket.
+    """
+    positions = {spec.name: index for index, spec in enumerate(parameters)}
+    if len(positions) != len(parameters):
+        return None
+    groups = [[positions[name] for name in bucket if name in positions] for bucket in plan]
+    groups = [bucket for bucket in groups if bucket]
+    if sorted(index for bucket in groups for index in bucket) != list(range(len(parameters))):
+        return None
+    if any(len({parameters[index].group for index in bucket}) > 1 for bucket in groups):
+        return None
+    return groups

@@ -1,0 +1,152 @@
+"""Buckets planned anew by the order and the time in which gradients become ready, and the plan that is kept.
+
+Before anything is known, parameters are bucketed in the reverse order of registration. The second backward that sends
+gradients is measured (the first allocates), and before the next forward all ranks agree on the times, find out what a
+reduce-scatter takes, and plan. Where that gives other buckets, parameters, master weights and optimizer state move.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.grouping import group_as_named, group_by_readiness
+from lightning_parstrat.core.layout import ParameterSpec
+from lightning_parstrat.core.memory import parameter_bytes
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.buckets import ParameterBucket
+from lightning_parstrat.distributed.calibration import reduce_scatter_cost
+from lightning_parstrat.distributed.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.planning import Grouping, PlannedBucket
+from lightning_parstrat.distributed.ready_times import ReadyClock
+from lightning_parstrat.distributed.redistribution import Move, move_gradients, move_master_weights, move_state
+from lightning_parstrat.distributed.reducer import GradientReducer
+from lightning_parstrat.distributed.shard_state import StateByShard
+from lightning_parstrat.distributed.sharding import OptimizerSharding
+
+_MEASURED_ROUND = 2
+_ATTEMPTS = 10
+"""As long as somebody holds a view of a parameter, its bucket cannot be changed under him."""
+
+_SMALLEST_WORTH_TIMING = 2**23
+"""Bytes of parameters; below, buckets are as large as the cap allows: what could be hidden takes no time."""
+
+_LAUNCH_SECONDS = 5e-4
+"""What a bucket more costs the processor, beside its latency on the wire: packing, launching, stepping, gathering."""
+
+
+class Replanner:
+    """Decides when buckets are planned anew, and carries it out.
+
+    Every method is collective unless it says otherwise.
+
+    Args:
+        reducer: Sends gradients, and has the hooks that see them come.
+        gatherer: Brings parameters home.
+        policy: How to bucket.
+        kept: A plan to begin with, by the parameters' names; empty for none.
+        measures: Whether buckets may be planned anew.
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        gatherer: ParameterGatherer,
+        policy: ShardingPolicy,
+        kept: Sequence[Sequence[str]],
+        measures: bool,
+    ) -> None:
+        self._reducer = reducer
+        self._gatherer = gatherer
+        self._policy = policy
+        self._kept = kept
+        self._measures = measures
+        self._rounds = 0
+        self._attempts = 0
+        self._clock: ReadyClock | None = None
+
+    def as_kept(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+        """The grouping of the plan that is kept, where it fits; nothing is measured then. Not collective."""
+        groups = group_as_named(specs, self._kept) if specs else None
+        if groups is not None:
+            self._measures = False
+        return groups
+
+    def begin_round(self) -> None:
+        """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
+        self._rounds += 1
+        measured = self._measures and self._rounds == _MEASURED_ROUND
+        self._clock = self._reducer.clock = ReadyClock() if measured else None
+        if not measured and self._rounds > _MEASURED_ROUND:
+            self._measures = False
+
+    def ready_seconds(self) -> dict[Tensor, float] | None:
+        """When the gradient of each sharded parameter is ready, once: when it was measured and buckets can change."""
+        if self._clock is None or not self._measures:
+            return None
+        self._reducer.clock = None
+        self._reducer.complete()
+        self._gatherer.finish()
+        buckets = [bucket for bucket in self._reducer.buckets if isinstance(bucket, ParameterBucket)]
+        parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
+        hindered = not all(bucket.is_read_through_parameters for bucket in buckets)
+        ready = self._clock.agree(parameters, hindered, self._reducer.control)
+        self._attempts += 1
+        if ready is not None or self._attempts == _ATTEMPTS:
+            self._measures, self._clock = False, None
+        return ready
+
+    def by_readiness(self, ready: Mapping[Tensor, float]) -> Grouping:
+        """The grouping whose last bucket arrives earliest. Sends some 20 MB to find out what that takes."""
+        cost = self._cost()
+
+        def group(parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+            seconds = [ready[parameter] for parameter in parameters]
+            return group_by_readiness(specs, seconds, self._policy.bucket_cap_bytes, cost)
+
+        return group
+
+    def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
+        """Whether the plan is another one than that of ``buckets``, by more than the order within them."""
+        before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
+        return [set(one.members) for one in planned] != before
+
+    def adopt(
+        self,
+        planned: Sequence[PlannedBucket],
+        old: Sequence[ParameterBucket],
+        shardings: Mapping[Optimizer, OptimizerSharding],
+    ) -> None:
+        """Makes the planned buckets, and moves everything that is in the old ones."""
+        control, rank = self._reducer.control, self._reducer.collectives.rank
+        new = [_make(one, index, rank, old) for index, one in enumerate(planned)]
+        places = {slot.parameter: slot for bucket in new for slot in bucket.slots}
+        moves = {slot.parameter: Move(slot, places[slot.parameter]) for bucket in old for slot in bucket.slots}
+        move_master_weights(list(moves.values()), self._gatherer.collectives)
+        move_gradients(list(moves.values()), self._gatherer.collectives)
+        for optimizer, sharding in shardings.items():
+            of_optimizer = [moves[parameter] for parameter in sharding.slots]
+            others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+            kept_whole = {key: value for key, value in optimizer.state.items() if key in sharding.whole}
+            states = move_state(optimizer, of_optimizer, self._gatherer.collectives, control)
+            sharding.exchange_slots({parameter: places[parameter] for parameter in sharding.slots})
+            optimizer.state = StateByShard(sharding.slots, {**others, **kept_whole, **states})
+        self._reducer.replace_buckets(old, new)
+        for bucket in new:
+            bucket.attach_gradients()
+
+    def _cost(self) -> AlphaBeta | None:
+        buckets = self._reducer.buckets
+        if parameter_bytes([bucket.layout for bucket in buckets]) < _SMALLEST_WORTH_TIMING:
+            return None
+        wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
+        return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
+
+
+def _make(planned: PlannedBucket, index: int, rank: int, old: Sequence[ParameterBucket]) -> ParameterBucket:
+    """Moves parameters in; an old bucket that has none left gives its memory back."""
+    made = planned.make(index, rank)
+    for bucket in old:
+        bucket.release_if_left()
+    return made
