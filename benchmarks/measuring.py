@@ -101,14 +101,7 @@ def _payload_counters(trainer: Trainer) -> StepTraffic | None:
     engine = getattr(trainer.strategy, "_engine", None)
     if engine is None:
         return None
-    gradients, parameters = engine.reducer.collectives.traffic, engine.gatherer.collectives.traffic
-    return StepTraffic(
-        reduce_scatters=gradients.reduce_scatters,
-        reduce_scatter_bytes=gradients.reduce_scatter_bytes,
-        all_gathers=gradients.all_gathers + parameters.all_gathers,
-        all_gather_bytes=gradients.all_gather_bytes + parameters.all_gather_bytes,
-        between_nodes_bytes=gradients.between_nodes_bytes + parameters.between_nodes_bytes,
-    )
+    return StepTraffic(*(getattr(engine.traffic, field) for field in StepTraffic._fields))
 
 
 def _payload(trainer: Trainer, before: StepTraffic, steps: int) -> dict[str, Any]:

@@ -29,8 +29,6 @@ from measuring import add_arguments, check_arguments, fit, make_decoder
 from peers import PEERS, SINGLE_PROCESS, reason_to_leave_out
 from ranks import global_rank, run_local_ranks
 
-import lightning_parstrat.core.memory as formulas
-
 # Micro-batches that allocate what later ones find there.
 SETTLING = 2
 # A fixed threshold: glibc would raise its own with every large block that is freed, and serve more and more from heaps.
@@ -55,14 +53,8 @@ class Held(Callback):
             self.bytes.append(held_now(self.accelerator))
         engine = getattr(trainer.strategy, "_engine", None)
         if engine is not None:
-            layouts = [bucket.layout for bucket in engine.buckets]
-            self.predicted = predicted_bytes(layouts, engine.reducer.collectives.rank)
-
-
-def predicted_bytes(layouts: list[Any], rank: int) -> int | None:
-    """What the package's formula says that a rank holds; None while the package has none."""
-    formula = getattr(formulas, "held_bytes", None)
-    return None if formula is None else int(formula(layouts, rank))
+            formula = engine.held_bytes()
+            self.predicted = None if formula is None else formula.total
 
 
 def held_now(accelerator: str) -> int:

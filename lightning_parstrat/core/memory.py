@@ -77,6 +77,62 @@ def _sent(bucket: BucketLayout, rank: int, topology: Topology) -> _Sent:
     return _Sent(sum(within), sum(between), len(within) * size[rank], len(between) * size[rank])
 
 
+class BucketMemory(NamedTuple):
+    """What must be known of a bucket to tell what it takes.
+
+    Attributes:
+        layout: The plan.
+        shard_itemsize: Bytes per element of what this rank steps, and of its reduced gradient.
+        has_master_weights: Whether that is a copy.
+        state_per_element: Bytes of optimizer state per element that is stepped; Adam in fp32: 8.
+    """
+
+    layout: BucketLayout
+    shard_itemsize: int
+    has_master_weights: bool
+    state_per_element: float
+
+
+class HeldBytes(NamedTuple):
+    """What one rank holds between two steps, where gradients are not exposed."""
+
+    parameters: int
+    master_weights: int
+    optimizer_state: int
+    gradient_shards: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+def held_bytes(buckets: Sequence[BucketMemory], rank: int) -> HeldBytes:
+    """What ``rank`` holds between two steps: with Adam in fp32 ``(4 + 12 / N) Psi`` bytes, padding included.
+
+    While backward runs, gradients come on top: those of the buckets that are not complete, and on the way twice a
+    bucket for each (what is sent and what is received) until it has arrived. Where the wire keeps up with backward
+    those are two or three buckets; where it does not, ``max_inflight_buckets`` bounds them.
+
+    Args:
+        buckets: The plan.
+        rank: The rank.
+    """
+    shards = [(bucket, bucket.layout.shard_numel(rank)) for bucket in buckets]
+    return HeldBytes(
+        parameters=sum(bucket.layout.numel * bucket.layout.itemsize for bucket in buckets),
+        master_weights=sum(numel * bucket.shard_itemsize for bucket, numel in shards if bucket.has_master_weights),
+        optimizer_state=round(
+            sum(
+                piece.numel * bucket.state_per_element
+                for bucket in buckets
+                for piece in bucket.layout.shard_slices(rank)
+            )
+        ),
+        gradient_shards=sum(numel * bucket.shard_itemsize for bucket, numel in shards),
+    )
+
+
 def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:
     """Bytes of parameters whose optimizer state ``rank`` holds; padding holds none."""
     return sum(piece.numel * bucket.itemsize for bucket in buckets for piece in bucket.shard_slices(rank))

@@ -33,6 +33,8 @@ class ShardingPolicy:
         master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
             any (``"auto"``), never, or (True) by all means: that there are none is an error then.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
+        max_inflight_buckets: How many buckets of gradients may be on their way before backward waits for the first of
+            them, at least 1; None for as many as there are.
         reduce_dtype: What fp32 gradients are rounded to for the way to their shards' owners, who sum them in fp32.
         gather_dtype: What fp32 parameters are rounded to for the way home; each rank steps its shard in fp32.
 
@@ -46,6 +48,7 @@ class ShardingPolicy:
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
     overlap_param_gather: bool = True
+    max_inflight_buckets: int | None = None
     reduce_dtype: WireDtype = None
     gather_dtype: WireDtype = None
 
@@ -65,6 +68,9 @@ class ShardingPolicy:
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
         if not isinstance(self.overlap_param_gather, bool):
             raise ValueError(f"Invalid overlap_param_gather: {self.overlap_param_gather!r}. Must be True or False.")
+        bound = self.max_inflight_buckets
+        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
+            raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, or None.")
         for name in ("reduce_dtype", "gather_dtype"):
             value = getattr(self, name)
             if value not in ("bf16", None):

@@ -3,10 +3,11 @@
 How they are done is in ``backends.py`` (torch's own, and none at world size 1) and ``exchange.py`` (between CPUs).
 """
 
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -40,6 +41,8 @@ class Traffic:
     all_gather_bytes: int = 0
     small_reductions: int = 0
     between_nodes_bytes: int = 0
+    waited_seconds: float = field(default=0.0, compare=False)
+    """How long this host has waited for them: on CPU the communication that nothing hid. On a GPU streams wait."""
 
 
 class Collectives(ABC):
@@ -99,6 +102,12 @@ class Collectives(ABC):
         """
         self.traffic.all_gathers += self.world_size > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
+
+    def wait(self, work: Work) -> None:
+        """Waits, and adds what that took to ``traffic.waited_seconds``."""
+        began = time.perf_counter()
+        work.wait()
+        self.traffic.waited_seconds += time.perf_counter() - began
 
     def _bounds(self, buffer: Tensor, bounds: Sequence[int] | None) -> Sequence[int]:
         return range(0, buffer.numel() + 1, buffer.numel() // self.world_size) if bounds is None else bounds

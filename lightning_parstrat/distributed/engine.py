@@ -8,6 +8,7 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -17,12 +18,20 @@ from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
-from lightning_parstrat.core.memory import StepTraffic, owned_bytes, parameter_bytes, step_traffic
+from lightning_parstrat.core.memory import (
+    BucketMemory,
+    HeldBytes,
+    StepTraffic,
+    held_bytes,
+    owned_bytes,
+    parameter_bytes,
+    step_traffic,
+)
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.buckets import ParameterBucket
 from lightning_parstrat.distributed.checks import check_parameters, topology_of_ranks
-from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.exposure import full_gradients
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.optimizer import make_whole, shard_optimizer
@@ -35,6 +44,7 @@ from lightning_parstrat.distributed.replanning import Replanner
 from lightning_parstrat.distributed.shard_state import shard_existing_state
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 from lightning_parstrat.distributed.state_dict import with_own_storage
+from lightning_parstrat.distributed.streams import streams_of
 from lightning_parstrat.distributed.summary import ShardingSummary, state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.treatment import Treatment, choose_treatment, parameters_kept_whole
 
@@ -79,8 +89,11 @@ class ShardedDataParallel:
         device = parameters[0].device if parameters else torch.device("cpu")
         control = make_collectives(groups.control, torch.device("cpu"))
         self.topology = topology_of_ranks(node or socket.gethostname(), control)
-        self.reducer = GradientReducer(make_collectives(groups.gradients, device, self.topology), control)
-        self.gatherer = ParameterGatherer(make_collectives(groups.parameters, device, self.topology))
+        gradients = make_collectives(groups.gradients, device, self.topology)
+        self.reducer = GradientReducer(gradients, control, policy.max_inflight_buckets)
+        self.gatherer = ParameterGatherer(
+            make_collectives(groups.parameters, device, self.topology), streams_of(device)
+        )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
         self.replanner = Replanner(self.reducer, self.gatherer, policy, plan, measures)
@@ -210,11 +223,32 @@ class ShardedDataParallel:
             ),
         )
 
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and waited for so far, gradients and parameters together."""
+        away, home = self.reducer.collectives.traffic, self.gatherer.collectives.traffic
+        return Traffic(*(getattr(away, field.name) + getattr(home, field.name) for field in fields(Traffic)))
+
     def step_traffic(self) -> StepTraffic:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
         away = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
         home = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
         return step_traffic(away, self.reducer.collectives.rank, self.topology, home)
+
+    def held_bytes(self) -> HeldBytes | None:
+        """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
+        per_element = dict.fromkeys(self.buckets, 0.0)
+        for optimizer in self.sharded_optimizers:
+            ratio = state_bytes_per_parameter_byte(optimizer)
+            if ratio is None:
+                return None
+            for bucket in _sharding_of(optimizer).buckets:
+                per_element[bucket] += ratio * bucket.shard_dtype.itemsize
+        memory = [
+            BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
+            for bucket, state in per_element.items()
+        ]
+        return held_bytes(memory, self.reducer.collectives.rank)
 
     def with_own_storage(self, value: Any) -> Any:
         """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.

@@ -21,7 +21,7 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
     """
     under_way = [(bucket, collectives.all_gather(_whole_gradient(bucket), bucket.layout.bounds)) for bucket in buckets]
     for bucket, work in under_way:
-        work.wait()
+        collectives.wait(work)
         for slot in bucket.slots:
             if slot.reduced:
                 slot.parameter.grad = slot.view_into(_whole_gradient(bucket))

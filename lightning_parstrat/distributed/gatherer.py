@@ -5,6 +5,7 @@ parameter waits for its bucket (``read_guard.py``). All are home before the next
 """
 
 import threading
+from collections.abc import Hashable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,15 +16,16 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.distributed.buckets import ParameterBucket
 from lightning_parstrat.distributed.collectives import Collectives, Work
 from lightning_parstrat.distributed.read_guard import can_be_marked, mark, unmark, watch_modules
+from lightning_parstrat.distributed.streams import Streams
 
 
 class _Gather(NamedTuple):
-    """A bucket on the way; ``stream`` is the one it was launched from, on a GPU."""
+    """A bucket on the way; ``stream`` is the one it was launched from."""
 
     work: Work
     buffer: Tensor
     can_be_late: bool
-    stream: torch.cuda.Stream | None
+    stream: Hashable
 
 
 class ParameterGatherer:
@@ -33,10 +35,12 @@ class ParameterGatherer:
 
     Args:
         collectives: Carry the parameters.
+        streams: Those of the parameters' device.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, streams: Streams) -> None:
         self.collectives = collectives
+        self.streams = streams
         self.overlaps = False
         self._on_the_way: dict[ParameterBucket, _Gather] = {}
         self._watch: RemovableHandle | None = None
@@ -54,8 +58,7 @@ class ParameterGatherer:
         late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
         buffer = bucket.parameters_to_send()
         work = self.collectives.all_gather(buffer, bucket.layout.bounds)
-        stream = torch.cuda.current_stream(bucket.device) if bucket.device.type == "cuda" else None
-        self._on_the_way[bucket] = _Gather(work, buffer, late, stream)
+        self._on_the_way[bucket] = _Gather(work, buffer, late, self.streams.current())
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
@@ -94,13 +97,14 @@ class ParameterGatherer:
             gather = self._on_the_way.get(bucket)
             if gather is None:
                 return
-            if gather.stream is not None:
-                with torch.cuda.stream(gather.stream):
-                    gather.work.wait()
-            gather.work.wait()
-            del self._on_the_way[bucket]
-            unmark(bucket.parameters)
-            bucket.take_home(gather.buffer)
+            with self.streams.on(gather.stream):
+                self.collectives.wait(gather.work)
+                del self._on_the_way[bucket]
+                unmark(bucket.parameters)
+                bucket.take_home(gather.buffer)
+            if self.streams.current() != gather.stream:
+                # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
+                self.streams.wait_for(gather.stream)
             if not self._on_the_way:
                 self._stop_watching()
 

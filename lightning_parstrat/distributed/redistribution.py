@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_parstrat.core.layout import ShardSlice
-from lightning_parstrat.distributed.buckets import ParameterSlot
 from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.exchange import exchange_pieces
+from lightning_parstrat.distributed.slots import ParameterSlot
 
 State = dict[str, Any]
 

@@ -25,11 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.distributed.buckets import GradientBucket, ParameterSlot
+from lightning_parstrat.distributed.buckets import GradientBucket
 from lightning_parstrat.distributed.collectives import Collectives, Work
 from lightning_parstrat.distributed.exposure import expose_gradients
 from lightning_parstrat.distributed.ready_times import ReadyClock
 from lightning_parstrat.distributed.reductions import GradientScale, Launch, Reductions
+from lightning_parstrat.distributed.slots import ParameterSlot
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 """A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
@@ -52,9 +53,11 @@ class GradientReducer:
     Args:
         collectives: Carry the gradients.
         control: Carries the flags; its group works on host memory.
+        max_inflight: How many buckets may be on their way before backward waits. With such a bound every rank sends
+            all buckets that are expected, also those of which no rank turns out to have a gradient.
     """
 
-    def __init__(self, collectives: Collectives, control: Collectives) -> None:
+    def __init__(self, collectives: Collectives, control: Collectives, max_inflight: int | None = None) -> None:
         self.collectives = collectives
         self.control = control
         self.buckets: list[GradientBucket] = []
@@ -71,7 +74,7 @@ class GradientReducer:
         self._launched = 0
         self._missing: dict[GradientBucket, int] = {}
         self._sent: set[GradientBucket] = set()
-        self._reductions = Reductions()
+        self._reductions = Reductions(max_inflight)
         self._backward = 0
         self._agreement: _Agreement | None = None
         self.clock: ReadyClock | None = None
@@ -92,7 +95,7 @@ class GradientReducer:
         """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
         self._settle()
         self._abandon_unfinished_backward()
-        self._reductions.complete(self.buckets)
+        self._reductions.complete(self.buckets, self.collectives)
 
     def replace_buckets(self, old: Sequence[GradientBucket], new: Sequence[GradientBucket]) -> None:
         """Puts buckets of the same parameters in the place of others, before all that stay; outside of backward."""
@@ -130,7 +133,7 @@ class GradientReducer:
         if not failed and not self._running:
             # A backward that nobody stepped: all ranks have launched all of it.
             self._settle()
-            self._reductions.complete(self.buckets)
+            self._reductions.complete(self.buckets, self.collectives)
         self._reductions.set_aside()
         self._agreement = None
         self._running = False
@@ -179,7 +182,7 @@ class GradientReducer:
         self._abandon_unfinished_backward()
         if self.collects_unannounced:
             self.reduce_left_over(buckets)
-        self._reductions.complete(self.buckets)
+        self._reductions.complete(self.buckets, self.collectives)
         if self.exposes_gradients:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
@@ -279,6 +282,10 @@ class GradientReducer:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
         self._running = False
         self._remove_loss_hook()
+        if self._reductions.max_inflight is not None:
+            # Other ranks may be waiting in backward for what is not complete here.
+            self._missing = dict.fromkeys(self._missing, 0)
+            self._launch_complete_buckets()
         self._agree_on_leftovers(self.buckets)
         if self._launched < len(self._queue) or self._settles_in_backward:
             self._settle()
@@ -321,7 +328,7 @@ class GradientReducer:
             if needed:
                 self._launch(bucket)
         exposed = [bucket for bucket in self.buckets if bucket in self._sent and self._exposes(bucket)]
-        self._reductions.complete(exposed)
+        self._reductions.complete(exposed, self.collectives)
         expose_gradients(exposed, self.collectives)
 
     def _has_gradient(self, slot: ParameterSlot) -> bool:

@@ -51,17 +51,22 @@ class _Reduction(NamedTuple):
 class Reductions:
     """Launches reduce-scatters and completes them.
 
-    A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it was waited for.
-    Nothing is waited for while backward runs: another rank may send a bucket only after all have told each other, at
-    the end of backward, which gradients did not come.
+    A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
+
+    Args:
+        max_inflight: How many may be on their way before :meth:`launch` waits for the first of them; None for any
+            number. Only where every rank sends all buckets it is expected to, whether or not it has their gradients:
+            else a rank that waits in backward may wait for one that waits for the flags of all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_inflight: int | None = None) -> None:
+        self.max_inflight = max_inflight
         self._under_way: list[_Reduction] = []
 
     @torch.no_grad()
     def launch(self, bucket: GradientBucket, how: Launch, collectives: Collectives) -> None:
         """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
+        self._hold_back(collectives)
         buffer = bucket.pack_gradients(how.exposes, how.again)
         applied = 1.0
         if buffer.dtype == torch.float16 and collectives.world_size > 1:
@@ -77,12 +82,18 @@ class Reductions:
         work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         self._under_way.append(_Reduction(bucket, shard, whole, work, applied, how))
 
-    def complete(self, buckets: Collection[GradientBucket]) -> None:
+    def _hold_back(self, collectives: Collectives) -> None:
+        on_the_way = [reduction for reduction in self._under_way if not reduction.work.is_completed()]
+        if self.max_inflight is not None and len(on_the_way) >= self.max_inflight:
+            for reduction in on_the_way[: len(on_the_way) - self.max_inflight + 1]:
+                collectives.wait(reduction.work)
+
+    def complete(self, buckets: Collection[GradientBucket], collectives: Collectives) -> None:
         """Waits for the reductions of ``buckets`` and leaves the mean gradients in their shards."""
         pending = [reduction for reduction in self._under_way if reduction.bucket in buckets]
         self._under_way = [reduction for reduction in self._under_way if reduction.bucket not in buckets]
         for reduction in pending:
-            reduction.work.wait()
+            collectives.wait(reduction.work)
             bucket, how = reduction.bucket, reduction.launch
             scale = how.scale() / reduction.applied
             if scale != 1.0:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parstrat.distributed.buckets import ParameterSlot
+from lightning_parstrat.distributed.slots import ParameterSlot
 
 State = dict[str, Any]
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.buckets import GradientBucket, ParameterBucket
 from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.process_groups import process_groups, world_size
 from lightning_parstrat.distributed.reducer import GradientReducer
+from lightning_parstrat.distributed.slots import ParameterSlot
 
 ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
     {

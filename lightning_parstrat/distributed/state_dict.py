@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_parstrat.distributed.buckets import ParameterSlot
 from lightning_parstrat.distributed.shard_state import StateByShard, shard_value
 from lightning_parstrat.distributed.sharding import OptimizerSharding
+from lightning_parstrat.distributed.slots import ParameterSlot
 
 StateDict = dict[Any, Any]
 

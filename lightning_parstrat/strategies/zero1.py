@@ -4,21 +4,14 @@ import socket
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
-from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -42,55 +35,18 @@ from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups, world_size
 from lightning_parstrat.distributed.state_dict import gather_state_dict
-from lightning_parstrat.distributed.summary import ShardingSummary
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
+from lightning_parstrat.strategies.processes import ProcessStrategy
+from lightning_parstrat.strategies.report import StepMeter, describe
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """Where a checkpoint keeps what is this package's alone: the plan of the buckets. Other strategies pass over it."""
 
 
-class _ProcessStrategy(DDPStrategy):
-    """DDP's processes, samplers and devices, without the arguments of torch's DDP wrapper.
-
-    Args:
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
-        cluster_environment: How ranks find each other; by default detected.
-        checkpoint_io: How checkpoint files are written.
-        precision_plugin: Set by the Trainer's ``precision``.
-        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
-            suits the device.
-        timeout: How long a collective may take before the run ends with an error.
-        start_method: How the processes are launched.
-    """
-
-    def __init__(
-        self,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-        )
-
-
-class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
+class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
     """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1).
 
     Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
@@ -116,6 +72,10 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
             begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
             anyway where ``torch.compile`` is at work.
+        max_inflight_buckets: How many buckets of gradients may be on their way before backward waits for the first of
+            them. Where the wire is slower than backward, gradients queue up to the size of the model; a small number
+            (2 to 4) bounds that, at the price of waiting. Every rank then sends all buckets it is expected to, also
+            those of layers that no rank has used in a step. By default there is no bound.
         reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire: each is rounded once and summed in
             fp32. Off by default.
         gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire, for modules that compute in bf16
@@ -137,6 +97,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
         overlap_param_gather: bool = True,
+        max_inflight_buckets: int | None = None,
         reduce_dtype: WireDtype = None,
         gather_dtype: WireDtype = None,
         **kwargs: Any,
@@ -148,6 +109,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             expose_gradients=expose_gradients,
             master_weights=master_weights,
             overlap_param_gather=overlap_param_gather,
+            max_inflight_buckets=max_inflight_buckets,
             reduce_dtype=reduce_dtype,
             gather_dtype=gather_dtype,
         )
@@ -156,6 +118,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         self._in_training = False
         self._failed = False
         self._plan: list[list[str]] = []
+        self._meter: StepMeter | None = None
         self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
@@ -251,7 +214,27 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
         """Decides whether gradients are exposed: by now all callbacks and hooks are in place."""
         super().on_train_start()
         self._in_training = True
+        self._meter = StepMeter(self.root_device)
         self._prepare_for_users_of_gradients()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Reads the clock and the counters where a step has ended."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._note_step()
+
+    @override
+    def on_train_end(self) -> None:
+        """Says what a step took."""
+        super().on_train_end()
+        self._note_step()
+        line = None if self._meter is None else self._meter.line()
+        if line is not None:
+            rank_zero_info(line)
+
+    def _note_step(self) -> None:
+        if self._engine is not None and self._meter is not None:
+            self._meter.note(self._training_module.trainer.global_step, self._engine.traffic)
 
     def _prepare_for_users_of_gradients(self) -> None:
         if self._engine is None:
@@ -402,34 +385,5 @@ class ZeRO1Strategy(AccumulationAwareStrategy, _ProcessStrategy):
             self._engine = None
 
 
-def describe(summary: ShardingSummary) -> str:
-    """One line for the start of a fit: what was sharded, over how many ranks, and what it saves."""
-    line = (
-        f"zero1_custom: {_count(summary.parameters)} parameters ({_size(summary.parameter_bytes)}) in"
-        f" {summary.buckets} buckets ({_size(summary.padding_bytes)} of padding) over {summary.world_size} ranks;"
-    )
-    if summary.state_bytes is None:
-        share = summary.owned_bytes / max(summary.parameter_bytes, 1)
-        line = f"{line} this rank holds optimizer state for {share:.1%} of them"
-    else:
-        whole, own = summary.state_bytes
-        line = f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(whole)}"
-    return f"{line}; fp32 master weights {_size(summary.master_bytes)} per rank" if summary.master_bytes else line
-
-
 def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:
     return [one for one in map(unwrapped, optimizers) if not isinstance(one, _MockOptimizer)]
-
-
-def _count(number: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= unit:
-            return f"{number / unit:.1f}{name}"
-    return str(number)
-
-
-def _size(number: float) -> str:
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= unit:
-            return f"{number / unit:.1f} {name}"
-    return f"{number:.0f} bytes"

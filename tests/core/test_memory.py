@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_parstrat.core.layout import BucketLayout, LayoutPolicy, ParameterSpec, Partition, plan_buckets
-from lightning_parstrat.core.memory import StepTraffic, owned_bytes, parameter_bytes, step_traffic
+from lightning_parstrat.core.memory import (
+    BucketMemory,
+    HeldBytes,
+    StepTraffic,
+    held_bytes,
+    owned_bytes,
+    parameter_bytes,
+    step_traffic,
+)
 from lightning_parstrat.core.topology import Topology
 
 GROUPS = {"bfloat16": 2, "float32": 4, "complex128": 16}
@@ -139,3 +147,32 @@ def test_flat_exchange_sends_as_often_between_nodes_as_there_are_ranks_on_them()
     topology = Topology.of("aab")
     buckets = plan([(480, "float32")], 3, 2**20, "element")
     assert [step_traffic(buckets, rank, topology).between_nodes_bytes for rank in range(3)] == [1280, 1280, 2560]
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "shard_itemsize", "masters", "state", "expected"),
+    [
+        # Adam in fp32 on four ranks: 4 + 4/4 + 8/4 bytes per parameter.
+        (4, 4, False, 8.0, HeldBytes(4000, 0, 2000, 1000)),
+        # bf16 with masters in fp32: 2 + 4/4 + 8/4, and the gradient's shard in fp32.
+        (2, 4, True, 8.0, HeldBytes(2000, 1000, 2000, 1000)),
+        (4, 4, False, 0.0, HeldBytes(4000, 0, 0, 1000)),
+    ],
+)
+def test_what_is_held_between_steps(
+    itemsize: int, shard_itemsize: int, masters: bool, state: float, expected: HeldBytes
+) -> None:
+    spec = ParameterSpec(name="p", shape=(1000,), dtype="d", itemsize=itemsize, group=None)
+    policy = LayoutPolicy(world_size=4, bucket_cap_bytes=2**20, alignment_bytes=1)
+    (layout,) = plan_buckets([spec], policy)
+    memory = [BucketMemory(layout, shard_itemsize, masters, state)]
+    for rank in range(4):
+        assert held_bytes(memory, rank) == expected
+    assert expected.total == sum(expected)
+
+
+def test_padding_is_held_but_has_no_state() -> None:
+    (layout,) = plan([(1000, "float32")], 4, 2**20, "element")
+    held = held_bytes([BucketMemory(layout, 4, False, 8.0)], 3)
+    # The last of four shards of 256 elements ends in 24 of padding.
+    assert held == HeldBytes(parameters=4096, master_weights=0, optimizer_state=8 * 232, gradient_shards=1024)

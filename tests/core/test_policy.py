@@ -53,6 +53,18 @@ def test_parameters_cannot_travel_rounded_where_no_shard_is_kept_in_fp32() -> No
         ShardingPolicy(gather_dtype="bf16", master_weights=False)
 
 
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", math.inf])
+def test_a_bound_on_buckets_that_counts_nothing_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid max_inflight_buckets.*>= 1, or None"):
+        ShardingPolicy(max_inflight_buckets=value)
+
+
+@pytest.mark.parametrize("value", ["sorted", None, True, ""])
+def test_an_unknown_order_of_buckets_is_refused_with_the_allowed_ones(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid bucket_order.*'measured', 'registration'"):
+        ShardingPolicy(bucket_order=value)
+
+
 def test_a_policy_once_checked_cannot_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ShardingPolicy().bucket_cap_mb = -1  # type: ignore[misc]

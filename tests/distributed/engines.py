@@ -21,10 +21,15 @@ Log = list[tuple[str, int]]
 class _LoggedWork:
     def __init__(self, work: Work, log: Log, event: tuple[str, int]) -> None:
         self.work, self.log, self.event = work, log, event
+        self.waited = False
 
     def wait(self) -> None:
         self.log.append((f"wait {self.event[0]}", self.event[1]))
         self.work.wait()
+        self.waited = True
+
+    def is_completed(self) -> bool:
+        return self.waited
 
 
 class LoggedCollectives(Collectives):

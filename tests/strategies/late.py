@@ -34,6 +34,9 @@ class _Arrival:
     def wait(self) -> None:
         self._buffer.copy_(self._arrived)
 
+    def is_completed(self) -> bool:
+        return False
+
 
 class DelayedCollectives(PairwiseCollectives):
     """Launches and arrives after a moment of random length, different on each rank."""
@@ -56,6 +59,9 @@ class _Delayed:
     def wait(self) -> None:
         _pause()
         self._work.wait()
+
+    def is_completed(self) -> bool:
+        return False
 
 
 def _pause() -> None:

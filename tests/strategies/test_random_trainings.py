@@ -95,12 +95,12 @@ class AtRandom(zoo.Zoo):
         return [self.draw.choice(makers)(parameters[k::number]) for k in range(number)]
 
 
-def compare(seeds: range, expose: Any, arrives: Any) -> dict[int, float]:
+def compare(seeds: range, expose: Any, arrives: Any, bound: int | None) -> dict[int, float]:
     differences = {}
     for seed in seeds:
         ours, theirs = (
             train(lambda seed=seed: AtRandom(seed), strategy, precision="64-true")
-            for strategy in (arrives(expose_gradients=expose), ddp())
+            for strategy in (arrives(expose_gradients=expose, max_inflight_buckets=bound), ddp())
         )
         differences[seed] = largest_difference(ours, theirs)
     return differences
@@ -109,9 +109,9 @@ def compare(seeds: range, expose: Any, arrives: Any) -> dict[int, float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("expose", ["auto", False])
 def test_random_trainings_equal_ddps(pool: RankPool, expose: Any, world_size: int) -> None:
-    # Of three ranks parameters arrive as late as they may.
-    arrives = late if world_size == 3 else zero1
-    for differences in pool.run(world_size, compare, range(20), expose, arrives):
+    # Of three ranks parameters arrive as late as they may, and each bucket of gradients is waited for.
+    arrives, bound = (late, 1) if world_size == 3 else (zero1, None)
+    for differences in pool.run(world_size, compare, range(20), expose, arrives, bound):
         assert max(differences.values()) <= 1e-9, differences
 
 

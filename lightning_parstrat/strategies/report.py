@@ -1,0 +1,110 @@
+"""Lines for the user: what was sharded, and at the end what a step took."""
+
+import resource
+import statistics
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from lightning_parstrat.distributed.collectives import Traffic
+from lightning_parstrat.distributed.summary import ShardingSummary
+
+_STEPS_THAT_SETTLE = 3
+"""The first allocate and plan buckets; they count only where there are no others."""
+
+_STEPS_KEPT = 1000
+
+
+def describe(summary: ShardingSummary) -> str:
+    """One line for the start of a fit: what was sharded, over how many ranks, and what it saves."""
+    line = (
+        f"zero1_custom: {_count(summary.parameters)} parameters ({_size(summary.parameter_bytes)}) in"
+        f" {summary.buckets} buckets ({_size(summary.padding_bytes)} of padding) over {summary.world_size} ranks;"
+    )
+    if summary.state_bytes is None:
+        share = summary.owned_bytes / max(summary.parameter_bytes, 1)
+        line = f"{line} this rank holds optimizer state for {share:.1%} of them"
+    else:
+        whole, own = summary.state_bytes
+        line = f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(whole)}"
+    return f"{line}; fp32 master weights {_size(summary.master_bytes)} per rank" if summary.master_bytes else line
+
+
+class _Step(NamedTuple):
+    seconds: float
+    waited_seconds: float
+    bytes_sent: int
+
+
+class StepMeter:
+    """Time, waiting and traffic of the last steps, on this rank. Not collective, and nothing waits for a GPU.
+
+    Args:
+        device: Where the training runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: deque[_Step] = deque(maxlen=_STEPS_KEPT)
+        self._noted = 0
+        self._last: tuple[int, float, float, int] | None = None
+
+    def note(self, global_step: int, traffic: Traffic) -> None:
+        """Call before each batch and at the end; a step is what lies between two numbers of steps.
+
+        Args:
+            global_step: How many steps have been made.
+            traffic: All that this rank has sent, and waited for, so far.
+        """
+        sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes
+        now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
+        if self._last is not None and self._last[0] == global_step:
+            return
+        if self._last is not None:
+            if self._noted <= _STEPS_THAT_SETTLE:
+                self._steps.clear()
+            self._noted += 1
+            self._steps.append(_Step(now[1] - self._last[1], now[2] - self._last[2], now[3] - self._last[3]))
+        self._last = now
+
+    def line(self) -> str | None:
+        """Medians over the last steps, the first few left out; None where no step was made."""
+        if not self._steps:
+            return None
+        seconds = statistics.median(step.seconds for step in self._steps)
+        waited = statistics.median(step.waited_seconds for step in self._steps)
+        sent = statistics.median(step.bytes_sent for step in self._steps)
+        # A GPU's streams wait, not the host: what they waited could only be told by stopping them.
+        exposed = "" if self._device.type == "cuda" else f", {_milliseconds(waited)} of it waiting for other ranks"
+        return (
+            f"zero1_custom: {_milliseconds(seconds)} per step (median of {len(self._steps)}){exposed};"
+            f" {_size(sent)} sent per step and rank; peak memory {_size(self._peak_bytes())}{self._kind_of_memory()}"
+        )
+
+    def _peak_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def _kind_of_memory(self) -> str:
+        return " allocated on the GPU" if self._device.type == "cuda" else " resident, everything included"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+
+
+def _count(number: int) -> str:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.1f}{name}"
+    return str(number)
+
+
+def _size(number: float) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.1f} {name}"
+    return f"{number:.0f} bytes"
