@@ -1,14 +1,15 @@
-"""Does training in 16 bits follow training in mixed precision? Loss curves of three ways, on the same data and seed.
+"""Does training in fewer bits follow training in more? Loss curves of several ways, on the same data and seed.
 
     python benchmarks/convergence.py --output benchmarks/results/convergence_bf16.json
+    python benchmarks/convergence.py --compare wire --output benchmarks/results/convergence_wire.json
 
 The byte-level GPT of examples/lm, on two local processes: "bf16-mixed" under `ddp` (parameters in fp32), "bf16-true"
 under `ddp` (everything in bfloat16), and "bf16-true" under `zero1_custom` (parameters and gradients in bfloat16, steps
-in sharded fp32 master weights). A picture lies beside the result file afterwards.
+in sharded fp32 master weights). Or ("wire") "bf16-mixed" under `zero1_custom` with gradients, parameters, or both
+rounded to bfloat16 on the wire. A picture lies beside the result file afterwards.
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,24 +17,38 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from machine import describe_machine
+from machine import write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lm"))
 
 from data import StdlibBytes
 from model import ByteGPT
 
+from lightning_parstrat import ZeRO1Strategy
+
+MEAN_OF, EVERY = 50, 10
+"""Steps that a point of a curve is the mean of, and steps between points."""
+
 
 class Way(NamedTuple):
     strategy: str
     precision: Any
     color: str
+    arguments: dict[str, Any] = {}  # noqa: RUF012 (nobody writes to it)
 
 
-WAYS = {
-    "bf16-mixed, ddp": Way("ddp", "bf16-mixed", "black"),
-    "bf16-true, ddp": Way("ddp", "bf16-true", "tab:red"),
-    "bf16-true, zero1_custom": Way("zero1_custom", "bf16-true", "tab:blue"),
+COMPARISONS = {
+    "precision": {
+        "bf16-mixed, ddp": Way("ddp", "bf16-mixed", "black"),
+        "bf16-true, ddp": Way("ddp", "bf16-true", "tab:red"),
+        "bf16-true, zero1_custom": Way("zero1_custom", "bf16-true", "tab:blue"),
+    },
+    "wire": {
+        "fp32 on the wire": Way("zero1_custom", "bf16-mixed", "black"),
+        'reduce_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:blue", {"reduce_dtype": "bf16"}),
+        'gather_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:orange", {"gather_dtype": "bf16"}),
+        "both": Way("zero1_custom", "bf16-mixed", "tab:green", {"reduce_dtype": "bf16", "gather_dtype": "bf16"}),
+    },
 }
 
 
@@ -62,7 +77,7 @@ def train(way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=way.strategy,
+        strategy=ZeRO1Strategy(**way.arguments) if way.arguments else way.strategy,
         precision=way.precision,
         max_steps=arguments.steps,
         limit_val_batches=16,
@@ -76,14 +91,15 @@ def train(way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
     )
     trainer.fit(module, datamodule=StdlibBytes(context=128, batch_size=arguments.batch_size))
     bits = float(trainer.callback_metrics["val_bits_per_byte"])
-    return {"val_bits_per_byte": bits, "losses": [round(float(loss), 4) for loss in losses.losses]}
+    smooth = smoothed([float(loss) for loss in losses.losses], MEAN_OF)
+    return {"val_bits_per_byte": bits, "losses": [round(loss, 4) for loss in smooth[EVERY - 1 :: EVERY]]}
 
 
 def smoothed(losses: list[float], window: int) -> list[float]:
     return [sum(losses[max(0, i - window + 1) : i + 1]) / min(window, i + 1) for i in range(len(losses))]
 
 
-def plot(results: dict[str, Any], target: Path) -> None:
+def plot(results: dict[str, Any], ways: dict[str, Way], target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,9 +109,10 @@ def plot(results: dict[str, Any], target: Path) -> None:
     for name, result in results.items():
         label = f"{name}: {result['val_bits_per_byte']:.3f} bits per byte held out"
         # What should lie on the other is drawn over it, thinner.
-        width = 3.5 if WAYS[name].precision == "bf16-mixed" else 1.4
-        axes.plot(smoothed(result["losses"], 25), label=label, color=WAYS[name].color, linewidth=width)
-    axes.set(xlabel="step", ylabel="training loss, mean of 25 steps", yscale="log")
+        width = 3.5 if ways[name].color == "black" else 1.4
+        steps = range(EVERY, EVERY * len(result["losses"]) + 1, EVERY)
+        axes.plot(steps, result["losses"], label=label, color=ways[name].color, linewidth=width)
+    axes.set(xlabel="step", ylabel=f"training loss, mean of {MEAN_OF} steps", yscale="log")
     axes.legend()
     axes.grid(alpha=0.3, which="both")
     figure.tight_layout()
@@ -104,6 +121,7 @@ def plot(results: dict[str, Any], target: Path) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", choices=list(COMPARISONS), default="precision")
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per rank")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
@@ -116,18 +134,18 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    results = {name: train(way, arguments) for name, way in WAYS.items()}
+    ways = COMPARISONS[arguments.compare]
+    results = {name: train(way, arguments) for name, way in ways.items()}
     if int(os.environ.get("LOCAL_RANK", "0")) != 0:
         return
-    reference = results["bf16-mixed, ddp"]
+    reference = next(iter(results.values()))
     for name, result in results.items():
-        last = smoothed(result["losses"], 50)[-1]
-        gap = last - smoothed(reference["losses"], 50)[-1]
+        last = result["losses"][-1]
+        gap = last - reference["losses"][-1]
         print(f"{name:26s} held out {result['val_bits_per_byte']:.3f} bits, last losses {last:.3f} ({gap:+.3f})")
     if arguments.output is not None:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"machine": describe_machine(), "results": results}) + "\n")
-        plot(results, arguments.output.with_suffix(".png"))
+        write_result({"results": results}, arguments.output)
+        plot(results, ways, arguments.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_parstrat.strategies.zero1 import CHECKPOINT_KEY
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, make_trainer, train, zero1
@@ -63,6 +64,10 @@ def test_the_file_is_what_ddp_would_have_written(pool: RankPool, tmp_path: Path,
     for strategy in ("ddp", "zero1"):
         pool.run(2, write, module, strategy, str(tmp_path / f"{strategy}.ckpt"))
     expected, actual = load(tmp_path / "ddp.ckpt"), load(tmp_path / "zero1.ckpt")
+    own = actual.pop(CHECKPOINT_KEY)
+    planned = [name for bucket in own["bucket_plan"] for name in bucket]
+    # Neither buffers nor second names of tied parameters are in a bucket.
+    assert len(set(planned)) == len(planned) and set(planned) <= actual["state_dict"].keys()
     assert actual.keys() == expected.keys()
     assert actual["state_dict"].keys() == expected["state_dict"].keys()
     for key, value in expected["state_dict"].items():
