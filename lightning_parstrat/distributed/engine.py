@@ -312,7 +312,7 @@ class ShardedDataParallel:
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.keeps_parameters_whole])
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
-        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.as_kept):
+        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.kept):
             bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.rank)
             self.reducer.add_buckets([bucket])
             for number in planned.owners:

@@ -1,6 +1,6 @@
 """From parameters and optimizers to buckets: the same plan on every rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,8 +26,31 @@ Owners = tuple[int, ...]
 """The positions of the optimizers that a parameter belongs to."""
 
 
-Grouping = Callable[[Sequence[Tensor], Sequence[ParameterSpec]], list[list[int]] | None]
-"""Chooses, by position, which parameters share a bucket; None leaves it to the cap. The same on all ranks."""
+class Grouping:
+    """Chooses which parameters share a bucket, and which bucket goes first; this one knows no more than their order.
+
+    All ranks choose alike. A bucket of parameters that stay whole on one rank and one of parameters that are cut are
+    grouped apart, but leave in one order.
+    """
+
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+        """The positions of the parameters of each bucket; None for as many as fit under the cap.
+
+        Args:
+            parameters: In the reverse order of registration.
+            specs: What the plan knows of each.
+        """
+        return None
+
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        """When a parameter's gradient is expected; a bucket leaves with the last of its own.
+
+        Args:
+            parameter: The parameter.
+            name: Its name.
+            position: Its place in the reverse order of registration.
+        """
+        return position
 
 
 class PlannedBucket(NamedTuple):
@@ -55,10 +78,6 @@ class PlannedBucket(NamedTuple):
         return ParameterBucket(index, self.layout, self.parameters, rank, self.wire)
 
 
-def _as_many_as_fit(parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> None:
-    """The grouping before anything was measured."""
-
-
 class BucketPlanner:
     """Plans buckets. Collective: the ranks compare each plan before anything is moved.
 
@@ -81,7 +100,7 @@ class BucketPlanner:
         owners: Mapping[Tensor, Owners],
         optimizers: Sequence[Optimizer],
         partitions: Mapping[int, Partition],
-        grouping: Grouping = _as_many_as_fit,
+        grouping: Grouping,
     ) -> list[PlannedBucket]:
         """Buckets of parameters whose ranks each step a shard.
 
@@ -90,10 +109,15 @@ class BucketPlanner:
             optimizers: All optimizers.
             partitions: Per position of an optimizer, how its parameters may be cut.
             grouping: Chooses which share a bucket.
+
+        Returns:
+            The buckets in the order of their reductions.
         """
         planned: list[PlannedBucket] = []
         by_partition: dict[Partition, list[Tensor]] = {"element": [], "parameter": []}
-        for parameter in self._in_order_of_gradients(owners):
+        turns: dict[Tensor, float] = {}
+        for position, parameter in enumerate(self._in_order_of_gradients(owners)):
+            turns[parameter] = grouping.turn(parameter, self._name(parameter), position)
             whole = any(partitions[number] == "parameter" for number in owners[parameter])
             by_partition["parameter" if whole else "element"].append(parameter)
         for partition, parameters in by_partition.items():
@@ -105,10 +129,10 @@ class BucketPlanner:
                 )
                 for parameter in parameters
             ]
-            for layout in self._plan(specs, partition, grouping(parameters, specs)):
+            for layout in self._plan(specs, partition, grouping.groups(parameters, specs)):
                 first = parameters[layout.slots[0].parameter]
                 planned.append(PlannedBucket(layout, parameters, owners[first], self._wire_format(first.dtype)))
-        return planned
+        return sorted(planned, key=lambda bucket: max(turns[parameter] for parameter in bucket.members))
 
     def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
         """The parameters of each bucket by name, for a plan that is kept."""

@@ -5,10 +5,11 @@ gradients is measured (the first allocates), and before the next forward all ran
 reduce-scatter takes, and plan. Where that gives other buckets, parameters, master weights and optimizer state move.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.grouping import group_as_named, group_by_readiness
@@ -66,12 +67,13 @@ class Replanner:
         self._attempts = 0
         self._clock: ReadyClock | None = None
 
-    def as_kept(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
-        """The grouping of the plan that is kept, where it fits; nothing is measured then. Not collective."""
-        groups = group_as_named(specs, self._kept) if specs else None
-        if groups is not None:
-            self._measures = False
-        return groups
+    @property
+    def kept(self) -> Grouping:
+        """The grouping to begin with: the plan that is kept, where it fits."""
+        return _AsKept(self._kept, self._stop_measuring)
+
+    def _stop_measuring(self) -> None:
+        self._measures = False
 
     def begin_round(self) -> None:
         """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
@@ -99,13 +101,7 @@ class Replanner:
 
     def by_readiness(self, ready: Mapping[Tensor, float]) -> Grouping:
         """The grouping whose last bucket arrives earliest. Sends some 20 MB to find out what that takes."""
-        cost = self._cost()
-
-        def group(parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
-            seconds = [ready[parameter] for parameter in parameters]
-            return group_by_readiness(specs, seconds, self._policy.bucket_cap_bytes, cost)
-
-        return group
+        return _ByReadiness(ready, self._policy.bucket_cap_bytes, self._cost())
 
     def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
         """Whether the plan is another one than that of ``buckets``, by more than the order within them."""
@@ -142,6 +138,43 @@ class Replanner:
             return None
         wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
         return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
+
+
+class _AsKept(Grouping):
+    """As an earlier plan has it; where that does not fit, as without one."""
+
+    def __init__(self, plan: Sequence[Sequence[str]], fits: Callable[[], None]) -> None:
+        self._plan = plan
+        self._fits = fits
+        self._turns = {name: turn for turn, bucket in enumerate(plan) for name in bucket}
+
+    @override
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+        groups = group_as_named(specs, self._plan) if specs else None
+        if groups is not None:
+            self._fits()
+        return groups
+
+    @override
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        return self._turns.get(name, position)
+
+
+class _ByReadiness(Grouping):
+    """The plan whose last bucket arrives earliest."""
+
+    def __init__(self, ready: Mapping[Tensor, float], cap_bytes: int, cost: AlphaBeta | None) -> None:
+        self._ready = ready
+        self._cap_bytes = cap_bytes
+        self._cost = cost
+
+    @override
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]]:
+        return group_by_readiness(specs, [self._ready[p] for p in parameters], self._cap_bytes, self._cost)
+
+    @override
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        return self._ready[parameter]
 
 
 def _make(planned: PlannedBucket, index: int, rank: int, old: Sequence[ParameterBucket]) -> ParameterBucket:

@@ -249,3 +249,18 @@ def test_ranks_plan_alike_from_what_the_wire_takes(pool: RankPool) -> None:
     before, after = found[0]
     # One bucket for all at first; what has no gradient has its own then.
     assert len(before) == 1 and len(after) > 1
+
+
+def first_plan() -> list[list[str]]:
+    torch.manual_seed(0)
+    module = Shuffled()
+    return ShardedDataParallel(module, muon(module), ShardingPolicy(bucket_cap_mb=1e-6), process_groups()).plan
+
+
+def test_buckets_of_matrices_and_of_others_leave_in_one_order(pool: RankPool) -> None:
+    names = [name for name, _ in Shuffled().named_parameters()]
+    assert pool.run(2, first_plan) == [[[name] for name in reversed(names)]] * 2
+    *_, after = pool.run(2, train, "muon", "measured", torch.float32, 1e-6)[0]
+    used = [name for name in ready_order(after) if not name.startswith(("unused", "frozen"))]
+    layers = list(dict.fromkeys(name.split(".")[0] for name in used))
+    assert layers == ["scale", "third", "second", "first"]

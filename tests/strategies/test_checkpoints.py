@@ -81,7 +81,8 @@ def test_the_file_is_what_ddp_would_have_written(pool: RankPool, tmp_path: Path,
             for key, value in entries.items():
                 torch.testing.assert_close(ours["state"][index][key], value, msg=f"{index} {key}")
     # A view of a bucket would bring the whole bucket along, and each bucket once for each of its parameters.
-    assert (tmp_path / "zero1.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
+    plan_bytes = 1000
+    assert (tmp_path / "zero1.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size + plan_bytes
 
 
 ROUTES = [

@@ -348,9 +348,11 @@ def summary_line() -> str:
     return "\n".join(message for message in messages if message.startswith("zero1_custom"))
 
 
-def test_one_line_says_what_was_sharded(pool: RankPool) -> None:
-    line, other = pool.run(2, summary_line)
-    assert other == "" and line.count("\n") == 0
+def test_one_line_says_what_was_sharded_and_one_what_it_took(pool: RankPool) -> None:
+    lines, other = pool.run(2, summary_line)
+    assert other == ""
+    line, last = lines.split("\n")
+    assert "per step" in last
     for words in ("1.0K parameters", "buckets", "2 ranks", "optimizer state", "per rank"):
         assert words in line
 
