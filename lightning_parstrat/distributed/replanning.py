@@ -23,7 +23,6 @@ from lightning_parstrat.distributed.planning import Grouping, PlannedBucket
 from lightning_parstrat.distributed.ready_times import ReadyClock
 from lightning_parstrat.distributed.redistribution import Move, move_gradients, move_master_weights, move_state
 from lightning_parstrat.distributed.reducer import GradientReducer
-from lightning_parstrat.distributed.shard_state import StateByShard
 from lightning_parstrat.distributed.sharding import OptimizerSharding
 
 _MEASURED_ROUND = 2
@@ -78,10 +77,9 @@ class Replanner:
     def begin_round(self) -> None:
         """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
         self._rounds += 1
-        measured = self._measures and self._rounds == _MEASURED_ROUND
-        self._clock = self._reducer.clock = ReadyClock() if measured else None
-        if not measured and self._rounds > _MEASURED_ROUND:
-            self._measures = False
+        self._reducer.clock = None
+        if self._measures and self._rounds == _MEASURED_ROUND:
+            self._clock = self._reducer.clock = ReadyClock()
 
     def ready_seconds(self) -> dict[Tensor, float] | None:
         """When the gradient of each sharded parameter is ready, once: when it was measured and buckets can change."""
@@ -127,7 +125,9 @@ class Replanner:
             kept_whole = {key: value for key, value in optimizer.state.items() if key in sharding.whole}
             states = move_state(optimizer, of_optimizer, self._gatherer.collectives, control)
             sharding.exchange_slots({parameter: places[parameter] for parameter in sharding.slots})
-            optimizer.state = StateByShard(sharding.slots, {**others, **kept_whole, **states})
+            # The same dictionary: users may hold it.
+            optimizer.state.clear()
+            optimizer.state.update({**others, **kept_whole, **states})
         self._reducer.replace_buckets(old, new)
         for bucket in new:
             bucket.attach_gradients()

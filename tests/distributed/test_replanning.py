@@ -179,8 +179,8 @@ def test_a_kept_plan_is_taken_up_where_it_fits(pool: RankPool) -> None:
     assert pool.run(2, resumed, 2) == [(True, True, True)] * 2
 
 
-def with_a_view_held() -> tuple[bool, list[Tensor]]:
-    """Whether the plan stays where a rank holds a view of a parameter; and the parameters."""
+def with_a_view_held(until: int) -> tuple[bool, list[Tensor]]:
+    """Whether the plan stays where a rank holds a view of a parameter for some steps; and the parameters."""
     torch.manual_seed(0)
     module = Shuffled()
     (optimizer,) = adamw(module)
@@ -189,16 +189,18 @@ def with_a_view_held() -> tuple[bool, list[Tensor]]:
     held = module.second.weight.detach() if dist.get_rank() == 1 else None
     for step in range(STEPS):
         train_step(engine, module, [optimizer], step)
+        held = None if step == until else held
     engine.gatherer.finish()
     if held is not None:
         assert torch.equal(held, module.second.weight) and held.data_ptr() == module.second.weight.data_ptr()
     return engine.plan == before, [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def test_buckets_stay_where_a_view_of_them_is_held(pool: RankPool) -> None:
+@pytest.mark.parametrize(("until", "expected_to_stay"), [(STEPS, True), (3, False)])
+def test_buckets_stay_as_long_as_a_view_of_them_is_held(pool: RankPool, until: int, expected_to_stay: bool) -> None:
     expected, *_ = pool.run(2, train, "adamw", "registration")[0]
-    for stays, parameters in pool.run(2, with_a_view_held):
-        assert stays
+    for stays, parameters in pool.run(2, with_a_view_held, until):
+        assert stays is expected_to_stay
         assert all(map(torch.equal, parameters, expected))
 
 
