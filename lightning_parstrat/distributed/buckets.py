@@ -304,6 +304,13 @@ class ParameterBucket(GradientBucket):
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.flat = self.flat.new_empty(0)
 
+    def let_go(self) -> None:
+        """Frees what is left when everything has moved: bucket and slots hold each other until they are collected."""
+        self.shard_gradient = self.whole_gradient = self.master = None
+        for slot in self.slots:
+            if slot.shard is not None:
+                slot.shard.grad = slot.shard = None
+
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
         """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""

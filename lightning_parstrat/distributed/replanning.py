@@ -131,6 +131,8 @@ class Replanner:
         self._reducer.replace_buckets(old, new)
         for bucket in new:
             bucket.attach_gradients()
+        for bucket in old:
+            bucket.let_go()
 
     def _cost(self) -> AlphaBeta | None:
         buckets = self._reducer.buckets

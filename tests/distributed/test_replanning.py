@@ -1,5 +1,6 @@
 """Buckets planned anew by when gradients are ready: everything moves along, and nothing else changes."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -266,3 +267,28 @@ def test_buckets_of_matrices_and_of_others_leave_in_one_order(pool: RankPool) ->
     used = [name for name in ready_order(after) if not name.startswith(("unused", "frozen"))]
     layers = list(dict.fromkeys(name.split(".")[0] for name in used))
     assert layers == ["scale", "third", "second", "first"]
+
+
+def bytes_left_of_old_buckets(dtype: torch.dtype) -> int:
+    """What the buckets of the first plan still hold, without a garbage collector, after the plan has changed."""
+    gc.disable()
+    try:
+        torch.manual_seed(0)
+        module = Shuffled().to(dtype)
+        (optimizer,) = adamw(module)
+        engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(bucket_cap_mb=3e-4), process_groups())
+        old, before = engine.buckets, engine.plan
+        for step in range(4):
+            train_step(engine, module, [optimizer], step, dtype)
+        engine.gatherer.finish()
+        assert engine.plan != before and not set(old) & set(engine.buckets)
+        tensors = [value for bucket in old for value in vars(bucket).values() if isinstance(value, Tensor)]
+        tensors += [slot.shard for bucket in old for slot in bucket.slots if slot.shard is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_held_twice_after_a_new_plan(pool: RankPool, dtype: torch.dtype) -> None:
+    assert pool.run(2, bytes_left_of_old_buckets, dtype) == [0, 0]
