@@ -309,7 +309,8 @@ class ParameterBucket(GradientBucket):
         self.shard_gradient = self.whole_gradient = self.master = None
         for slot in self.slots:
             if slot.shard is not None:
-                slot.shard.grad = slot.shard = None
+                slot.shard.grad = None
+                slot.shard = None
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
