@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.buckets import ParameterBucket
 from lightning_parstrat.distributed.collectives import Collectives, Work
-from lightning_parstrat.distributed.read_guard import can_be_marked, mark, unmark, watch_modules
+from lightning_parstrat.distributed.read_guard import can_be_marked, mark, unmark
 from lightning_parstrat.distributed.streams import Streams
 
 
@@ -43,7 +42,6 @@ class ParameterGatherer:
         self.streams = streams
         self.overlaps = False
         self._on_the_way: dict[ParameterBucket, _Gather] = {}
-        self._watch: RemovableHandle | None = None
         # A thread that saves a checkpoint reads parameters, too.
         self._lock = threading.RLock()
 
@@ -63,8 +61,6 @@ class ParameterGatherer:
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
         if late:
-            if self._watch is None:
-                self._watch = watch_modules()
             mark(bucket.parameters, partial(self._arrive, bucket))
 
     def finish_prompt(self) -> None:
@@ -90,7 +86,6 @@ class ParameterGatherer:
             for bucket in list(self._on_the_way):
                 self._on_the_way.pop(bucket)
                 unmark(bucket.parameters)
-            self._stop_watching()
 
     def _arrive(self, bucket: ParameterBucket) -> None:
         with self._lock:
@@ -105,10 +100,3 @@ class ParameterGatherer:
             if self.streams.current() != gather.stream:
                 # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
                 self.streams.wait_for(gather.stream)
-            if not self._on_the_way:
-                self._stop_watching()
-
-    def _stop_watching(self) -> None:
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None

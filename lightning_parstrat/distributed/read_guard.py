@@ -24,6 +24,9 @@ from typing_extensions import override
 _ON_THE_WAY: dict[int, Callable[[], None]] = {}
 """What brings a marked parameter home, by its identity; marked parameters are held by their buckets."""
 
+_WATCH: list[RemovableHandle] = []
+"""The hook that has modules wait for what they hold: one for the process, while any parameter is marked."""
+
 
 _KNOWN = "shape dtype device layout ndim grad requires_grad is_leaf grad_fn itemsize nbytes is_cuda is_meta is_sparse"
 _HOOKS = "_backward_hooks _post_accumulate_grad_hooks"
@@ -82,6 +85,8 @@ def can_be_marked(parameter: Tensor) -> bool:
 
 def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
     """Has ``arrive`` called before anyone reads one of ``parameters``; it calls :func:`unmark`."""
+    if not _WATCH:
+        _WATCH.append(register_module_forward_pre_hook(_bring_home_parameters_of))
     for parameter in parameters:
         _ON_THE_WAY[id(parameter)] = arrive
         parameter.__class__ = ParameterOnTheWay
@@ -92,6 +97,8 @@ def unmark(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         _ON_THE_WAY.pop(id(parameter), None)
         parameter.__class__ = nn.Parameter
+    while _WATCH and not _ON_THE_WAY:
+        _WATCH.pop().remove()
 
 
 def bring_home(parameters: Iterable[Tensor]) -> None:
@@ -105,11 +112,6 @@ def bring_home(parameters: Iterable[Tensor]) -> None:
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def watch_modules() -> RemovableHandle:
-    """Has every module that is called wait for its own parameters, until the handle is removed."""
-    return register_module_forward_pre_hook(_bring_home_parameters_of)
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether code was made of the module that reads parameters by itself, or depends on their class."""
     if getattr(module, "_compiler_ctx", None) is not None:
@@ -121,8 +123,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _bring_home_parameters_of(module: nn.Module, _: Any) -> None:
-    if _ON_THE_WAY:
-        bring_home(p for p in module._parameters.values() if type(p) is ParameterOnTheWay)
+    bring_home(p for p in module._parameters.values() if type(p) is ParameterOnTheWay)
 
 
 def _marked_in(values: Any) -> list[Tensor]:

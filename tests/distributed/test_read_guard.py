@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parstrat.distributed.read_guard import (
@@ -22,7 +23,6 @@ from lightning_parstrat.distributed.read_guard import (
     is_compiled,
     mark,
     unmark,
-    watch_modules,
 )
 
 NEW = 3.0
@@ -209,12 +209,18 @@ class Foreign(nn.Module):
 
 def test_a_module_that_is_called_waits_for_its_own_parameters() -> None:
     on_the_way = OnTheWay(nn.Sequential(Foreign()))
-    handle = watch_modules()
-    try:
-        assert not torch.isnan(on_the_way.module[0]()).any()
-    finally:
-        handle.remove()
+    assert not torch.isnan(on_the_way.module[0]()).any()
     assert on_the_way.arrivals == 1
+
+
+def test_modules_are_watched_once_and_only_while_something_is_on_the_way() -> None:
+    before = len(module_hooks._global_forward_pre_hooks)
+    first, second = OnTheWay(nn.Linear(4, 4)), OnTheWay(nn.Linear(4, 4))
+    assert len(module_hooks._global_forward_pre_hooks) == before + 1
+    first.arrive()
+    assert len(module_hooks._global_forward_pre_hooks) == before + 1
+    second.arrive()
+    assert len(module_hooks._global_forward_pre_hooks) == before
 
 
 class Holder:
