@@ -154,8 +154,11 @@ class ShardedDataParallel:
         ready = self.replanner.ready_seconds()
         if ready is None:
             return
-        grouping = self.replanner.by_readiness(ready)
         owners = {p: numbers for p, numbers in self._owners().items() if p in ready}
+        if len(owners) < len(ready):
+            # A parameter has left its optimizer, and what the optimizer knew of it with it.
+            return
+        grouping = self.replanner.by_readiness(ready)
         planned = self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
         if self.replanner.differs(planned, self.buckets):
             shardings = {optimizer: _sharding_of(optimizer) for optimizer in self.sharded_optimizers}

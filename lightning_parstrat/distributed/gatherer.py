@@ -56,7 +56,8 @@ class ParameterGatherer:
         late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
         buffer = bucket.parameters_to_send()
         work = self.collectives.all_gather(buffer, bucket.layout.bounds)
-        self._on_the_way[bucket] = _Gather(work, buffer, late, self.streams.current())
+        with self._lock:
+            self._on_the_way[bucket] = _Gather(work, buffer, late, self.streams.current())
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
@@ -65,7 +66,9 @@ class ParameterGatherer:
 
     def finish_prompt(self) -> None:
         """Waits for buckets that somebody could read without being noticed."""
-        for bucket in [bucket for bucket, gather in self._on_the_way.items() if not gather.can_be_late]:
+        with self._lock:
+            prompt = [bucket for bucket, gather in self._on_the_way.items() if not gather.can_be_late]
+        for bucket in prompt:
             self._arrive(bucket)
 
     def finish(self) -> None:
@@ -94,9 +97,10 @@ class ParameterGatherer:
                 return
             with self.streams.on(gather.stream):
                 self.collectives.wait(gather.work)
+                bucket.take_home(gather.buffer)
+                # Last: another thread that finds an ordinary parameter reads it at once.
                 del self._on_the_way[bucket]
                 unmark(bucket.parameters)
-                bucket.take_home(gather.buffer)
             if self.streams.current() != gather.stream:
                 # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
                 self.streams.wait_for(gather.stream)

@@ -115,7 +115,8 @@ def _describe(optimizer: Optimizer, move: Move) -> dict[str, _Known]:
         return {}
     described = {}
     for key, value in optimizer.state[shard].items():
-        if isinstance(value, Tensor) and value.shape == shard.shape:
+        # A count of steps on the host is of a scalar parameter's shape, too.
+        if isinstance(value, Tensor) and value.shape == shard.shape and value.device == shard.device:
             described[key] = _Known(value.dtype, None, True)
         else:
             on_device = isinstance(value, Tensor) and value.device == shard.device

@@ -167,6 +167,8 @@ class GradientReducer:
         self._abandon_unfinished_backward()
         if not self._synchronize:
             return
+        # Several may be stepped as one: they are added up as they come, not held one by one.
+        self._reductions.complete(self.buckets, self.collectives)
         self._let_users_hooks_run_first()
         self._scale = scale or self._mean_over_ranks
         self._begin()

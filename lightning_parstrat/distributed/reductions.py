@@ -1,5 +1,6 @@
 """Reduce-scatters under way, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
 
+from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Reductions:
     def __init__(self, max_inflight: int | None = None) -> None:
         self.max_inflight = max_inflight
         self._under_way: list[_Reduction] = []
+        self._not_waited_for: deque[Work] = deque()
 
     @torch.no_grad()
     def launch(self, bucket: GradientBucket, how: Launch, collectives: Collectives) -> None:
@@ -81,17 +83,19 @@ class Reductions:
             shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
         work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         self._under_way.append(_Reduction(bucket, shard, whole, work, applied, how))
+        self._not_waited_for.append(work)
 
     def _hold_back(self, collectives: Collectives) -> None:
-        on_the_way = [reduction for reduction in self._under_way if not reduction.work.is_completed()]
-        if self.max_inflight is not None and len(on_the_way) >= self.max_inflight:
-            for reduction in on_the_way[: len(on_the_way) - self.max_inflight + 1]:
-                collectives.wait(reduction.work)
+        waiting = self._not_waited_for
+        # Only who waits for a work makes it let go of its buffers.
+        while waiting and (waiting[0].is_completed() or len(waiting) == self.max_inflight):
+            collectives.wait(waiting.popleft())
 
     def complete(self, buckets: Collection[GradientBucket], collectives: Collectives) -> None:
         """Waits for the reductions of ``buckets`` and leaves the mean gradients in their shards."""
         pending = [reduction for reduction in self._under_way if reduction.bucket in buckets]
         self._under_way = [reduction for reduction in self._under_way if reduction.bucket not in buckets]
+        self._not_waited_for = deque(reduction.work for reduction in self._under_way)
         for reduction in pending:
             collectives.wait(reduction.work)
             bucket, how = reduction.bucket, reduction.launch
@@ -108,7 +112,9 @@ class Reductions:
 
     def set_aside(self, backward: int | None = None) -> None:
         """Forgets those of one backward, or all; their memory must outlive the transfers."""
+        _TRANSFERS_UNDER_WAY[:] = [work for work in _TRANSFERS_UNDER_WAY if not work.is_completed()]
         for reduction in self._under_way:
             if backward in (None, reduction.launch.backward):
                 _TRANSFERS_UNDER_WAY.append(reduction.work)
         self._under_way = [one for one in self._under_way if backward not in (None, one.launch.backward)]
+        self._not_waited_for = deque(reduction.work for reduction in self._under_way)

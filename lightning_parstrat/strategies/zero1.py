@@ -77,7 +77,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
             (2 to 4) bounds that, at the price of waiting. Every rank then sends all buckets it is expected to, also
             those of layers that no rank has used in a step. By default there is no bound.
         reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire: each is rounded once and summed in
-            fp32. Off by default.
+            fp32. Off by default. Over Gloo, the sum of a node with several ranks is rounded on its way to other nodes.
         gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire, for modules that compute in bf16
             anyway ("bf16-mixed"): each rank steps its shard in fp32 and keeps it, the others see it rounded. Off by
             default.
@@ -117,7 +117,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
         self._broadcast_buffers_next = True
         self._in_training = False
         self._failed = False
-        self._plan: list[list[str]] = []
+        self._kept: dict[str, Any] = {}
         self._meter: StepMeter | None = None
         self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
@@ -174,7 +174,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
         # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
         node = f"{socket.gethostname()} {self.node_rank}"
         self._engine = ShardedDataParallel(
-            self._training_module, _trained(optimizers), self._policy, self._groups, node, self._plan
+            self._training_module, _trained(optimizers), self._policy, self._groups, node, self._kept_plan()
         )
         self._broadcast_buffers_next = True
         if self._in_training:
@@ -335,14 +335,18 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
         """Writes the checkpoint on rank 0; a parameter is written as itself, not with the bucket it lies in."""
         if self.is_global_zero and self._engine is not None:
             checkpoint = self._engine.with_own_storage(checkpoint)
-            checkpoint = {**checkpoint, CHECKPOINT_KEY: {"bucket_plan": self._engine.plan}}
+            own = {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint, and the bucket plan in it: a resumed training sums gradients in the same order."""
+        """Loads a checkpoint, and the bucket plan in it: a resumed training sums gradients in the same order.
+
+        A plan made for another world size or other arguments is left: what is asked for now counts.
+        """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._plan = checkpoint.get(CHECKPOINT_KEY, {}).get("bucket_plan", [])
+        self._kept = checkpoint.get(CHECKPOINT_KEY, {})
         return checkpoint
 
     @override
@@ -356,10 +360,23 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
         """Gives the parameters ordinary storage again. Not collective after an exception."""
         self._close_engine()
         self._in_training = self._failed = self._validated_by_some = False
+        self._kept = {}
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()
         super().teardown()
+
+    def _planned_for(self) -> dict[str, Any]:
+        policy = self._policy
+        return {
+            "world_size": self.world_size,
+            "bucket_cap_mb": policy.bucket_cap_mb,
+            "bucket_order": policy.bucket_order,
+        }
+
+    def _kept_plan(self) -> list[list[str]]:
+        """The buckets of the checkpoint that was loaded, where they would be planned for the same now."""
+        return self._kept["bucket_plan"] if self._kept.get("planned_for") == self._planned_for() else []
 
     @property
     def _groups(self) -> ProcessGroups:

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parstrat.distributed import reductions
+from lightning_parstrat.distributed.backends import NativeCollectives
 from lightning_parstrat.distributed.collectives import Work
 from lightning_parstrat.distributed.exchange import PairwiseCollectives
 from tests.distributed.engines import Log, backward, log_reductions, make_engine
@@ -108,3 +110,74 @@ def buffers_left() -> int:
 
 def test_memory_goes_when_a_bucket_has_arrived_not_when_it_is_waited_for(pool: RankPool) -> None:
     assert pool.run(2, buffers_left) == [0, 0]
+
+
+class WatchedNative(NativeCollectives):
+    """Knows how many of the buffers that were handed to it were there at once, on a wire faster than backward."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.buffers: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
+        self.buffers.append(weakref.ref(buffer))
+        self.most = max(self.most, sum(there() is not None for there in self.buffers))
+        work = super()._reduce_scatter(buffer, shard, bounds)
+        deadline = time.monotonic() + 20
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return work
+
+
+def most_buffers_held() -> int:
+    module = net(12)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = make_engine(module, optimizer, max_inflight_buckets=2, reduce_dtype="bf16")
+    watched = engine.reducer.collectives = WatchedNative(engine.reducer.collectives.group)
+    backward(engine, module(torch.ones(2, 8)).sum())
+    engine.reducer.complete()
+    assert len(watched.buffers) == 12
+    return watched.most
+
+
+def test_what_has_arrived_is_let_go_of_by_collectives_that_sum_when_waited_for(pool: RankPool) -> None:
+    assert all(most <= 2 for most in pool.run(2, most_buffers_held))
+
+
+def shards_held_after(backwards: int) -> int:
+    """Elements of reduced gradients after backwards that nobody has stepped yet."""
+    module = net()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(backwards):
+        backward(engine, module(torch.ones(2, 8)).sum())
+    return sum(reduction.shard.numel() for reduction in engine.reducer._reductions._under_way)
+
+
+def test_backwards_that_are_stepped_as_one_are_added_up_as_they_come(pool: RankPool) -> None:
+    assert pool.run(2, shards_held_after, 5) == pool.run(2, shards_held_after, 1)
+
+
+def works_kept_after_failures(failures: int) -> int:
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    module = net()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(failures):
+        hidden = module[0](torch.ones(2, 8))
+        hidden.register_hook(fail)
+        with pytest.raises(MemoryError):
+            backward(engine, module[1:](hidden).sum())
+        deadline = time.monotonic() + 20
+        while (
+            not all(r.work.is_completed() for r in engine.reducer._reductions._under_way)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.001)
+    engine.reducer.complete()
+    return len(reductions._TRANSFERS_UNDER_WAY)
+
+
+def test_batches_that_are_skipped_after_an_exception_leave_no_more_behind_each(pool: RankPool) -> None:
+    assert pool.run(2, works_kept_after_failures, 5) <= pool.run(2, works_kept_after_failures, 1)

@@ -1,7 +1,8 @@
 """Buckets planned anew by when gradients are ready: everything moves along, and nothing else changes."""
 
 import gc
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed import replanning
 from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.process_groups import process_groups
+from lightning_parstrat.distributed.redistribution import Move, _describe
 from lightning_parstrat.distributed.state_dict import MASTER_WEIGHTS
+from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 
 STEPS = 6
@@ -292,3 +295,35 @@ def bytes_left_of_old_buckets(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nothing_is_held_twice_after_a_new_plan(pool: RankPool, dtype: torch.dtype) -> None:
     assert pool.run(2, bytes_left_of_old_buckets, dtype) == [0, 0]
+
+
+def with_a_group_taken_out(order: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in module], lr=0.1, momentum=0.9)
+    engine = make_engine(module, optimizer, bucket_cap_mb=1.0, bucket_order=order)
+    for step in range(4):
+        engine.prepare_forward()
+        optimizer.zero_grad()
+        backward(engine, module(torch.ones(2, 4)).square().sum())
+        optimizer.step()
+        if step == 0:
+            optimizer.param_groups.pop(0)
+    engine.gatherer.finish()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_buckets_stay_where_a_parameter_has_left_its_optimizer(pool: RankPool) -> None:
+    measured, registration = (pool.run(2, with_a_group_taken_out, order)[0] for order in ("measured", "registration"))
+    assert all(map(torch.equal, measured, registration))
+
+
+@pytest.mark.parametrize(("device", "moves_as_a_value"), [("meta", True), ("cpu", False)])
+def test_a_scalar_parameters_count_of_steps_stays_where_it_is(device: str, moves_as_a_value: bool) -> None:
+    parameter = nn.Parameter(torch.tensor(1.0, device=device))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), "momentum": torch.zeros_like(parameter)}
+    slot = SimpleNamespace(shard=parameter)
+    described = _describe(optimizer, Move(cast(Any, slot), cast(Any, slot)))
+    assert described["momentum"].dtype == torch.float32
+    assert (described["step"].dtype is None) == moves_as_a_value

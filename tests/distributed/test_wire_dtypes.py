@@ -1,6 +1,8 @@
 """What travels in bf16 is rounded once, and nothing else is: sums and steps are made in fp32."""
 
 import copy
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.state_dict import MASTER_WEIGHTS
-from tests.distributed.engines import make_engine
+from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 
 WORLD_SIZES = [1, 2, 3]
@@ -191,3 +193,32 @@ def test_only_fp32_is_narrowed(pool: RankPool) -> None:
         bf16: (bf16, bf16, True),
         "torch.complex64": ("torch.complex64", "torch.complex64", False),
     }
+
+
+def read_in_another_thread() -> bool:
+    """Whether a thread that reads a parameter while another one brings its bucket home sees what was gathered."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = make_engine(module, optimizer, bucket_cap_mb=1.0, gather_dtype="bf16")
+    (bucket,) = engine.buckets
+    taken, take_home = threading.Event(), bucket.take_home
+
+    def take_home_slowly(buffer: Tensor) -> None:
+        taken.set()
+        time.sleep(0.2)
+        take_home(buffer)
+
+    bucket.take_home = take_home_slowly  # type: ignore[method-assign]
+    backward(engine, module(torch.ones(2, 4)).sum())
+    optimizer.step()
+    thread = threading.Thread(target=lambda: module[0].weight.sum())
+    thread.start()
+    assert taken.wait(20)
+    meanwhile = [parameter.detach().clone() for parameter in module[1].parameters()]
+    thread.join()
+    return all(map(torch.equal, meanwhile, module[1].parameters()))
+
+
+def test_a_thread_that_reads_while_parameters_are_taken_home_waits_for_them(pool: RankPool) -> None:
+    assert pool.run(2, read_in_another_thread) == [True, True]

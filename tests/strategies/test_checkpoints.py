@@ -1,11 +1,13 @@
 """Ordinary Lightning checkpoints, written and read by any strategy at any world size."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -144,3 +146,33 @@ def test_state_of_another_optimizer_is_refused(pool: RankPool, tmp_path: Path) -
     torch.save(checkpoint, path)
     for message in pool.run(2, load_wrong_groups, str(path)):
         assert "parameter groups of sizes" in message
+
+
+class Plan(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.names = trainer.strategy._engine.plan
+
+
+def plans_after_resuming(path: str, caps: Sequence[float]) -> list[list[list[str]]]:
+    plans = []
+    for cap in caps:
+        plan = Plan()
+        trainer = make_trainer(zero1(bucket_cap_mb=cap), max_epochs=2, callbacks=[plan])
+        trainer.fit(zoo.Convolutional(), zoo.loader(24, 6), ckpt_path=path, weights_only=False)
+        plans.append(plan.names)
+    return plans
+
+
+def test_the_plan_of_a_checkpoint_is_kept_unless_it_was_made_for_something_else(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(2, write, "convolutional", "zero1", str(path))
+    checkpoint = load(path)
+    own = checkpoint[CHECKPOINT_KEY]
+    # One that no planner would come to.
+    kept = [sorted(name for bucket in own["bucket_plan"] for name in bucket)]
+    checkpoint[CHECKPOINT_KEY] = {**own, "bucket_plan": kept}
+    torch.save(checkpoint, path)
+    as_saved, with_other_cap = pool.run(2, plans_after_resuming, str(path), [0.001, 0.0005])[0]
+    assert [sorted(bucket) for bucket in as_saved] == kept and len(with_other_cap) > 1
+    (elsewhere,) = pool.run(1, plans_after_resuming, str(path), [0.001])[0]
+    assert len(elsewhere) > 1
