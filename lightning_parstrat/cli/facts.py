@@ -1,0 +1,99 @@
+"""What a machine or an allocation has."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_parstrat.distributed.wire import backends
+
+_INTERFACES = Path("/sys/class/net")
+_PACKAGES = ("torch", "lightning", "torchmetrics", "jsonargparse", "lightning-parstrat")
+_VARIABLES = re.compile(r"SLURM_|MASTER_|CUDA_VISIBLE|NCCL_|GLOO_|TORCHELASTIC_|OMP_|(LOCAL_|NODE_)?RANK$|WORLD_SIZE$")
+
+
+class Interface(NamedTuple):
+    """A network interface that is up.
+
+    Attributes:
+        name: Its name.
+        megabits_per_second: What it says of itself; None where it says nothing.
+    """
+
+    name: str
+    megabits_per_second: int | None
+
+
+class NodeFacts(NamedTuple):
+    """What one node has, as it sees itself.
+
+    Attributes:
+        host: Its name.
+        versions: By package, and Python's.
+        cores: Those that this process may use.
+        devices: Names of accelerators that this process may see.
+        backends: Those of torch.distributed, with their versions.
+        interfaces: Network interfaces that are up, without loopback.
+        variables: Environment variables that decide how ranks are started and find each other.
+    """
+
+    host: str
+    versions: dict[str, str]
+    cores: int
+    devices: list[str]
+    backends: list[str]
+    interfaces: list[Interface]
+    variables: dict[str, str]
+
+
+def facts_of_this_node(environment: Mapping[str, str] | None = None) -> NodeFacts:
+    """Looks at this machine.
+
+    Args:
+        environment: Its variables; by default this process's.
+    """
+    variables = os.environ if environment is None else environment
+    return NodeFacts(
+        host=socket.gethostname(),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        cores=len(os.sched_getaffinity(0)),
+        devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        backends=backends(),
+        interfaces=_interfaces(),
+        variables={name: value for name, value in sorted(variables.items()) if _VARIABLES.match(name)},
+    )
+
+
+def facts_from_json(value: Mapping[str, Any]) -> NodeFacts:
+    """What another node has told of itself."""
+    return NodeFacts(**{**value, "interfaces": [Interface(*one) for one in value["interfaces"]]})
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _interfaces() -> list[Interface]:
+    found = []
+    for path in sorted(_INTERFACES.iterdir()) if _INTERFACES.is_dir() else []:
+        if path.name == "lo" or _read(path / "operstate") == "down":
+            continue
+        speed = _read(path / "speed")
+        found.append(Interface(path.name, int(speed) if speed.isdigit() else None))
+    return found
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,68 @@
+"""The command ``lightning-parstrat``."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+from lightning_parstrat._version import __version__
+from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.text import Verbatim
+
+COMMANDS = {
+    "slurm": "write a Slurm job file for a training, and submit it",
+    "doctor": "tell what this machine or allocation has, and what would go wrong in a training",
+    "plan": "tell what a training holds and sends under each strategy, and which to take",
+}
+"""Each is a module of its own, with ``make_parser`` and ``run``; what others need is not imported for it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Args:
+        arguments: Those of the command line; by default the process's own.
+
+    Returns:
+        The exit code: 0 where all is well, 1 where what was looked into is not, 2 for wrong usage.
+        A job that is waited for gives its own.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, program = given, []
+    if "--" in given:
+        # What follows is another program's, down to its quotes.
+        position = given.index("--")
+        own, program = given[:position], given[position + 1 :]
+    command = next((word for word in own if word in COMMANDS), None)
+    parsed = _make_parser(command).parse_args(own)
+    try:
+        return int(_module(parsed.command).run(parsed[parsed.command], program))
+    except UsageError as error:
+        print(f"lightning-parstrat {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _make_parser(command: str | None) -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-parstrat",
+        # Subcommands take it over.
+        formatter_class=Verbatim,
+        version=__version__,
+        description="What a parallel training with PyTorch Lightning needs before it runs.",
+    )
+    commands = parser.add_subcommands(dest="command", required=True)
+    for name, line in COMMANDS.items():
+        commands.add_subcommand(name, _module(name).make_parser() if name == command else ArgumentParser(), help=line)
+    return parser
+
+
+def _module(command: str) -> Any:
+    return importlib.import_module(f"lightning_parstrat.cli.{command}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,342 @@
+"""``lightning-parstrat plan``: what a training needs under each strategy, before a device is asked for."""
+
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+
+from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.text import amount, import_class, table
+from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
+from lightning_parstrat.core.layout import ParameterSpec
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, original_class
+from lightning_parstrat.distributed.summary import state_bytes_per_parameter_byte
+
+_DESCRIPTION = """
+Makes the module of a LightningCLI configuration without memory for its parameters (on the meta device), and tells for
+ddp_tuned, zero1_custom, and zero1_custom in bf16 with fp32 master weights what each rank holds and sends, whether it
+fits, and which to take. Activations are not counted: leave room for them.
+
+  lightning-parstrat plan --config c.yaml --world-size 16 --devices-per-node 8 --memory 80GB --bandwidth 100Gbit
+"""
+_ADAM_STATES = 2
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class _Module(NamedTuple):
+    """What is to be trained: trainable parameters in fp32, states per element, and where that is known from."""
+
+    parameters: list[ParameterSpec]
+    frozen: int
+    states: float
+    optimizer: str
+    cut_anywhere: bool
+
+
+def make_parser() -> ArgumentParser:
+    """The command's arguments."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    add = parser.add_argument
+    add(
+        "--config",
+        type=str,
+        required=True,
+        metavar="FILE",
+        help="LightningCLI configuration of the module",
+    )
+    add("--model", type=str | None, metavar="CLASS", help="the module's class, where the file does not give it")
+    add("--world-size", type=PositiveInt, required=True, help="number of ranks")
+    add("--devices-per-node", type=PositiveInt | None, help="ranks of a node (default: all, on one node)")
+    add("--memory", type=str | None, help="memory of a device, such as 80GB or 24GiB; tells what fits")
+    add(
+        "--bandwidth",
+        type=str | None,
+        help="of a node's link, such as 100Gbit; tells what sending takes",
+    )
+    add(
+        "--calibration",
+        type=str | None,
+        metavar="FILE",
+        help="what `doctor --json` has printed, for it",
+    )
+    add("--compute-seconds", type=PositiveFloat | None, help="a step of one process alone, to predict a step's time")
+    add("--bucket-cap-mb", type=PositiveFloat, default=ShardingPolicy().bucket_cap_mb, help="as in ZeRO1Strategy")
+    add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")
+    add("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def run(arguments: Namespace, program: list[str]) -> int:
+    """Prints the estimates; the exit code is 1 where none fits.
+
+    Raises:
+        UsageError: The configuration does not give a module, or an argument cannot be read.
+    """
+    if program:
+        raise UsageError("plan runs no program: leave out what follows `--`, and give its configuration by --config.")
+    cluster = _cluster(arguments)
+    memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory")
+    module = _read_module(Path(arguments.config), arguments.model)
+    estimates = _estimates(module, cluster, round(arguments.bucket_cap_mb * 2**20))
+    room = None if memory is None else memory * (1 - arguments.reserve)
+    choice, why = recommend(estimates, room, cluster, arguments.compute_seconds)
+    if arguments.json:
+        print(json.dumps(_as_json(estimates, room, choice, why, arguments.compute_seconds)))
+    else:
+        _print(estimates, module, cluster, room, arguments)
+        print(f"\n{why}")
+    return 1 if choice is None else 0
+
+
+def recommend(
+    estimates: Sequence[Estimate], room: float | None, cluster: Cluster, compute_seconds: float | None
+) -> tuple[Estimate | None, str]:
+    """Which to take, and why.
+
+    Args:
+        estimates: In the order of preference where all is equal.
+        room: Bytes that a rank may hold; None where that is not known.
+        cluster: Where.
+        compute_seconds: See :meth:`Estimate.step_seconds`.
+
+    Returns:
+        None and the ways out, where none fits.
+    """
+    ddp, zero1, zero1_bf16 = estimates
+    fitting = [one for one in estimates if room is None or one.peak_bytes <= room]
+    if not fitting:
+        return None, (
+            f"It fits under none: even zero1_custom in bf16 holds {amount(zero1_bf16.peak_bytes)} a rank, and every"
+            " rank holds all parameters. Shard these too: FSDP2 (Lightning's ModelParallelStrategy), with tensor or"
+            " pipeline parallelism where a single layer is too large; or more ranks, if that is mostly optimizer state."
+        )
+    if cluster.world_size == 1:
+        return fitting[0], "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
+    if ddp in fitting and zero1 in fitting:
+        saved = 1 - zero1.held_bytes / ddp.held_bytes
+        times = _times(compute_seconds, ddp, zero1)
+        if times is not None and times[1] > 1.02 * times[0]:
+            return ddp, f"Recommended: strategy=ddp_tuned. Both fit, and it is faster by {1 - times[0] / times[1]:.0%}."
+        faster = "" if times is None or times[0] <= times[1] else f" and a step {1 - times[1] / times[0]:.0%} less time"
+        return zero1, (
+            f"Recommended: strategy=zero1_custom. Both fit; it holds {saved:.0%} less than DDP{faster}, with the same"
+            " results. Measure both where it matters: they are one word apart."
+        )
+    if zero1 in fitting:
+        return zero1, "Recommended: strategy=zero1_custom. DDP does not fit; the results are the same."
+    if ddp in fitting:
+        return ddp, "Recommended: strategy=ddp_tuned. It fits, and zero1_custom does not."
+    return zero1_bf16, (
+        "Recommended: strategy=zero1_custom with precision=bf16-true. In fp32 it fits under neither; in bf16 the"
+        " sharded fp32 master weights keep updates that bf16 would lose."
+    )
+
+
+def _times(compute_seconds: float | None, *estimates: Estimate) -> list[float] | None:
+    if compute_seconds is None:
+        return None
+    times = [one.step_seconds(compute_seconds) for one in estimates]
+    return None if None in times else times  # type: ignore[return-value]
+
+
+def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int) -> list[Estimate]:
+    narrow = [_in_bf16(one) for one in module.parameters]
+    states = 4 * module.states
+    partition = "element" if module.cut_anywhere else "parameter"
+    return [
+        estimate_ddp(module.parameters, states, cluster, "32-true"),
+        estimate_zero1(
+            module.parameters, states, cluster, "32-true", bucket_cap_bytes=bucket_cap_bytes, partition=partition
+        ),
+        estimate_zero1(
+            narrow,
+            states,
+            cluster,
+            "bf16-true",
+            bucket_cap_bytes=bucket_cap_bytes,
+            partition=partition,
+            has_master_weights=True,
+        ),
+    ]
+
+
+def _in_bf16(spec: ParameterSpec) -> ParameterSpec:
+    return ParameterSpec(name=spec.name, shape=spec.shape, dtype="torch.bfloat16", itemsize=2, group="torch.bfloat16")
+
+
+def _cluster(arguments: Namespace) -> Cluster:
+    devices = arguments.devices_per_node or arguments.world_size
+    if arguments.world_size % devices:
+        raise UsageError(
+            f"--world-size {arguments.world_size} is no multiple of --devices-per-node {devices}: all nodes have"
+            " equally many ranks."
+        )
+    if arguments.bandwidth is not None and arguments.calibration is not None:
+        raise UsageError("--bandwidth and --calibration both say what the link can do: give one of them.")
+    rate = None
+    if arguments.bandwidth is not None:
+        bits = re.fullmatch(r"(.*?)(bit|bit/s|bps)?", arguments.bandwidth, re.IGNORECASE)
+        rate = _bytes(bits[1] if bits else arguments.bandwidth, "--bandwidth") / 8
+    elif arguments.calibration is not None:
+        rate = _calibrated(Path(arguments.calibration))
+    return Cluster(nodes=arguments.world_size // devices, devices=devices, bytes_per_second=rate)
+
+
+def _calibrated(path: Path) -> float:
+    try:
+        return 1.0 / json.loads(path.read_text())["all_reduce"]["seconds_per_byte"]
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise UsageError(
+            f"--calibration {path}: it is not what `lightning-parstrat doctor --json` prints where it could measure"
+            f" ({error!r})."
+        ) from error
+
+
+def _bytes(text: str, option: str) -> float:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?(?:/s)?\s*", text.upper().replace("/S", "/s"))
+    try:
+        return float(match[1]) * _UNITS[match[2]]  # type: ignore[index]
+    except (TypeError, KeyError, ValueError):
+        raise UsageError(f"{option} {text!r}: write a number and a unit, such as 80GB, 24GiB or 100Gbit.") from None
+
+
+def _read_module(path: Path, class_path: str | None) -> _Module:
+    """Makes the configuration's module on the meta device, and asks it for its optimizers.
+
+    Raises:
+        UsageError: It cannot be read or made; the message says what to give.
+    """
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    section = _model_section(config)
+    # As if the program that the configuration is for had been started here.
+    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
+    given, init_args = class_path, section
+    if isinstance(section, str):
+        given, init_args = section, {}
+    elif "class_path" in section:
+        given, init_args = section["class_path"], section.get("init_args", {})
+    if given is None:
+        raise UsageError(
+            f"{path} gives the arguments of a module, but not its class. Add --model with the class that the program"
+            " gives to LightningCLI, such as --model my_package.model.MyModule."
+        )
+    module = _make(import_class(given), dict(init_args or {}), given)
+    trainable = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    if not trainable:
+        raise UsageError(f"{given} has no trainable parameters before training starts: there is nothing to plan.")
+    parameters = [
+        ParameterSpec(name=name, shape=tuple(one.shape), dtype="torch.float32", itemsize=4, group="torch.float32")
+        for name, one in trainable
+    ]
+    frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
+    optimizers = _optimizers(module)
+    return _Module(parameters, frozen, *_states(optimizers))
+
+
+def _model_section(config: Any) -> Any:
+    for within in (config, *(config or {}).values()) if isinstance(config, Mapping) else ():
+        if isinstance(within, Mapping) and isinstance(within.get("model"), (Mapping, str)):
+            return within["model"]
+    return {}
+
+
+def _make(cls: type, init_args: dict[str, Any], name: str) -> LightningModule:
+    if not issubclass(cls, LightningModule):
+        raise UsageError(f"{name} is no LightningModule.")
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, "model")
+    try:
+        parsed = parser.parse_object({"model": init_args})
+        with torch.device("meta"):
+            return parser.instantiate_classes(parsed).model  # type: ignore[no-any-return]
+    except Exception as error:
+        raise UsageError(f"{name} cannot be made on the meta device: {error}") from error
+
+
+def _optimizers(module: LightningModule) -> list[Optimizer] | None:
+    try:
+        configured: Any = module.configure_optimizers()
+    except Exception:
+        # It asks the trainer or the data, neither of which is here.
+        return None
+    found: list[Optimizer] = []
+
+    def collect(value: Any) -> None:
+        if isinstance(value, Optimizer):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            collect(value.get("optimizer"))
+        elif isinstance(value, (list, tuple)):
+            for one in value:
+                collect(one)
+
+    collect(configured)
+    return found or None
+
+
+def _states(optimizers: list[Optimizer] | None) -> tuple[float, str, bool]:
+    """States per element, whose they are, and whether shards may be cut anywhere."""
+    if optimizers is None:
+        return _ADAM_STATES, "taken for AdamW: its own could not be made without a trainer", True
+    names = " and ".join(dict.fromkeys(original_class(optimizer).__name__ for optimizer in optimizers))
+    ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
+    sizes = [sum(p.numel() for group in one.param_groups for p in group["params"]) for one in optimizers]
+    if None in ratios:
+        return _ADAM_STATES, f"{names}, whose state is taken to be as large as AdamW's", False
+    mean = sum(ratio * size for ratio, size in zip(ratios, sizes, strict=True)) / max(1, sum(sizes))  # type: ignore[operator]
+    return mean, names, all(original_class(optimizer) in ELEMENTWISE_OPTIMIZERS for optimizer in optimizers)
+
+
+def _as_json(
+    estimates: Sequence[Estimate], room: float | None, choice: Estimate | None, why: str, seconds: float | None
+) -> dict[str, Any]:
+    rows = [
+        {
+            **one._asdict(),
+            "fits": None if room is None else one.peak_bytes <= room,
+            "step_seconds": None if seconds is None else one.step_seconds(seconds),
+        }
+        for one in estimates
+    ]
+    recommended = None if choice is None else {"strategy": choice.strategy, "precision": choice.precision}
+    return {"estimates": rows, "recommended": recommended, "why": why}
+
+
+def _print(
+    estimates: Sequence[Estimate], module: _Module, cluster: Cluster, room: float | None, arguments: Namespace
+) -> None:
+    count = sum(one.numel for one in module.parameters)
+    frozen = f" and {module.frozen / 1e6:,.1f} M frozen ones" if module.frozen else ""
+    print(f"{count / 1e6:,.1f} M trainable parameters{frozen}; optimizer: {module.optimizer}")
+    print(f"{cluster.world_size} ranks on {cluster.nodes} nodes; per rank, without activations:\n")
+    header = ["strategy", "precision", "between steps", "at most", "sent per step"]
+    rows = [
+        [one.strategy, one.precision, amount(one.held_bytes), amount(one.peak_bytes), amount(one.sent_bytes)]
+        for one in estimates
+    ]
+    if cluster.bytes_per_second is not None:
+        header.append("on the wire")
+        for row, one in zip(rows, estimates, strict=True):
+            row.append(f"{one.wire_seconds:.3f} s")
+        if arguments.compute_seconds is not None:
+            header.append("step")
+            for row, one in zip(rows, estimates, strict=True):
+                row.append(f"{one.step_seconds(arguments.compute_seconds):.3f} s")
+    if room is not None:
+        header.append(f"fits in {amount(room)}")
+        for row, one in zip(rows, estimates, strict=True):
+            row.append("yes" if one.peak_bytes <= room else "no")
+    print(table([header, *rows]))

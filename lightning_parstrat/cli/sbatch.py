@@ -1,0 +1,207 @@
+"""A job file for Slurm that a person can read, and that nothing in it can break out of.
+
+One task per device, started by ``srun``; ranks find each other by what Slurm sets. Before the time limit, and when it
+is preempted, the job gets a signal at which the strategies save and requeue it.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+
+from lightning_parstrat.cli.errors import UsageError
+
+SIGNAL = "SIGUSR1"
+RUNS = "slurm-runs"
+"""Folder of all jobs' folders where the program names none, within the one that they are submitted from."""
+
+_TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")
+_WORD = re.compile(r"[\w.:,=+%@/*\[\]()-]+", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """A training on a Slurm cluster.
+
+    Args:
+        nodes: Number of nodes.
+        devices: Devices of each node, which is also the number of its tasks.
+        program: The training program and its arguments.
+        name: Of the job.
+        time: Limit, as Slurm takes it: minutes, or ``h:mm:ss``, or ``days-hours``.
+        partition: Where to run.
+        account: Whom to charge.
+        gres: Generic resources of each node, such as ``gpu:4``.
+        cpus_per_task: Cores for each device's process.
+        mem: Host memory of each node, such as ``64G``.
+        env: Variables to export.
+        setup: A file to source before the program starts, such as one that loads modules.
+        requeue: Whether the job goes back into the queue when it is preempted or its time is up.
+        grace_seconds: How long before the time limit the signal comes.
+        runs: A folder in which each job gets one of its own, for logs and checkpoints.
+        folder_option: The program's option for the folder of checkpoints; None for a program that has no such option.
+    """
+
+    nodes: int = 1
+    devices: int = 1
+    program: tuple[str, ...]
+    name: str = "training"
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    gres: str | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    setup: str | None = None
+    requeue: bool = True
+    grace_seconds: int = 90
+    runs: str = RUNS
+    folder_option: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.program:
+            raise UsageError("There is no program. Write it after `--`, such as: -- python train.py fit -c c.yaml")
+        for option in ("nodes", "devices", "cpus_per_task", "grace_seconds"):
+            number = getattr(self, option)
+            if number is not None and number < 1:
+                raise UsageError(f"--{option.replace('_', '-')} {number}: must be 1 or more.")
+        for option in ("name", "partition", "account", "gres", "mem"):
+            word = getattr(self, option)
+            if word is not None and not _WORD.fullmatch(word):
+                raise UsageError(
+                    f"--{option} {word!r}: a line of the job file cannot hold it. Letters, digits and"
+                    " .:,=+%@/*[]()_- are allowed."
+                )
+        if self.time is not None:
+            self._check_time(self.time)
+        for name, value in self.env.items():
+            if not _NAME.fullmatch(name):
+                raise UsageError(f"--env {name}={value}: {name!r} is no name of a variable.")
+        for text in (*self.program, *self.env.values(), self.setup or ""):
+            if "\0" in text:
+                raise UsageError("An argument of a program cannot hold a NUL character.")
+
+    def _check_time(self, time: str) -> None:
+        if not _TIME.fullmatch(time):
+            raise UsageError(f"--time {time!r}: write minutes, or hours:minutes:seconds, or days-hours:minutes.")
+        if self.requeue and seconds_of(time) <= self.grace_seconds:
+            raise UsageError(
+                f"--time {time} is not longer than the {self.grace_seconds} seconds before it at which the job is told"
+                " to save. Ask for more time, or set --grace-seconds."
+            )
+
+    @property
+    def task_count(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.devices
+
+
+def seconds_of(time: str) -> int:
+    """A time as Slurm takes it, in seconds."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if len(numbers) == 1:
+        return numbers[0] * 60
+    hours, minutes, seconds = ([0] * (3 - len(numbers)) + numbers)[-3:]
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def render(job: SlurmJob) -> str:
+    """The job file, to be submitted from the folder that the program is to run in."""
+    parts = [
+        "#!/usr/bin/env bash",
+        *_directives(job),
+        "",
+        "set -euo pipefail",
+        *_folders(job),
+        *_environment(job),
+        *_launch(job),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _directives(job: SlurmJob) -> list[str]:
+    lines = [
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.nodes}",
+        "# A task is a rank, and each node has one for each of its devices. Not --ntasks, which counts all nodes'.",
+        f"#SBATCH --ntasks-per-node={job.devices}",
+    ]
+    for option, value in (
+        ("cpus-per-task", job.cpus_per_task),
+        ("mem", job.mem),
+        ("gres", job.gres),
+        ("partition", job.partition),
+        ("account", job.account),
+        ("time", job.time),
+    ):
+        if value is not None:
+            lines.append(f"#SBATCH --{option}={value}")
+    if job.requeue:
+        lines += [
+            f"# {job.grace_seconds} seconds before the time is up all ranks save after the same batch, and the job is",
+            "# requeued.",
+            f"#SBATCH --signal={SIGNAL}@{job.grace_seconds}",
+            "#SBATCH --requeue",
+        ]
+    else:
+        lines.append("#SBATCH --no-requeue")
+    return [
+        *lines,
+        "# What the job itself says. A requeued run adds to the log of the one before it.",
+        "#SBATCH --output=slurm-%j.log",
+        "#SBATCH --open-mode=append",
+    ]
+
+
+def _folders(job: SlurmJob) -> list[str]:
+    # A path that began with "all" or "none" would mean something else to srun.
+    runs = job.runs if job.runs.startswith("/") else f"./{job.runs}"
+    return [
+        "",
+        "# The number of a job stays when it is requeued, and no other job has it: so each has a folder of its own,",
+        "# from which it resumes.",
+        f'run_dir={shlex.quote(runs)}/"slurm-$SLURM_JOB_ID"',
+        'mkdir -p "$run_dir"',
+        "# LightningCLI refuses to write over the configuration that an earlier run has left.",
+        'if [ -e "$run_dir/config.yaml" ]; then mv "$run_dir/config.yaml" "$run_dir/config-$(date +%s).yaml"; fi',
+    ]
+
+
+def _environment(job: SlurmJob) -> list[str]:
+    lines = [
+        "",
+        "# Where ranks meet: the first node, and a port by the job's number.",
+        'MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+        "MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "export MASTER_ADDR MASTER_PORT",
+        'export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"',
+    ]
+    if job.cpus_per_task is not None:
+        lines += [
+            "# srun does not take this over from the job by itself.",
+            f"export SRUN_CPUS_PER_TASK={job.cpus_per_task}",
+        ]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
+    if job.setup is not None:
+        lines += ["", "set +u", f"source {shlex.quote(job.setup)}", "set -u"]
+    return lines
+
+
+def _launch(job: SlurmJob) -> list[str]:
+    words = [f"    {shlex.quote(word)}" for word in job.program]
+    if job.folder_option is not None:
+        words.append(f'    "{job.folder_option}=$run_dir"')
+    return [
+        "",
+        "program=(",
+        *words,
+        ")",
+        "",
+        "# Each rank has a log of its own. When one of them fails, the others are ended.",
+        'srun --kill-on-bad-exit=1 --open-mode=append --output="$run_dir/rank-%t.log" "${program[@]}"',
+    ]

@@ -1,0 +1,50 @@
+"""How things are printed, and found by name."""
+
+import importlib
+from collections.abc import Sequence
+
+from jsonargparse import DefaultHelpFormatter
+
+from lightning_parstrat.cli.errors import UsageError
+
+
+class Verbatim(DefaultHelpFormatter):
+    """Leaves the examples in a description as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n".join(indent + line for line in text.strip().splitlines())
+
+
+def amount(nbytes: float) -> str:
+    """Bytes with a unit, three digits or so."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows below each other, the first of them a header."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def import_class(path: str) -> type:
+    """The class of that name, such as ``my_package.model.MyModule``.
+
+    Raises:
+        UsageError: There is none.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"There is no class {path!r} that can be imported from here ({error}). Write its module and its name, such"
+            " as my_package.model.MyModule, and run this where the program runs."
+        ) from error
+    if not isinstance(found, type):
+        raise UsageError(f"{path} is no class.")
+    return found

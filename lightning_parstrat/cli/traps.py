@@ -1,0 +1,300 @@
+"""What is known to go wrong with Lightning on clusters, and how to tell beforehand.
+
+Each check looks at what it is given alone, a job file, a program's configuration, an environment, and says which line
+to change. Numbers are those of issues of Lightning.
+"""
+
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.facts import Interface
+from lightning_parstrat.cli.program import Program, Setting, read_program
+
+_LAUNCHERS = re.compile(r"(^|/)(torchrun|torch\.distributed\.(run|launch))$")
+
+
+class JobFile(NamedTuple):
+    """A Slurm job file.
+
+    Attributes:
+        directives: By long option: the value, and the line as it stands there.
+        words: All words of its commands.
+    """
+
+    directives: Mapping[str, Setting]
+    words: Sequence[str]
+
+
+class Situation(NamedTuple):
+    """What the checks look at.
+
+    Attributes:
+        environment: Variables of the process.
+        job_file: The job file, where there is one.
+        program: The training program, from the job file or given beside it.
+        interfaces: The network interfaces.
+    """
+
+    environment: Mapping[str, str]
+    job_file: JobFile | None
+    program: Program | None
+    interfaces: Sequence[Interface]
+
+    def directive(self, name: str) -> Setting | None:
+        """What the job file says of an option."""
+        return None if self.job_file is None else self.job_file.directives.get(name)
+
+    @property
+    def in_slurm(self) -> bool:
+        """Whether this is about a Slurm job."""
+        return self.job_file is not None or "SLURM_JOB_ID" in self.environment
+
+    @property
+    def strategy(self) -> str | None:
+        """The Trainer's strategy, where the configuration says one: its name, or the path of its class."""
+        setting = None if self.program is None else self.program.settings.get("strategy")
+        value = None if setting is None else setting.value
+        return value.get("class_path") if isinstance(value, Mapping) else value
+
+    @property
+    def saves_between_batches(self) -> bool:
+        """Whether the strategy is one of this package."""
+        known = self.strategy or ""
+        return known.startswith(("zero1_custom", "ddp_tuned", "lightning_parstrat."))
+
+
+class Finding(NamedTuple):
+    """A trap that would bite.
+
+    Attributes:
+        trap: Its name.
+        what: What would happen, and why.
+        change: The line to change, and into what.
+    """
+
+    trap: str
+    what: str
+    change: str
+
+
+def read_job_file(path: Path) -> JobFile:
+    """Reads the directives and commands of a job file.
+
+    Raises:
+        UsageError: It cannot be read.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UsageError(f"--job-file {path}: {error.strerror}") from error
+    directives: dict[str, Setting] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = re.fullmatch(r"#SBATCH\s+(?:--([\w-]+)|-(\w))(?:[=\s]\s*(.*?))?\s*", line)
+        if match:
+            name = match[1] or _SHORT.get(match[2], match[2])
+            value = (match[3] or "").split(" #")[0].strip()
+            directives[name] = Setting(value, f"{path.name}, line {number}: {line.strip()}")
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:
+        words = text.split()
+    return JobFile(directives, words)
+
+
+_SHORT = {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "t": "time", "p": "partition", "G": "gpus"}
+
+
+def program_of(job_file: JobFile, folder: Path) -> Program:
+    """The program that a job file starts, as far as its words show."""
+    words = [word for word in job_file.words if word not in ("(", ")")]
+    starts = [n for n, word in enumerate(words) if word.removesuffix(")").endswith(".py") or _LAUNCHERS.search(word)]
+    return read_program(words[starts[0] :] if starts else words, folder)
+
+
+def look_for_traps(situation: Situation) -> list[Finding]:
+    """All that would bite."""
+    return [finding for check in TRAPS.values() for finding in check(situation)]
+
+
+def _saves_in_signal_handler(situation: Situation) -> list[Finding]:
+    """Lightning 21406."""
+    asked = situation.directive("signal")
+    if not situation.in_slurm or situation.strategy is None or situation.saves_between_batches:
+        return []
+    if situation.job_file is not None and asked is None:
+        return []
+    source = situation.program.settings["strategy"].source if situation.program else ""
+    return [
+        Finding(
+            "checkpoint in a signal handler",
+            f"When the job is told to go, Lightning saves at once under strategy {situation.strategy!r}: in the middle"
+            " of a step or of a collective, where ranks can wait for each other for ever, or write half a checkpoint.",
+            f"{source}\n  -> strategy: zero1_custom, or ddp_tuned, which save at the end of a batch",
+        )
+    ]
+
+
+def _sigterm(situation: Situation) -> list[Finding]:
+    """Lightning 20806."""
+    asked = situation.directive("signal")
+    if asked is None:
+        return []
+    signal, _, seconds = str(asked.value).partition("@")
+    seconds = seconds or "90"
+    findings = []
+    if "TERM" in signal.upper() or re.fullmatch(r"(.*:)?15", signal):
+        what = (
+            "At SIGTERM, Lightning has each rank wait for the others in a broadcast, wherever it is: ranks that were"
+            " not told, or are within another collective, never come. It does not requeue, either."
+        )
+        findings.append(
+            Finding("SIGTERM as a warning", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
+        )
+    if signal.upper().startswith(("B:", "BR:", "RB:")):
+        what = "With `B:` the signal goes to the job's shell alone; no rank gets it, so nothing is saved or requeued."
+        findings.append(
+            Finding("signal to the shell alone", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
+        )
+    return findings
+
+
+def _tasks(situation: Situation) -> list[Finding]:
+    """Lightning 20056 and 20391."""
+    findings = []
+    program, environment = situation.program, situation.environment
+    devices = None if program is None else program.count("devices")
+    nodes = None if program is None else program.count("num_nodes")
+    all_tasks, per_node = situation.directive("ntasks"), situation.directive("ntasks-per-node")
+    wanted = f"#SBATCH --ntasks-per-node={devices or '<devices of a node>'}"
+    if all_tasks is not None and per_node is None and all_tasks.value != "1":
+        what = (
+            f"--ntasks counts the tasks of all nodes, and Slurm may place them unevenly; Lightning compares"
+            f" --ntasks-per-node with the Trainer's devices, and finds none. Each node needs"
+            f" {devices or 'as many'} tasks{'' if devices else ' as devices'}."
+        )
+        findings.append(Finding("--ntasks", what, f"{all_tasks.source}\n  -> {wanted}"))
+    in_job = "SLURM_JOB_ID" in environment and situation.job_file is None
+    found = per_node or (
+        Setting(environment["SLURM_NTASKS_PER_NODE"], f"SLURM_NTASKS_PER_NODE={environment['SLURM_NTASKS_PER_NODE']}")
+        if in_job and "SLURM_NTASKS_PER_NODE" in environment
+        else None
+    )
+    if in_job and found is None and environment.get("SLURM_NTASKS", "1") != "1":
+        source = f"SLURM_NTASKS={environment['SLURM_NTASKS']}, and no SLURM_NTASKS_PER_NODE"
+        what = "The job was submitted with --ntasks, which counts the tasks of all nodes. Lightning wants a node's."
+        findings.append(Finding("--ntasks", what, f"{source}\n  -> {wanted}"))
+    if found is not None and devices is not None and str(devices) != str(found.value):
+        source = program.settings["devices"].source if program else ""
+        what = f"Each node starts {found.value} tasks for {devices} devices. Each device has a task of its own."
+        findings.append(Finding("tasks and devices", what, f"{found.source}\n{source}\n  -> {wanted}"))
+    asked = situation.directive("nodes") or (
+        Setting(environment["SLURM_NNODES"], f"SLURM_NNODES={environment['SLURM_NNODES']}")
+        if in_job and "SLURM_NNODES" in environment
+        else None
+    )
+    if asked is not None and nodes is not None and str(nodes) != str(asked.value):
+        source = program.settings["num_nodes"].source if program else ""
+        what = f"The job has {asked.value} nodes, and the Trainer is told of {nodes}."
+        findings.append(Finding("nodes", what, f"{asked.source}\n{source}\n  -> #SBATCH --nodes={nodes}"))
+    return findings
+
+
+def _one_device_per_task(situation: Situation) -> list[Finding]:
+    """Lightning 16828."""
+    what = (
+        "Each task would see one device only, which is number 0 to all of them: Lightning looks for as many as the node"
+        " has tasks, and NCCL cannot use the link between them."
+    )
+    devices = None if situation.program is None else situation.program.count("devices")
+    wanted = f"#SBATCH --gpus-per-node={devices or '<devices of a node>'}"
+    for name in ("gpus-per-task", "gpu-bind"):
+        asked = situation.directive(name)
+        if asked is not None and (name != "gpu-bind" or not str(asked.value).startswith("none")):
+            return [Finding("one device per task", what, f"{asked.source}\n  -> {wanted}")]
+    if situation.job_file is None:
+        environment = situation.environment
+        tasks = environment.get("SLURM_NTASKS_PER_NODE", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        if "SLURM_GPUS_PER_TASK" in environment:
+            source = f"SLURM_GPUS_PER_TASK={environment['SLURM_GPUS_PER_TASK']}"
+            return [Finding("one device per task", what, f"{source}\n  -> {wanted}, without --gpus-per-task")]
+        if "SLURM_STEP_ID" in environment and visible and "," not in visible and tasks not in ("", "1"):
+            source = f"CUDA_VISIBLE_DEVICES={visible} in a task of {tasks} on its node"
+            return [Finding("one device per task", what, f"{source}\n  -> {wanted}")]
+    return []
+
+
+def _torchrun(situation: Situation) -> list[Finding]:
+    """Lightning 18466."""
+    words = [] if situation.job_file is None else list(situation.job_file.words)
+    words += [] if situation.program is None else list(situation.program.command)
+    launcher = next((word for word in words if _LAUNCHERS.search(word)), None)
+    if launcher is None and "TORCHELASTIC_RUN_ID" in situation.environment:
+        launcher = "torchrun"
+    if launcher is None or not situation.in_slurm or situation.saves_between_batches:
+        return []
+    strategy = situation.strategy or "of its default"
+    what = (
+        f"Under {launcher} Lightning does not look at Slurm any more: with strategy {strategy!r} a job that is told to"
+        " go is neither saved nor requeued."
+    )
+    change = (
+        f"{launcher} ...\n  -> srun python ..., with #SBATCH --ntasks-per-node=<devices of a node>; or strategy"
+        " zero1_custom or ddp_tuned, which requeue under it, too"
+    )
+    return [Finding("torchrun in Slurm", what, change)]
+
+
+def _hpc_checkpoint(situation: Situation) -> list[Finding]:
+    """Lightning 20347 and 12369."""
+    program = situation.program
+    if program is None:
+        return []
+    findings = []
+    checkpoint = program.settings.get("ckpt_path")
+    if checkpoint is not None and checkpoint.value == "hpc":
+        what = "A first run has no such checkpoint, and Lightning refuses to start. A requeued run resumes without it."
+        findings.append(Finding('ckpt_path "hpc"', what, f"{checkpoint.source}\n  -> leave it out"))
+    if situation.job_file is not None and situation.directive("no-requeue") is None:
+        folder = program.settings.get("default_root_dir")
+        if program.has_lightning_cli and (folder is None or "$" not in str(folder.value)):
+            what = (
+                "What a preempted job saves lies in default_root_dir, and the next job that starts there resumes from"
+                " it, whoever's it is."
+            )
+            source = "no --trainer.default_root_dir" if folder is None else folder.source
+            change = f'{source}\n  -> --trainer.default_root_dir="runs/slurm-$SLURM_JOB_ID"'
+            findings.append(Finding("jobs that share a folder", what, change))
+    return findings
+
+
+def _interfaces(situation: Situation) -> list[Finding]:
+    chosen = [name for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name in situation.environment]
+    if not situation.in_slurm or len(situation.interfaces) < 2 or chosen:
+        return []
+    if situation.job_file is not None and any("SOCKET_IFNAME=" in word for word in situation.job_file.words):
+        return []
+    names = ", ".join(
+        f"{one.name}{'' if one.megabits_per_second is None else f' ({one.megabits_per_second} Mbit/s)'}"
+        for one in situation.interfaces
+    )
+    fastest = max(situation.interfaces, key=lambda one: one.megabits_per_second or 0).name
+    what = f"This node has several network interfaces ({names}). Gloo takes the one that its host name resolves to."
+    change = f"-> export GLOO_SOCKET_IFNAME={fastest} NCCL_SOCKET_IFNAME={fastest}"
+    return [Finding("several interfaces", what, change)]
+
+
+TRAPS: Mapping[str, Callable[[Situation], list[Finding]]] = {
+    "checkpoint in a signal handler": _saves_in_signal_handler,
+    "SIGTERM": _sigterm,
+    "tasks of a node": _tasks,
+    "one device per task": _one_device_per_task,
+    "torchrun in Slurm": _torchrun,
+    "checkpoints of preempted jobs": _hpc_checkpoint,
+    "several interfaces": _interfaces,
+}
+"""The checks by what they are about."""

@@ -1,0 +1,141 @@
+"""Estimates for a configuration's module: its bytes, what fits, and what is recommended."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_parstrat.cli.main import main
+from lightning_parstrat.core.estimate import Cluster, estimate_ddp, estimate_zero1
+from lightning_parstrat.core.layout import ParameterSpec
+
+WIDTH = 1024
+MATRIX = WIDTH * WIDTH
+
+
+class Planned(LightningModule):
+    """Ten matrices, one of them frozen."""
+
+    def __init__(self, width: int, optimizer: str = "AdamW", needs_trainer: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(10))
+        self.layers[0].requires_grad_(False)
+        self.optimizer = optimizer
+        self.needs_trainer = needs_trainer
+
+    def configure_optimizers(self) -> Any:
+        if self.needs_trainer:
+            print(self.trainer.estimated_stepping_batches)
+        optimizer = getattr(torch.optim, self.optimizer)([p for p in self.parameters() if p.requires_grad], lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+def write(folder: Path, **init_args: Any) -> str:
+    model = {"class_path": f"{__name__}.Planned", "init_args": {"width": WIDTH, **init_args}}
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": "ddp"}, "model": model}))
+    return str(path)
+
+
+def plan(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict[str, Any]:
+    assert main(["plan", "--json", *arguments]) == code
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_bytes_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--world-size", "16", "--devices-per-node", "8", "--bandwidth", "8Gbit", "--compute-seconds", "0.03")
+    result = plan(capsys, 0, "--config", write(tmp_path), *size)
+    ddp, zero1, narrow = result["estimates"]
+    count = 9 * MATRIX
+    assert ddp["held_bytes"] == 16 * count
+    assert zero1["held_bytes"] == (4 + 12 / 16) * count
+    assert narrow["held_bytes"] == (2 + 16 / 16) * count
+    assert ddp["sent_bytes"] == zero1["sent_bytes"] == 2 * 15 / 16 * 4 * count
+    assert narrow["sent_bytes"] == zero1["sent_bytes"] / 2
+    # Between two nodes half of each phase's bytes pass a node's link.
+    assert zero1["wire_seconds"] == pytest.approx(2 * 4 * count / 2 / 1e9)
+    assert ddp["step_seconds"] == pytest.approx(0.03 + ddp["wire_seconds"] - 0.02)
+    half = zero1["wire_seconds"] / 2
+    assert zero1["step_seconds"] == pytest.approx(0.03 + max(0, half - 0.02) + max(0, half - 0.01))
+    assert result["recommended"] == {"strategy": "zero1_custom", "precision": "32-true"}
+
+
+@pytest.mark.parametrize(("optimizer", "per_parameter"), [("SGD", 8), ("Adagrad", 12), ("AdamW", 16), ("Adam", 16)])
+def test_the_optimizers_own_state_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, per_parameter: int
+) -> None:
+    result = plan(capsys, 0, "--config", write(tmp_path, optimizer=optimizer), "--world-size", "2")
+    assert result["estimates"][0]["held_bytes"] == per_parameter * 9 * MATRIX
+
+
+@pytest.mark.parametrize(
+    ("memory", "code", "recommended", "why"),
+    [
+        ("10GB", 0, ("zero1_custom", "32-true"), "Both fit"),
+        ("140MB", 0, ("zero1_custom", "32-true"), "DDP does not fit"),
+        ("80MB", 0, ("zero1_custom", "bf16-true"), "In fp32 it fits under neither"),
+        ("40MB", 1, None, "FSDP2"),
+    ],
+)
+def test_what_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str, code: int, recommended: Any, why: str
+) -> None:
+    size = ("--world-size", "8", "--memory", memory, "--reserve", "0")
+    result = plan(capsys, code, "--config", write(tmp_path), *size)
+    found = result["recommended"]
+    assert (None if found is None else (found["strategy"], found["precision"])) == recommended
+    assert why in result["why"]
+
+
+def test_without_a_trainer_the_optimizer_is_taken_for_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", write(tmp_path, needs_trainer=True), "--world-size", "2"]) == 0
+    assert "taken for AdamW" in capsys.readouterr().out
+
+
+def test_a_class_that_the_file_does_not_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": {"width": 64}}))
+    size = ("--config", str(path), "--world-size", "2")
+    assert main(["plan", *size]) == 2
+    assert "--model" in capsys.readouterr().err
+    assert main(["plan", *size, "--model", f"{__name__}.Planned"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--world-size", "3", "--devices-per-node", "2"), "no multiple"),
+        (("--world-size", "2", "--memory", "much"), "--memory 'much'"),
+        (("--world-size", "2", "--bandwidth", "fast"), "--bandwidth"),
+        (("--world-size", "2", "--model", "nowhere.Nothing"), "nowhere.Nothing"),
+        (("--world-size", "2", "--model", "torch.nn.Linear"), "no LightningModule"),
+        (("--world-size", "2", "--calibration", "missing.json"), "missing.json"),
+    ],
+)
+def test_wrong_input_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": {"width": 64}}))
+    assert main(["plan", "--config", str(path), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 7, 16])
+def test_estimates_at_any_world_size(world_size: int) -> None:
+    parameters = [
+        ParameterSpec(name=str(n), shape=(n + 1, 33), dtype="torch.float32", itemsize=4, group="a") for n in range(50)
+    ]
+    cluster = Cluster(nodes=1, devices=world_size)
+    ddp = estimate_ddp(parameters, 8, cluster, "32-true")
+    zero1 = estimate_zero1(parameters, 8, cluster, "32-true", bucket_cap_bytes=2**14)
+    if world_size == 1:
+        assert ddp.sent_bytes == zero1.sent_bytes == 0 and ddp.wire_seconds == 0
+    else:
+        assert zero1.held_bytes < ddp.held_bytes and zero1.wire_seconds is None

@@ -1,0 +1,115 @@
+"""Each trap has a case that must be found, with the line to change, and a healthy twin in which nothing is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_parstrat.cli.facts import Interface
+from lightning_parstrat.cli.program import read_program
+from lightning_parstrat.cli.traps import Situation, look_for_traps, program_of, read_job_file
+
+HEALTHY = """#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --gpus-per-node=4
+#SBATCH --signal=SIGUSR1@90
+srun python train.py fit --trainer.strategy=zero1_custom --trainer.num_nodes=2 --trainer.devices=4 \\
+    --trainer.default_root_dir="runs/$SLURM_JOB_ID"
+"""
+
+TASKS = "-> #SBATCH --ntasks-per-node=4"
+DEVICES = "-> #SBATCH --gpus-per-node=4"
+SIGNAL = "-> #SBATCH --signal=SIGUSR1@90"
+JOB_FILES = {
+    "signal handler": ("=zero1_custom", "=ddp", "checkpoint in a signal handler", "-> strategy: zero1_custom"),
+    "SIGTERM": ("SIGUSR1@", "TERM@", "SIGTERM as a warning", f"line 5: #SBATCH --signal=TERM@90\n  {SIGNAL}"),
+    "shell alone": ("SIGUSR1@", "B:USR1@", "signal to the shell alone", SIGNAL),
+    "ntasks": ("--ntasks-per-node=4", "--ntasks=8", "--ntasks", f"line 3: #SBATCH --ntasks=8\n  {TASKS}"),
+    "short ntasks": ("--ntasks-per-node=4", "-n 8", "--ntasks", TASKS),
+    "tasks and devices": ("--ntasks-per-node=4", "--ntasks-per-node=1", "tasks and devices", TASKS),
+    "nodes": ("#SBATCH --nodes=2", "#SBATCH --nodes=3", "nodes", "-> #SBATCH --nodes=2"),
+    "device per task": ("--gpus-per-node=4", "--gpus-per-task=1", "one device per task", DEVICES),
+    "bound devices": ("--gpus-per-node=4", "--gpu-bind=single:1", "one device per task", DEVICES),
+    "hpc": ("fit ", "fit --ckpt_path=hpc ", 'ckpt_path "hpc"', "-> leave it out"),
+    "shared folder": ("runs/$SLURM_JOB_ID", "runs", "jobs that share a folder", "runs/slurm-$SLURM_JOB_ID"),
+}  # fmt: skip
+
+
+def look(folder: Path, text: str, **environment: str) -> list[Any]:
+    (folder / "job.sh").write_text(text)
+    job_file = read_job_file(folder / "job.sh")
+    return look_for_traps(Situation(environment, job_file, program_of(job_file, folder), [Interface("eth0", 1000)]))
+
+
+def test_a_healthy_job_file(tmp_path: Path) -> None:
+    assert look(tmp_path, HEALTHY) == []
+
+
+@pytest.mark.parametrize("name", JOB_FILES)
+def test_a_job_file_that_is_not(tmp_path: Path, name: str) -> None:
+    healthy, sick, trap, change = JOB_FILES[name]
+    assert healthy in HEALTHY
+    (finding,) = look(tmp_path, HEALTHY.replace(healthy, sick))
+    assert finding.trap == trap and change in finding.change
+
+
+def test_torchrun_loses_requeue_under_other_strategies_alone(tmp_path: Path) -> None:
+    text = HEALTHY.replace("srun python", "srun torchrun --nproc-per-node 4").replace("per-node=4", "per-node=1", 1)
+    text = text.replace("#SBATCH --ntasks-per-node=1\n", "")
+    assert look(tmp_path, text) == []
+    found = look(tmp_path, text.replace("=zero1_custom", "=ddp"))
+    assert [finding.trap for finding in found] == ["checkpoint in a signal handler", "torchrun in Slurm"]
+
+
+IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
+ENVIRONMENTS = {
+    "ntasks": ({"SLURM_NTASKS_PER_NODE": None}, "--ntasks", "-> #SBATCH --ntasks-per-node=4"),
+    "tasks and devices": ({"SLURM_NTASKS_PER_NODE": "2"}, "tasks and devices", "SLURM_NTASKS_PER_NODE=2"),
+    "nodes": ({"SLURM_NNODES": "3"}, "nodes", "-> #SBATCH --nodes=2"),
+    "device per task": ({"SLURM_GPUS_PER_TASK": "1"}, "one device per task", "-> #SBATCH --gpus-per-node=4"),
+    "visible": ({"SLURM_STEP_ID": "0", "CUDA_VISIBLE_DEVICES": "0"}, "one device per task", "CUDA_VISIBLE_DEVICES=0"),
+}  # fmt: skip
+
+
+def look_in_job(folder: Path, strategy: str = "zero1_custom", **changed: str | None) -> list[Any]:
+    environment = {name: value for name, value in {**IN_JOB, **changed}.items() if value is not None}
+    command = ("train.py", "fit", f"--trainer.strategy={strategy}", "--trainer.num_nodes=2", "--trainer.devices=4")
+    return look_for_traps(Situation(environment, None, read_program(command, folder), [Interface("eth0", 1000)]))
+
+
+def test_a_healthy_allocation(tmp_path: Path) -> None:
+    assert look_in_job(tmp_path) == []
+    assert look_in_job(tmp_path, SLURM_STEP_ID="0", CUDA_VISIBLE_DEVICES="0,1,2,3") == []
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_an_allocation_that_is_not(tmp_path: Path, name: str) -> None:
+    changed, trap, change = ENVIRONMENTS[name]
+    (finding,) = look_in_job(tmp_path, **changed)
+    assert finding.trap == trap and change in finding.change
+
+
+def test_torchrun_in_an_allocation(tmp_path: Path) -> None:
+    assert look_in_job(tmp_path, TORCHELASTIC_RUN_ID="1") == []
+    assert "torchrun in Slurm" in [one.trap for one in look_in_job(tmp_path, "ddp", TORCHELASTIC_RUN_ID="1")]
+
+
+INTERFACES = [Interface("eth0", 1000), Interface("ib0", 200000)]
+
+
+@pytest.mark.parametrize(
+    ("environment", "interfaces", "found"),
+    [
+        (IN_JOB, INTERFACES, True),
+        (IN_JOB, INTERFACES[:1], False),
+        ({**IN_JOB, "GLOO_SOCKET_IFNAME": "ib0"}, INTERFACES, False),
+        ({}, INTERFACES, False),
+    ],
+)
+def test_several_interfaces_are_named_where_none_was_chosen(
+    environment: dict[str, str], interfaces: list[Interface], found: bool
+) -> None:
+    findings = look_for_traps(Situation(environment, None, None, interfaces))
+    assert [finding.trap for finding in findings] == (["several interfaces"] if found else [])
+    assert all("export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in finding.change for finding in findings)
