@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DDPStrategy
@@ -38,9 +39,12 @@ from lightning_parstrat.strategies.clipping import (
     unwrapped,
 )
 from lightning_parstrat.strategies.precision import enabled_scaler, equip_precision
+from lightning_parstrat.strategies.preemption import SavesWhenPreempted, check_job, own_job, signal_to_requeue_at
 from lightning_parstrat.strategies.schedulers import HeldSchedulers
 
 LOSS_WEIGHT = "loss_weight"
+CHECKPOINT_KEY = "lightning_parstrat"
+"""Where a checkpoint keeps what is this package's alone. Other strategies pass over it."""
 
 
 class AccumulationAwareStrategy(DDPStrategy):
@@ -89,6 +93,7 @@ class AccumulationAwareStrategy(DDPStrategy):
         self._skipped_steps = 0
         self._schedulers = HeldSchedulers()
         self._said: set[str] = set()
+        self._preemption: SavesWhenPreempted | None = None
         super().__init__(**kwargs)
 
     @property
@@ -146,6 +151,15 @@ class AccumulationAwareStrategy(DDPStrategy):
         self._restore_precision = equip_precision(
             self.precision_plugin, self._clipper, self._complete_window, self._note_skipped_step
         )
+        self._prepare_for_preemption()
+
+    def _prepare_for_preemption(self) -> None:
+        trainer = self._training_module.trainer
+        requeue_signal = signal_to_requeue_at(trainer)
+        if requeue_signal is not None:
+            self._preemption = SavesWhenPreempted(self._control, requeue_signal)
+            trainer.callbacks.append(self._preemption)
+            self._preemption.listen(requeue_signal)
 
     @override
     def on_train_start(self) -> None:
@@ -321,6 +335,21 @@ class AccumulationAwareStrategy(DDPStrategy):
             self._schedulers.hold(self.lr_scheduler_configs, unwrapped(optimizer))
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Writes the checkpoint on rank 0, in a Slurm job with the job's number."""
+        own = own_job()
+        if own:
+            checkpoint = {**checkpoint, CHECKPOINT_KEY: {**checkpoint.get(CHECKPOINT_KEY, {}), **own}}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint, unless it is what another Slurm job saved for itself."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        check_job(checkpoint.get(CHECKPOINT_KEY, {}), checkpoint_path)
+        return checkpoint
+
+    @override
     def teardown(self) -> None:
         """Gives the precision plugin back as it was."""
         self._end_training()
@@ -336,6 +365,11 @@ class AccumulationAwareStrategy(DDPStrategy):
             self._restore_precision()
             self._restore_precision = None
         self._weights = None
+        if self._preemption is not None:
+            trainer = self._training_module.trainer
+            self._preemption.stop_listening(trainer)
+            trainer.callbacks.remove(self._preemption)
+            self._preemption = None
 
     @property
     def _training_module(self) -> LightningModule:

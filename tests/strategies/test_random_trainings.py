@@ -110,8 +110,8 @@ def compare(seeds: range, expose: Any, arrives: Any, bound: int | None) -> dict[
 @pytest.mark.parametrize("expose", ["auto", False])
 def test_random_trainings_equal_ddps(pool: RankPool, expose: Any, world_size: int) -> None:
     # Of three ranks parameters arrive as late as they may, and each bucket of gradients is waited for.
-    arrives, bound = (late, 1) if world_size == 3 else (zero1, None)
-    for differences in pool.run(world_size, compare, range(20), expose, arrives, bound):
+    arrives, bound, seeds = (late, 1, range(14)) if world_size == 3 else (zero1, None, range(20))
+    for differences in pool.run(world_size, compare, seeds, expose, arrives, bound):
         assert max(differences.values()) <= 1e-9, differences
 
 

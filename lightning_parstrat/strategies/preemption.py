@@ -1,0 +1,172 @@
+"""A Slurm job that is told to go saves at the end of a batch, goes back into the queue, and resumes from there.
+
+Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
+or of another save. Here the handler only notes the signal. At the end of every batch the ranks agree, by 4 bytes that
+travel while the next batch is trained, whether any of them was told, and all save after the same batch. That batch ends
+an accumulation window, so that no gradient is lost.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_parstrat.distributed.agreement import RunningAgreement
+from lightning_parstrat.distributed.collectives import Collectives
+
+_TERMINATE, _REQUEUE = 1, 2
+_SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 120.0
+
+
+def signal_to_requeue_at(trainer: Trainer) -> signal.Signals | None:
+    """The signal at which this job is to go back into the queue; None outside of Slurm, and where the user has said no.
+
+    Under torchrun, too, whose environment Lightning prefers over Slurm's and then forgets to requeue.
+    """
+    environment = trainer.strategy.cluster_environment
+    if isinstance(environment, SLURMEnvironment):
+        return environment.requeue_signal if environment.auto_requeue else None
+    return signal.SIGUSR1 if "SLURM_JOB_ID" in os.environ and SLURMEnvironment.detect() else None
+
+
+def job_number() -> str:
+    """This job's number as ``scontrol`` takes it; that of a job in an array has two parts."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    number = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    if not re.fullmatch(r"\d+(_\d+)?", number):
+        raise AssertionError(f"Slurm gave the job a number that is none: {number!r}")
+    return number
+
+
+def own_job() -> dict[str, Any]:
+    """What a checkpoint is to hold of the job that saves it; nothing outside of Slurm."""
+    return {"slurm_job": job_number()} if "SLURM_JOB_ID" in os.environ else {}
+
+
+def check_job(own: Mapping[str, Any], path: str | Path) -> None:
+    """Refuses what another job saved for itself when it was preempted.
+
+    Lightning takes the newest such file in ``default_root_dir``, whoever's it is.
+
+    Args:
+        own: What this package keeps in the checkpoint.
+        path: Of the checkpoint.
+
+    Raises:
+        MisconfigurationException: It is another job's.
+    """
+    job = own.get("slurm_job")
+    if job is None or "SLURM_JOB_ID" not in os.environ or job == job_number():
+        return
+    if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
+        raise MisconfigurationException(
+            f"{path} was saved by job {job} when it was preempted, and this is job {job_number()}. Give each job a"
+            " `default_root_dir` of its own. To go on from there on purpose, copy the file under another name and pass"
+            " `ckpt_path`."
+        )
+
+
+class SavesWhenPreempted(Callback):
+    """Notes signals, and saves and requeues at the end of a batch. The strategies add it to the Trainer in a Slurm job.
+
+    Collective in every ``on_train_batch_end``: a non-blocking all-reduce of 4 bytes on the host.
+
+    Args:
+        control: Carries what the ranks tell each other.
+        requeue_signal: The signal that means that the job is to be saved and requeued. SIGTERM means that it is to be
+            saved and ended: Slurm has told it to end, and requeues it by itself where it wants to.
+    """
+
+    def __init__(self, control: Collectives, requeue_signal: signal.Signals) -> None:
+        self._agreement = RunningAgreement(control)
+        self._requeue_signal = requeue_signal
+        self._told = 0
+        self._replaced: dict[signal.Signals, Any] = {}
+
+    def listen(self, signum: signal.Signals) -> None:
+        """Notes the signal from now on, in the place of whoever did so far."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._replaced.setdefault(signum, signal.getsignal(signum))
+        signal.signal(signum, self._note)
+
+    def stop_listening(self, trainer: Trainer) -> None:
+        """Gives the signals back to who had them."""
+        for signum, handler in self._replaced.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+            # Lightning would bring back what it found, which was ours.
+            if trainer._signal_connector._original_handlers.get(signum) == self._note:
+                trainer._signal_connector._original_handlers[signum] = handler
+        self._replaced.clear()
+
+    def _note(self, signum: int, _: FrameType | None) -> None:
+        self._told = max(self._told, _REQUEUE if signum == self._requeue_signal else _TERMINATE)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes SIGTERM over from Lightning, whose handler waits for other ranks."""
+        self.listen(signal.SIGTERM)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Saves where any rank was told to by the end of the last batch that ended a window."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        told = self._agreement.answer()
+        if told:
+            self._told = 0
+            self._save(trainer)
+            if told == _TERMINATE or self._requeue(trainer):
+                self._wait_for_the_end()
+        self._agreement.ask(self._told)
+
+    def _save(self, trainer: Trainer) -> None:
+        for logger in trainer.loggers:
+            logger.save()
+        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+        path = trainer.strategy.broadcast(path)
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"This job was told to go: saved {path} after step {trainer.global_step}.")
+
+    def _requeue(self, trainer: Trainer) -> bool:
+        """Puts the job back into the queue; whether Slurm has agreed."""
+        refusal = _refusal_to_requeue() if trainer.is_global_zero else None
+        refusal = trainer.strategy.broadcast(refusal)
+        if refusal is not None:
+            rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until it is ended.")
+        return refusal is None
+
+    def _wait_for_the_end(self) -> None:
+        """Lets Slurm end this run, as only what it has ended itself does it requeue by itself.
+
+        What the program would do after training is not for a training half done.
+        """
+        rank_zero_info("Training ends here, and goes on from there when the job runs again.")
+        for signum in self._replaced:
+            signal.signal(signum, signal.SIG_DFL)
+        time.sleep(_SECONDS_UNTIL_SLURM_ENDS_THE_RUN)
+        raise SIGTERMException(128 + signal.SIGTERM)
+
+
+def _refusal_to_requeue() -> str | None:
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job_number()], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return None if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"

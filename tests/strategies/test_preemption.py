@@ -1,0 +1,152 @@
+"""A job that is told to go: who notes it, when all ranks save, and what is left as it was."""
+
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_parstrat.strategies import preemption
+from lightning_parstrat.strategies.accumulation import CHECKPOINT_KEY
+from lightning_parstrat.strategies.preemption import check_job, job_number
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.parity import by_flag, make_trainer, zero1
+
+IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+STRATEGIES = {"zero1_custom": zero1, "ddp_tuned": lambda: by_flag(lightning_class("TunedDDPStrategy"))}
+
+
+def lightning_class(name: str) -> Any:
+    import lightning_parstrat
+
+    return getattr(lightning_parstrat, name)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class ToldToGo(Callback):
+    """One rank gets a signal in the middle of a batch; notes after which batches there was a checkpoint."""
+
+    def __init__(self, folder: str, signum: signal.Signals, rank: int, batch: int) -> None:
+        self.folder, self.signum, self.rank, self.batch = Path(folder), signum, rank, batch
+        self.saved_by: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        dist.barrier()
+        self.saved_by += [batch_idx] * len(list(self.folder.glob("hpc_ckpt_*.ckpt")))
+        if batch_idx == self.batch and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)
+
+
+def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate: int, requeues: bool) -> Any:
+    """The batches before which a checkpoint was there, how training ended, and whether all is as it was."""
+    preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
+    path = os.environ["PATH"]
+    if requeues:
+        programs = Path(folder) / "bin"
+        programs.mkdir(exist_ok=True)
+        scontrol = programs / f"scontrol-{dist.get_rank()}" / "scontrol"
+        scontrol.parent.mkdir()
+        scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/asked\n')
+        scontrol.chmod(stat.S_IRWXU)
+        path = f"{scontrol.parent}:{path}"
+    told = ToldToGo(folder, signum, rank=1, batch=3)
+    before = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
+    trainer = make_trainer(
+        STRATEGIES[strategy](), callbacks=[told], default_root_dir=folder, accumulate_grad_batches=accumulate
+    )
+    callbacks = list(trainer.callbacks)
+    ended: int | None = None
+    with environment(**IN_JOB, PATH=path):
+        try:
+            trainer.fit(zoo.MLP(), zoo.loader(80, 4, rank=dist.get_rank(), world_size=2))
+        except SystemExit as exit:
+            ended = exit.code  # type: ignore[assignment]
+    after = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
+    return told.saved_by, ended, before == after and callbacks == trainer.callbacks, trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), strategy, signal.SIGUSR1, 1, True)
+    assert results == [([], 143, True, 5)] * 2
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert saved["global_step"] == 5 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
+
+
+def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGTERM, 1, True)
+    assert results == [([], 143, True, 5)] * 2
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists() and not (tmp_path / "asked").exists()
+
+
+def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 3, True)
+    # Told in the second window of three, agreed at its end, and saved at that of the third.
+    assert results == [([], 143, True, 3)] * 2
+
+
+def test_where_slurm_does_not_requeue_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 1, False)
+    assert results == [(list(range(5, 10)), None, True, 10)] * 2
+
+
+def test_outside_of_slurm_nothing_listens(pool: RankPool) -> None:
+    assert pool.run(2, callbacks_in_training) == [[], []]
+
+
+def callbacks_in_training() -> list[str]:
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.found = [type(one).__name__ for one in trainer.callbacks if type(one).__name__ == "SavesWhenPreempted"]
+
+    look = Look()
+    make_trainer(zero1(), callbacks=[look], max_steps=1).fit(zoo.MLP(), zoo.loader(8, 2))
+    return look.found
+
+
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")],
+)
+def test_the_number_of_a_job(variables: dict[str, str], number: str) -> None:
+    with environment(**IN_JOB, **variables):
+        assert job_number() == number
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "in_job", "refused"),
+    [
+        ({"slurm_job": "6"}, "hpc_ckpt_1.ckpt", True, True),
+        ({"slurm_job": "7"}, "hpc_ckpt_1.ckpt", True, False),
+        ({"slurm_job": "6"}, "last.ckpt", True, False),
+        ({"slurm_job": "6"}, "hpc_ckpt_1.ckpt", False, False),
+        ({}, "hpc_ckpt_1.ckpt", True, False),
+    ],
+)
+def test_what_another_job_saved_for_itself_is_refused(own: Any, name: str, in_job: bool, refused: bool) -> None:
+    with environment(**(IN_JOB if in_job else {})):
+        if not refused:
+            check_job(own, f"somewhere/{name}")
+            return
+        with pytest.raises(MisconfigurationException, match=r"was saved by job 6 .* this is job 7"):
+            check_job(own, f"somewhere/{name}")
