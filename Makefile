@@ -18,7 +18,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-lightning lint format bench build clean
+.PHONY: help install demo test test-cluster test-lightning lint format bench build clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ demo: install  ## train a small GPT on two local CPU processes, in two to three 
 
 test: install lint  ## lint, then all tests; PYTEST_ARGS="-k layout" is passed on
 	$(RUN) pytest $(PYTEST_ARGS)
+
+test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
+	tests/slurm/install.sh
+	# Apart: where Lightning finds mpi4py, every training starts MPI.
+	test -d $(VENV)/mpi || $(RUN) pip install --target $(VENV)/mpi mpi4py
+	PARSTRAT_REQUIRE_CLUSTER=1 $(RUN) pytest -m cluster tests/slurm $(PYTEST_ARGS)
 
 test-lightning: install  ## Lightning's own tests on zero1_custom; LIGHTNING=a checkout of Lightning, of the version installed
 	test -d "$(LIGHTNING)/tests/tests_pytorch" || { echo "LIGHTNING=$(LIGHTNING): no checkout of Lightning is there"; exit 1; }

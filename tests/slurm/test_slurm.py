@@ -1,0 +1,221 @@
+"""Jobs on a real Slurm of two nodes: started, preempted, requeued, broken, and resumed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import SlurmCluster
+from tests.slurm.jobs import Job, command, submit, write_program
+
+pytestmark = pytest.mark.cluster
+START = 90.0
+"""Seconds until a job trains, with four processes that import torch on few cores."""
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def wait_for_step(cluster: SlurmCluster, job: Job, run: int, step: int) -> None:
+    cluster.wait_until(lambda: max(job.begun(run), default=-1) >= step, START, job.says)
+
+
+def test_an_unmodified_program_trains_on_two_ranks_of_two_nodes(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=5)
+    options = ("--nodes", "2", "--devices", "2", "--time", "5", "--submit", "--wait")
+    done = command(cluster, tmp_path, options, (sys.executable, "train.py", "fit", "--config", "c.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained 5 on 4 by ZeRO1Strategy" in done.stdout
+    assert re.search(r"Job \d+: COMPLETED, exit code 0", done.stderr)
+    logs = sorted(tmp_path.glob("slurm-runs/slurm-*/rank-*.log"))
+    assert [log.name for log in logs] == [f"rank-{rank}.log" for rank in range(4)]
+    nodes = [re.findall(r"node (\S+) begins", log.read_text())[0] for log in logs]
+    assert nodes == ["parnode1", "parnode1", "parnode2", "parnode2"]
+
+
+def test_the_language_model_trains_and_a_job_that_fails_says_so(cluster: SlurmCluster, tmp_path: Path) -> None:
+    program = (sys.executable, str(EXAMPLES / "lm/main.py"), "fit", "--config", str(EXAMPLES / "lm/configs/zero1.yaml"))
+    small = ("--trainer.max_steps=4", "--trainer.limit_val_batches=1", "--trainer.logger=false", "--model.width=32")
+    options = ("--nodes", "2", "--time", "5", "--submit", "--wait")
+    done = command(cluster, tmp_path, options, (*program, *small))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "`Trainer.fit` stopped: `max_steps=4` reached." in done.stdout
+    failed = command(cluster, tmp_path, options, (*program, "--model.width=31"))
+    assert failed.returncode not in (0, 2)
+    assert "FAILED" in failed.stderr
+
+
+def test_a_job_that_is_told_to_go_goes_on_where_it_was(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=40, seconds=0.1)
+    job = submit(cluster, tmp_path)
+    for run in range(2):
+        wait_for_step(cluster, job, run, step=3 + (job.begun(run) or [0])[0])
+        cluster.run("scancel", "--signal=USR1", str(job.number))
+        cluster.wait_until(lambda run=run: job.begun(run + 1), START, job.says)
+        for rank in range(4):
+            before, after = job.begun(run, rank), job.begun(run + 1, rank)
+            # No step is lost, none is done again, and all ranks have ended with the same.
+            assert after[0] == before[-1] + 1 == job.begun(run)[-1] + 1, job.says()
+    assert cluster.wait_for_end(job.number, 90, job.says) == "COMPLETED"
+    assert cluster.job(job.number)["Restarts"] == "2"
+    steps = [step for run in range(3) for step in job.begun(run)]
+    assert steps == list(range(40))
+    assert "trained 40 on 4" in job.rank(0)
+
+
+def test_a_window_that_is_open_is_finished_first(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=60, seconds=0.05, accumulate_grad_batches=4)
+    job = submit(cluster, tmp_path)
+    wait_for_step(cluster, job, 0, step=2)
+    cluster.run("scancel", "--signal=USR1", str(job.number))
+    assert cluster.wait_for_end(job.number, START + 60, job.says) == "COMPLETED"
+    steps = [step for run in range(2) for step in job.begun(run)]
+    assert steps == [batch // 4 for batch in range(60)], job.says()
+
+
+@pytest.mark.parametrize("how", ["requeue", "node"])
+def test_a_job_that_is_taken_away_goes_on_from_its_last_checkpoint(
+    cluster: SlurmCluster, tmp_path: Path, how: str
+) -> None:
+    checkpoint = {
+        "class_path": "lightning.pytorch.callbacks.ModelCheckpoint",
+        "init_args": {"every_n_train_steps": 2, "save_last": True},
+    }
+    write_program(tmp_path, steps=60, seconds=0.1, enable_checkpointing=True, callbacks=[checkpoint])
+    program = (sys.executable, "train.py", "fit", "--config", "c.yaml", "--ckpt_path=last")
+    job = submit(cluster, tmp_path, program=program)
+    wait_for_step(cluster, job, 0, step=6)
+    if how == "requeue":
+        cluster.run("scontrol", "requeue", str(job.number))
+    else:
+        cluster.run("scontrol", "update", "NodeName=parnode2", "State=DOWN", "Reason=test")
+        time.sleep(1)
+        # It may have come back by itself.
+        cluster.run("scontrol", "update", "NodeName=parnode2", "State=RESUME", check=False)
+    cluster.wait_until(lambda: job.begun(1), START, job.says)
+    assert job.begun(1)[0] >= 6, job.says()
+    assert cluster.wait_for_end(job.number, 90, job.says) == "COMPLETED"
+    assert job.begun(1)[-1] == 59
+
+
+def test_torchrun_within_slurm_requeues_too(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=40, seconds=0.1)
+    torchrun = "torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint parnode1:29511"
+    job_file = f"""#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=10
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=job.log
+mkdir -p run && rm -f run/config.yaml
+srun --open-mode=append --output=run/rank-0.log {sys.executable} -m torch.distributed.run {torchrun.split(" ", 1)[1]} \\
+    train.py fit --config c.yaml --trainer.num_nodes=2 --trainer.devices=2 --trainer.default_root_dir=run
+"""
+    (tmp_path / "job.sh").write_text(job_file)
+    done = subprocess.run(
+        ["sbatch", "--parsable", "job.sh"], cwd=tmp_path, env=cluster.environment, capture_output=True, text=True
+    )
+    job = Job(int(done.stdout), tmp_path / "run", tmp_path / "job.log")
+    wait_for_step(cluster, job, 0, step=3)
+    cluster.run("scancel", "--signal=USR1", str(job.number))
+    assert cluster.wait_for_end(job.number, START + 90, job.says) == "COMPLETED", job.says()
+    first, second = (sorted(set(job.begun(run))) for run in range(2))
+    assert [*first, *second] == list(range(40)), job.says()
+
+
+def test_jobs_in_one_folder_do_not_share_what_they_save(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=60, seconds=0.1, default_root_dir="all")
+    first = submit(cluster, tmp_path, "--nodes", "1", "--devices", "1")
+    wait_for_step(cluster, first, 0, step=3)
+    cluster.run("scancel", "--signal=USR1", str(first.number))
+    cluster.wait_until(lambda: list(first.folder.glob("hpc_ckpt_*.ckpt")), 30, first.says)
+    second = submit(cluster, tmp_path, "--nodes", "1", "--devices", "1")
+    for job in (first, second):
+        assert cluster.wait_for_end(job.number, START + 60, job.says) == "COMPLETED"
+    assert second.begun(0) == list(range(60))
+    assert [*first.begun(0), *first.begun(1)] == list(range(60))
+    assert {first.folder.parent, second.folder.parent} == {tmp_path / "all"}
+
+
+def test_a_first_run_may_be_told_to_resume(cluster: SlurmCluster, tmp_path: Path) -> None:
+    write_program(tmp_path, steps=2)
+    program = (sys.executable, "train.py", "fit", "--config", "c.yaml", "--ckpt_path", "hpc")
+    job = submit(cluster, tmp_path, program=program)
+    assert cluster.wait_for_end(job.number, START, job.says) == "COMPLETED", job.says()
+
+
+@pytest.mark.parametrize(
+    ("directives", "named"),
+    [
+        (("--nodes=2", "--ntasks=4"), "--ntasks-per-node"),
+        (("--nodes=2", "--ntasks-per-node=1"), "--ntasks-per-node"),
+        (("--nodes=1", "--ntasks-per-node=2"), "--nodes"),
+    ],
+)
+def test_a_job_of_the_wrong_size_is_refused_before_training(
+    cluster: SlurmCluster, tmp_path: Path, directives: tuple[str, ...], named: str
+) -> None:
+    write_program(tmp_path, steps=2, num_nodes=2, devices=2)
+    lines = "\n".join(f"#SBATCH {line}" for line in directives)
+    job_file = f"#!/bin/bash\n{lines}\n#SBATCH --output=job.log\nsrun {sys.executable} train.py fit --config c.yaml\n"
+    (tmp_path / "job.sh").write_text(job_file)
+    number = int(cluster.run("sbatch", "--parsable", f"--chdir={tmp_path}", str(tmp_path / "job.sh")))
+    assert cluster.wait_for_end(number, START) == "FAILED"
+    log = (tmp_path / "job.log").read_text()
+    assert named in log and "begins" not in log
+    doctor = subprocess.run(
+        [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor", "--no-measurement", "--job-file", "job.sh"],
+        cwd=tmp_path, env=cluster.environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert doctor.returncode == 1 and f"-> #SBATCH {named}=2" in doctor.stdout, doctor.stdout + doctor.stderr
+
+
+def test_doctor_asks_all_nodes_of_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:
+    job_file = f"""#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --output={tmp_path}/doctor.log
+{sys.executable} -m lightning_parstrat.cli.main doctor
+echo ended with $?
+"""
+    (tmp_path / "job.sh").write_text(job_file)
+    number = int(cluster.run("sbatch", "--parsable", str(tmp_path / "job.sh")))
+    cluster.wait_for_end(number, START)
+    said = (tmp_path / "doctor.log").read_text()
+    assert len(re.findall(r"^\S+: \d+ cores", said, re.MULTILINE)) == 2, said
+    assert re.search(r"all-reduce between two nodes, gloo on cpu: \d+ us and \d+ MB/s", said), said
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "code"), [(None, "RUNNING", 130), ("n\n", "RUNNING", 130), ("y\n", "CANCELLED", None)]
+)
+def test_ctrl_c_asks_whether_to_cancel(
+    cluster: SlurmCluster, tmp_path: Path, answer: str | None, state: str, code: int | None
+) -> None:
+    write_program(tmp_path, steps=200, seconds=0.2)
+    terminal, process_end = os.openpty()
+    options = ("--submit", "--wait", "--time", "5", "--", sys.executable, "train.py", "fit", "--config", "c.yaml")
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "lightning_parstrat.cli.main", "slurm", *options],
+        cwd=tmp_path,
+        env=cluster.environment,
+        stdin=subprocess.DEVNULL if answer is None else process_end,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    cluster.wait_until(lambda: list(tmp_path.glob("slurm-runs/slurm-*/rank-0.log")), START)
+    waiting.send_signal(signal.SIGINT)
+    if answer is not None:
+        os.write(terminal, answer.encode())
+    _, said = waiting.communicate(timeout=60)
+    os.close(terminal)
+    os.close(process_end)
+    number = int(re.search(r"Submitted job (\d+)", said)[1])  # type: ignore[index]
+    assert waiting.returncode == code or (code is None and waiting.returncode not in (0, 2, 130)), said
+    assert cluster.job(number)["JobState"] == state
+    assert (f"scancel {number}" in said) == (state == "RUNNING")
