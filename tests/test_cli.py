@@ -1,5 +1,7 @@
 """The strategies under Lightning's own command line, whose parser reads their signatures."""
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.scripts import run_python
 
 PROGRAM = """
@@ -137,3 +140,72 @@ def test_the_parser_refuses(
 def test_a_value_that_the_strategy_refuses_ends_the_run_before_training(parse: Parse) -> None:
     with pytest.raises(ValueError, match=r"bucket_cap_mb: -1\.0\. Must be a positive number"):
         parse(class_path(bucket_cap_mb=-1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("partition", "rows", ("auto", "element", "parameter")),
+        ("bucket_order", "size", ("measured", "registration")),
+        ("expose_gradients", "maybe", ("auto",)),
+        ("master_weights", "maybe", ("auto",)),
+        ("reduce_dtype", "fp8", ("bf16",)),
+        ("partial_window", "none", ("exact", "lightning")),
+        ("clip_scope", "all", ("optimizer", "global")),
+        ("nonfinite_grads", "ignore", ("propagate", "skip", "raise")),
+        ("start_method", "thread", ("popen", "spawn", "fork", "forkserver")),
+    ],
+)
+def test_the_parser_names_what_is_allowed(
+    name: str, value: str, allowed: tuple[str, ...], parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(class_path(**{name: value}))
+    said = capsys.readouterr().err
+    assert value in said and all(word in said for word in allowed), said
+
+
+@pytest.mark.parametrize("strategy", [ZeRO1Strategy, TunedDDPStrategy])
+def test_help_has_a_sentence_for_every_argument(
+    strategy: type[Any], parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse("ddp", f"--trainer.strategy.help=lightning_parstrat.{strategy.__name__}")
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    own = {
+        name: parameter
+        for cls in strategy.__mro__
+        if cls.__module__.startswith("lightning_parstrat.")
+        for name, parameter in inspect.signature(cls.__init__).parameters.items()
+        if name != "self" and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    assert len(own) >= 8
+    for name, parameter in own.items():
+        # Option, what it takes, a sentence, type and default.
+        default = "(None|null|NoneType)" if parameter.default is None else ".*?"
+        line = rf"--trainer\.strategy\.{name} \S.*? [A-Z`\"][^()]{{10,}}.*?\(.*?default: {default}"
+        assert re.search(line, said), name
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero1_custom", class_path(bucket_cap_mb=2.0, partition="parameter", max_inflight_buckets=3, reduce_dtype="bf16")],
+)
+def test_a_printed_configuration_can_be_given_again(
+    tmp_path: Path, strategy: Any, parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    given = strategy
+    for _ in range(2):
+        with pytest.raises(SystemExit) as ended:
+            parse(given, "--print_config")
+        assert ended.value.code == 0
+        printed.append(yaml.safe_load(capsys.readouterr().out))
+        given = printed[-1]["trainer"]["strategy"]
+    assert printed[0] == printed[1]
+    built = parse(given).trainer.strategy
+    assert isinstance(built, ZeRO1Strategy)
+    if isinstance(strategy, dict):
+        policy = built._policy
+        assert (policy.bucket_cap_mb, policy.partition, policy.max_inflight_buckets) == (2.0, "parameter", 3)
