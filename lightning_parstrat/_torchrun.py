@@ -38,6 +38,8 @@ def outlive_requeue_signal() -> None:
 
 def _hand_on(signum: int, _: FrameType | None) -> None:
     for children in Path("/proc/self/task").glob("*/children"):
-        for pid in children.read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signum)
+        # Threads and processes may end meanwhile.
+        with contextlib.suppress(OSError):
+            for pid in children.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signum)

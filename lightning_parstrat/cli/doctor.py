@@ -60,8 +60,8 @@ def run(arguments: Namespace, program: list[str]) -> int:
     measured: dict[str, Any] | None = None
     if not arguments.no_measurement:
         try:
-            measured = _between_nodes() if everywhere and len(nodes) > 1 else between_two_processes()
-        except (RuntimeError, subprocess.SubprocessError, OSError) as error:
+            measured = _between_nodes(nodes) if everywhere and len(nodes) > 1 else between_two_processes()
+        except (RuntimeError, ValueError, KeyError, subprocess.SubprocessError, OSError) as error:
             what = f"Two ranks could not exchange anything: {error}"
             findings.append(Finding("no connection", what, "see the message; GLOO_SOCKET_IFNAME chooses an interface"))
     if arguments.json:
@@ -75,7 +75,7 @@ def _situation(arguments: Namespace, command: Sequence[str], here: NodeFacts) ->
     job_file = None if arguments.job_file is None else read_job_file(Path(arguments.job_file))
     program: Program | None = None
     if command:
-        program = read_program(command, Path.cwd())
+        program = read_program(command, Path.cwd(), strict=False)
     elif job_file is not None:
         program = program_of(job_file, Path.cwd())
     return Situation(os.environ, job_file, program, here.interfaces)
@@ -114,11 +114,13 @@ def _all_nodes() -> tuple[list[NodeFacts], list[Finding]]:
     except (RuntimeError, subprocess.SubprocessError) as error:
         what = f"The nodes of this job could not be asked: {error}"
         return [facts_of_this_node()], [Finding("nodes that do not answer", what, "see the message")]
-    nodes = [facts_from_json(json.loads(line)) for line in printed.splitlines() if line.startswith('{"host"')]
+    # srun may have been told to put the number of the task before each line.
+    told = [line[line.index('{"host"') :] for line in printed.splitlines() if '{"host"' in line]
+    nodes = [facts_from_json(json.loads(line)) for line in told] or [facts_of_this_node()]
     return sorted(nodes, key=lambda node: node.variables.get("SLURM_NODEID", node.host)), []
 
 
-def _between_nodes() -> dict[str, Any]:
+def _between_nodes(nodes: Sequence[NodeFacts]) -> dict[str, Any]:
     """Measures between the first two nodes of the job."""
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
@@ -133,6 +135,7 @@ def _between_nodes() -> dict[str, Any]:
             "-m",
             "lightning_parstrat.distributed.wire",
             f"tcp://{hosts[0]}:{port}",
+            "cuda" if all(node.devices for node in nodes) else "cpu",
         )
     )
 

@@ -62,7 +62,7 @@ def facts_of_this_node(environment: Mapping[str, str] | None = None) -> NodeFact
     return NodeFacts(
         host=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         backends=backends(),
         interfaces=_interfaces(),

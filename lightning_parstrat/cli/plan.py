@@ -1,5 +1,6 @@
 """``lightning-parstrat plan``: what a training needs under each strategy, before a device is asked for."""
 
+import contextlib
 import json
 import re
 import sys
@@ -37,7 +38,8 @@ class _Module(NamedTuple):
     """What is to be trained: trainable parameters in fp32, states per element, and where that is known from."""
 
     parameters: list[ParameterSpec]
-    frozen: int
+    fixed: int
+    """Elements of frozen parameters and of buffers, which every rank holds."""
     states: float
     optimizer: str
     cut_anywhere: bool
@@ -153,7 +155,7 @@ def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int) -> list
     narrow = [_in_bf16(one) for one in module.parameters]
     states = 4 * module.states
     partition = "element" if module.cut_anywhere else "parameter"
-    return [
+    sharded = [
         estimate_ddp(module.parameters, states, cluster, "32-true"),
         estimate_zero1(
             module.parameters, states, cluster, "32-true", bucket_cap_bytes=bucket_cap_bytes, partition=partition
@@ -167,6 +169,10 @@ def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int) -> list
             partition=partition,
             has_master_weights=True,
         ),
+    ]
+    return [
+        one._replace(held_bytes=one.held_bytes + fixed, peak_bytes=one.peak_bytes + fixed)
+        for one, fixed in zip(sharded, (4 * module.fixed, 4 * module.fixed, 2 * module.fixed), strict=True)
     ]
 
 
@@ -185,11 +191,19 @@ def _cluster(arguments: Namespace) -> Cluster:
         raise UsageError("--bandwidth and --calibration both say what the link can do: give one of them.")
     rate = None
     if arguments.bandwidth is not None:
-        bits = re.fullmatch(r"(.*?)(bit|bit/s|bps)?", arguments.bandwidth, re.IGNORECASE)
-        rate = _bytes(bits[1] if bits else arguments.bandwidth, "--bandwidth") / 8
+        rate = _bytes_per_second(arguments.bandwidth)
     elif arguments.calibration is not None:
         rate = _calibrated(Path(arguments.calibration))
     return Cluster(nodes=arguments.world_size // devices, devices=devices, bytes_per_second=rate)
+
+
+def _bytes_per_second(text: str) -> float:
+    """100Gbit, 100Gbit/s and 100G are bits; 12GB/s is bytes."""
+    match = re.fullmatch(r"(.*?[\dKMGTi])\s*(bit|bits|bps|b|B)?(/s)?", text.strip())
+    rate = _bytes(match[1] if match else text, "--bandwidth") / (1 if match and match[2] == "B" else 8)
+    if rate <= 0:
+        raise UsageError(f"--bandwidth {text!r}: must be more than 0.")
+    return rate
 
 
 def _calibrated(path: Path) -> float:
@@ -223,17 +237,19 @@ def _read_module(path: Path, class_path: str | None) -> _Module:
     section = _model_section(config)
     # As if the program that the configuration is for had been started here.
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
-    given, init_args = class_path, section
+    given, init_args, more = class_path, section, None
     if isinstance(section, str):
         given, init_args = section, {}
     elif "class_path" in section:
-        given, init_args = section["class_path"], section.get("init_args", {})
+        given, init_args, more = section["class_path"], section.get("init_args"), section.get("dict_kwargs")
     if given is None:
         raise UsageError(
             f"{path} gives the arguments of a module, but not its class. Add --model with the class that the program"
             " gives to LightningCLI, such as --model my_package.model.MyModule."
         )
-    module = _make(import_class(given), dict(init_args or {}), given)
+    # What a module prints is not the result.
+    with contextlib.redirect_stdout(sys.stderr):
+        module = _make(import_class(given), dict(init_args or {}), dict(more or {}), given)
     trainable = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     if not trainable:
         raise UsageError(f"{given} has no trainable parameters before training starts: there is nothing to plan.")
@@ -241,9 +257,10 @@ def _read_module(path: Path, class_path: str | None) -> _Module:
         ParameterSpec(name=name, shape=tuple(one.shape), dtype="torch.float32", itemsize=4, group="torch.float32")
         for name, one in trainable
     ]
-    frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
-    optimizers = _optimizers(module)
-    return _Module(parameters, frozen, *_states(optimizers))
+    fixed = sum(one.numel() for one in module.parameters() if not one.requires_grad)
+    fixed += sum(one.numel() for one in module.buffers())
+    optimizers = _configured_optimizer(config, [one for _, one in trainable]) or _optimizers(module)
+    return _Module(parameters, fixed, *_states(optimizers))
 
 
 def _model_section(config: Any) -> Any:
@@ -253,22 +270,46 @@ def _model_section(config: Any) -> Any:
     return {}
 
 
-def _make(cls: type, init_args: dict[str, Any], name: str) -> LightningModule:
+def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> LightningModule:
     if not issubclass(cls, LightningModule):
         raise UsageError(f"{name} is no LightningModule.")
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls, "model")
+    parser.add_class_arguments(cls, "model", instantiate=False)
     try:
-        parsed = parser.parse_object({"model": init_args})
-        with torch.device("meta"):
-            return parser.instantiate_classes(parsed).model  # type: ignore[no-any-return]
+        # Its name in older versions of jsonargparse.
+        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        found = instantiate(parser.parse_object({"model": init_args} if init_args else {})).get("model", {})
+        arguments = {**(vars(found) if isinstance(found, Namespace) else found), **more}
     except Exception as error:
-        raise UsageError(f"{name} cannot be made on the meta device: {error}") from error
+        raise UsageError(f"{name}: its arguments cannot be read: {error}") from error
+    try:
+        with torch.device("meta"):
+            return cls(**arguments)
+    except Exception as error:
+        # It looks at what its tensors hold.
+        print(f"{name} is made with memory for its parameters: it cannot be made without ({error}).", file=sys.stderr)
+    try:
+        return cls(**arguments)
+    except Exception as error:
+        raise UsageError(f"{name} cannot be made: {error}") from error
+
+
+def _configured_optimizer(config: Any, parameters: list[Any]) -> list[Optimizer] | None:
+    """That of the configuration's own section, which LightningCLI puts in the place of the module's."""
+    within = [config, *(config or {}).values()] if isinstance(config, Mapping) else []
+    section = next((one["optimizer"] for one in within if isinstance(one, Mapping) and "optimizer" in one), None)
+    if not isinstance(section, Mapping) or "class_path" not in section:
+        return None
+    try:
+        return [import_class(section["class_path"])(parameters, **(section.get("init_args") or {}))]
+    except Exception as error:
+        raise UsageError(f"The configuration's optimizer cannot be made: {error}") from error
 
 
 def _optimizers(module: LightningModule) -> list[Optimizer] | None:
     try:
-        configured: Any = module.configure_optimizers()
+        with contextlib.redirect_stdout(sys.stderr):
+            configured: Any = module.configure_optimizers()
     except Exception:
         # It asks the trainer or the data, neither of which is here.
         return None
@@ -319,7 +360,7 @@ def _print(
     estimates: Sequence[Estimate], module: _Module, cluster: Cluster, room: float | None, arguments: Namespace
 ) -> None:
     count = sum(one.numel for one in module.parameters)
-    frozen = f" and {module.frozen / 1e6:,.1f} M frozen ones" if module.frozen else ""
+    frozen = f" and {module.fixed / 1e6:,.1f} M elements that are not trained" if module.fixed else ""
     print(f"{count / 1e6:,.1f} M trainable parameters{frozen}; optimizer: {module.optimizer}")
     print(f"{cluster.world_size} ranks on {cluster.nodes} nodes; per rank, without activations:\n")
     header = ["strategy", "precision", "between steps", "at most", "sent per step"]

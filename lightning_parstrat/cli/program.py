@@ -4,6 +4,7 @@ A program that uses LightningCLI says so in its arguments and in YAML files; bot
 other program nothing is known but its arguments.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +13,11 @@ import yaml
 
 from lightning_parstrat.cli.errors import UsageError
 
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _CONFIG_OPTIONS = ("--config", "-c")
-_SWEPT = ("num_nodes", "devices", "accelerator", "strategy", "default_root_dir")
+_KEYS = ("trainer", "model", "data", *SUBCOMMANDS)
+_ARGUMENTS = ("num_nodes", "devices", "accelerator", "strategy", "default_root_dir")
+_TORCHRUN = re.compile(r"(^|/)torchrun$|^torch\.distributed\.(run|launch)$")
 
 
 class Setting(NamedTuple):
@@ -35,69 +38,102 @@ class Program(NamedTuple):
     Attributes:
         command: How it is started.
         has_lightning_cli: Whether it takes LightningCLI's arguments, as far as its own show.
+        subcommand: LightningCLI's, such as ``fit``.
         settings: What it asks for, by the Trainer's argument; later ones go over earlier ones. ``ckpt_path`` is that of
             the subcommand.
     """
 
     command: tuple[str, ...]
     has_lightning_cli: bool
+    subcommand: str | None
     settings: Mapping[str, Setting]
 
     def count(self, name: str) -> int | None:
-        """A number of nodes or devices; None where the program leaves it to what it finds."""
+        """A number of nodes or devices; None where there is no number that could be read."""
         value = self.settings[name].value if name in self.settings else None
-        if isinstance(value, str):
-            value = _of_string(value)
         if isinstance(value, (list, tuple)):
             return len(value)
-        return None if value in (None, "auto", -1) or isinstance(value, bool) else int(value)
+        if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
+            return None
+        return int(value)
+
+    @property
+    def launcher(self) -> str | None:
+        """torchrun, where that starts the program."""
+        before = self.command[: _start(self.command)]
+        return next((word for word in before if is_torchrun(word)), None)
 
 
-def read_program(command: Sequence[str], folder: Path) -> Program:
+def is_torchrun(word: str) -> bool:
+    """Whether a word of a command is torchrun, or one of its modules."""
+    return _TORCHRUN.search(word) is not None
+
+
+def read_program(command: Sequence[str], folder: Path, strict: bool = True) -> Program:
     """Reads what a program's arguments and configuration files say.
 
     Args:
         command: The program and its arguments.
         folder: Where it will run; paths of files are relative to it.
+        strict: Whether a configuration that cannot be read is an error, where the program is one of LightningCLI.
 
     Raises:
         UsageError: A file cannot be read, or is no YAML.
     """
+    words = list(command[_start(command) :])
+    positions = [n for n, word in enumerate(words) if word in SUBCOMMANDS and not _is_value(words, n)]
+    subcommand = words[positions[0]] if positions else None
     settings: dict[str, Setting] = {}
-    has_cli = any(word in _SUBCOMMANDS for word in command)
-    subcommand = next((word for word in command if word in _SUBCOMMANDS), None)
-    for option, value, shown in _options(command):
-        if option in _CONFIG_OPTIONS and value is not None and not value.startswith("{"):
-            has_cli = True
-            settings |= _settings_of_file(folder / value, value, subcommand)
+    has_cli = subcommand is not None
+    for option, value, shown in _options(words):
+        found: dict[str, Setting] | None = None
+        if option in _CONFIG_OPTIONS and value is not None:
+            config = _read_config(value, folder, must_be=strict and subcommand is not None)
+            found = None if config is None else config.settings(subcommand)
         elif option == "--trainer" and value is not None:
-            has_cli = True
-            settings |= _settings_of_group(value, folder, shown)
+            config = _read_config(value, folder, must_be=strict)
+            found = {} if config is None else config.of(())
         elif option.startswith("--trainer."):
-            has_cli = True
-            name = option.removeprefix("--trainer.").split(".")[0]
-            if name in _SWEPT and option == f"--trainer.{name}":
-                settings[name] = Setting(_of_string(value), f'the argument "{shown}"')
+            name = option.removeprefix("--trainer.")
+            found = {name: Setting(_of_string(value), f'the argument "{shown}"')} if name in _ARGUMENTS else {}
+        elif option == "--ckpt_path":
+            settings["ckpt_path"] = Setting(value, f'the argument "{shown}"')
         elif option.removeprefix("--").replace("-", "_") in ("num_nodes", "devices"):
             # Not LightningCLI's, but by far the most common names in programs that parse for themselves.
             settings[option.removeprefix("--").replace("-", "_")] = Setting(
                 _of_string(value), f'the argument "{shown}"'
             )
-        elif option == "--ckpt_path":
-            settings["ckpt_path"] = Setting(value, f'the argument "{shown}"')
-    return Program(tuple(command), has_cli, settings)
+        if found is not None:
+            has_cli = True
+            settings |= found
+    return Program(tuple(command), has_cli, subcommand, settings)
 
 
-def _options(command: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
-    """Option, value, and both as they were written."""
+def _start(command: Sequence[str]) -> int:
+    """Where the program's own words begin: at its file or module; what is before starts it."""
     for position, word in enumerate(command):
+        if re.fullmatch(r"\S+\.py", word):
+            return position
+        if word == "-m" and position + 1 < len(command) and not is_torchrun(command[position + 1]):
+            return position + 1
+    return 0
+
+
+def _is_value(words: Sequence[str], position: int) -> bool:
+    before = words[position - 1] if position else ""
+    return before.startswith("-") and "=" not in before
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
+    """Option, value, and both as they were written."""
+    for position, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue
         if "=" in word:
             option, _, value = word.partition("=")
             yield option, value, word
             continue
-        following = command[position + 1] if position + 1 < len(command) else None
+        following = words[position + 1] if position + 1 < len(words) else None
         if following is not None and following.startswith("--"):
             following = None
         yield word, following, word if following is None else f"{word} {following}"
@@ -116,53 +152,69 @@ def _of_string(value: str | None) -> Any:
     return parsed
 
 
-def _settings_of_group(value: str, folder: Path, shown: str) -> dict[str, Setting]:
-    """What ``--trainer`` says, which takes a file or YAML itself."""
-    if value.lstrip().startswith("{"):
-        found = yaml.safe_load(value)
-        return {name: Setting(found[name], f'the argument "{shown}"') for name in _SWEPT if name in found}
-    root = _compose(folder / value, value)
-    return _settings_of_mapping(root, value)
+class _Config(NamedTuple):
+    """A configuration: its values, and its lines."""
+
+    value: Mapping[str, Any]
+    node: yaml.Node
+    shown: str
+
+    def settings(self, subcommand: str | None) -> dict[str, Setting] | None:
+        """What it says of the Trainer; None where it is no configuration of LightningCLI."""
+        if not any(key in self.value for key in _KEYS):
+            return None
+        settings: dict[str, Setting] = {}
+        for path in ((), (subcommand,)) if subcommand is not None else ((),):
+            within = _at(self.value, path)
+            settings |= self.of((*path, "trainer"))
+            if "ckpt_path" in within:
+                settings["ckpt_path"] = self._setting(path, "ckpt_path", within["ckpt_path"])
+        return settings
+
+    def of(self, path: tuple[str, ...]) -> dict[str, Setting]:
+        """The Trainer's arguments in the mapping there."""
+        within = _at(self.value, path)
+        return {name: self._setting(path, name, within[name]) for name in _ARGUMENTS if name in within}
+
+    def _setting(self, path: tuple[str, ...], name: str, value: Any) -> Setting:
+        node: yaml.Node | None = self.node
+        for key in (*path, name):
+            node = _child(node, key)
+        if node is None:
+            # It came with a merge.
+            return Setting(value, f'{self.shown}: "{name}: {value}"')
+        written = node.value if isinstance(node, yaml.ScalarNode) else "..."
+        return Setting(value, f'{self.shown}, line {node.start_mark.line + 1}: "{name}: {written}"')
 
 
-def _settings_of_file(path: Path, shown: str, subcommand: str | None) -> dict[str, Setting]:
-    root = _compose(path, shown)
-    settings: dict[str, Setting] = {}
-    for within in (root, _child(root, subcommand)):
-        settings |= _settings_of_mapping(_child(within, "trainer"), shown)
-        checkpoint = _child(within, "ckpt_path")
-        if checkpoint is not None:
-            settings["ckpt_path"] = _setting(checkpoint, "ckpt_path", shown)
-    return settings
-
-
-def _settings_of_mapping(node: yaml.Node | None, shown: str) -> dict[str, Setting]:
-    found = {name: _child(node, name) for name in _SWEPT}
-    return {name: _setting(child, name, shown) for name, child in found.items() if child is not None}
-
-
-def _setting(node: yaml.Node, name: str, shown: str) -> Setting:
-    value = yaml.safe_load(yaml.serialize(node))
-    written = node.value if isinstance(node, yaml.ScalarNode) else "..."
-    return Setting(value, f'{shown}, line {node.start_mark.line + 1}: "{name}: {written}"')
-
-
-def _compose(path: Path, shown: str) -> yaml.Node | None:
+def _read_config(given: str, folder: Path, must_be: bool) -> _Config | None:
+    """A file, or YAML itself; None where it is neither and need not be."""
+    inline = given.lstrip().startswith("{")
     try:
-        return yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
-    except OSError as error:
+        text = given if inline else (folder / Path(given).expanduser()).read_text()
+        value, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        # A variable is known where the program runs, not here.
+        if not must_be or (not inline and "$" in given):
+            return None
+        reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(
-            f"The configuration {shown} of the program cannot be read ({error.strerror}). Paths are relative to the"
-            " folder from which the job is submitted."
+            f"The configuration {given} of the program cannot be read: {reason}. It must be YAML; paths are relative to"
+            " the folder from which the job is submitted."
         ) from error
-    except yaml.YAMLError as error:
-        raise UsageError(f"The configuration {shown} of the program is no YAML: {error}") from error
+    return _Config(value, node, given) if isinstance(value, Mapping) and node is not None else None
 
 
-def _child(node: yaml.Node | None, name: str | None) -> yaml.Node | None:
-    if not isinstance(node, yaml.MappingNode):
-        return None
-    for key, value in node.value:
-        if key.value == name:
-            return value  # type: ignore[no-any-return]
+def _at(value: Any, path: Sequence[str]) -> Mapping[str, Any]:
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else {}
+
+
+def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        # Of keys that are there twice, the last one counts.
+        for key, value in reversed(node.value):
+            if key.value == name:
+                return value  # type: ignore[no-any-return]
     return None

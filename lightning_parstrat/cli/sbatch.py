@@ -14,7 +14,17 @@ SIGNAL = "SIGUSR1"
 RUNS = "slurm-runs"
 """Folder of all jobs' folders where the program names none, within the one that they are submitted from."""
 
-_TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})")
+_RESUME = [
+    "",
+    "# A run that was requeued goes on from the newest that the job has saved.",
+    'newest=""',
+    'while IFS= read -r -d "" file; do',
+    '    if [ -z "$newest" ] || [ "$file" -nt "$newest" ]; then newest="$file"; fi',
+    'done < <(find "$run_dir" \\( -name "hpc_ckpt_*.ckpt" -o -name "last*.ckpt" \\) -print0)',
+    'if [ -n "$newest" ]; then program+=("--ckpt_path=$newest"); fi',
+]
+
+_TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
 _WORD = re.compile(r"[\w.:,=+%@/*\[\]()-]+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -40,6 +50,9 @@ class SlurmJob:
         grace_seconds: How long before the time limit the signal comes.
         runs: A folder in which each job gets one of its own, for logs and checkpoints.
         folder_option: The program's option for the folder of checkpoints; None for a program that has no such option.
+        remote_runs: The address of the folder of checkpoints, where it is not on a file system.
+        resumes: Whether the program takes ``--ckpt_path``, to go on from what an earlier run of the job has saved.
+        has_launcher: Whether the program starts the ranks of a node itself, as torchrun does.
     """
 
     nodes: int = 1
@@ -58,6 +71,9 @@ class SlurmJob:
     grace_seconds: int = 90
     runs: str = RUNS
     folder_option: str | None = None
+    remote_runs: str | None = None
+    resumes: bool = False
+    has_launcher: bool = False
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -85,7 +101,8 @@ class SlurmJob:
     def _check_time(self, time: str) -> None:
         if not _TIME.fullmatch(time):
             raise UsageError(f"--time {time!r}: write minutes, or hours:minutes:seconds, or days-hours:minutes.")
-        if self.requeue and seconds_of(time) <= self.grace_seconds:
+        seconds = seconds_of(time)
+        if self.requeue and seconds is not None and seconds <= self.grace_seconds:
             raise UsageError(
                 f"--time {time} is not longer than the {self.grace_seconds} seconds before it at which the job is told"
                 " to save. Ask for more time, or set --grace-seconds."
@@ -97,8 +114,10 @@ class SlurmJob:
         return self.nodes * self.devices
 
 
-def seconds_of(time: str) -> int:
-    """A time as Slurm takes it, in seconds."""
+def seconds_of(time: str) -> int | None:
+    """A time as Slurm takes it, in seconds; None for no limit."""
+    if time == "0" or not time[0].isdigit():
+        return None
     days, dash, rest = time.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
     if dash:
@@ -117,8 +136,8 @@ def render(job: SlurmJob) -> str:
         *_directives(job),
         "",
         "set -euo pipefail",
-        *_folders(job),
         *_environment(job),
+        *_folders(job),
         *_launch(job),
     ]
     return "\n".join(parts) + "\n"
@@ -128,8 +147,7 @@ def _directives(job: SlurmJob) -> list[str]:
     lines = [
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={job.nodes}",
-        "# A task is a rank, and each node has one for each of its devices. Not --ntasks, which counts all nodes'.",
-        f"#SBATCH --ntasks-per-node={job.devices}",
+        *_tasks(job),
     ]
     for option, value in (
         ("cpus-per-task", job.cpus_per_task),
@@ -155,6 +173,15 @@ def _directives(job: SlurmJob) -> list[str]:
         "# What the job itself says. A requeued run adds to the log of the one before it.",
         "#SBATCH --output=slurm-%j.log",
         "#SBATCH --open-mode=append",
+    ]
+
+
+def _tasks(job: SlurmJob) -> list[str]:
+    if job.has_launcher:
+        return ["# One task of a node starts all of its ranks.", "#SBATCH --ntasks-per-node=1"]
+    return [
+        "# A task is a rank, and each node has one for each of its devices. Not --ntasks, which counts all nodes'.",
+        f"#SBATCH --ntasks-per-node={job.devices}",
     ]
 
 
@@ -188,19 +215,25 @@ def _environment(job: SlurmJob) -> list[str]:
         ]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
     if job.setup is not None:
-        lines += ["", "set +u", f"source {shlex.quote(job.setup)}", "set -u"]
+        # Without a slash, it would be looked for in PATH first.
+        setup = job.setup if "/" in job.setup else f"./{job.setup}"
+        lines += ["", "set +u", f"source {shlex.quote(setup)}", "set -u"]
     return lines
 
 
 def _launch(job: SlurmJob) -> list[str]:
     words = [f"    {shlex.quote(word)}" for word in job.program]
     if job.folder_option is not None:
-        words.append(f'    "{job.folder_option}=$run_dir"')
+        folder = "$run_dir" if job.remote_runs is None else "$remote_runs/slurm-$SLURM_JOB_ID"
+        words.append(f'    "{job.folder_option}={folder}"')
+    remote = [] if job.remote_runs is None else ["", f"remote_runs={shlex.quote(job.remote_runs)}"]
     return [
+        *remote,
         "",
         "program=(",
         *words,
         ")",
+        *(_RESUME if job.resumes else ()),
         "",
         "# Each rank has a log of its own. When one of them fails, the others are ended.",
         'srun --kill-on-bad-exit=1 --open-mode=append --output="$run_dir/rank-%t.log" "${program[@]}"',

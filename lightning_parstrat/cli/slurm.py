@@ -4,7 +4,7 @@ import json
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
@@ -42,6 +42,12 @@ def make_parser() -> ArgumentParser:
     add("--setup", type=str | None, metavar="FILE", help="file to source before the program, to load modules, say")
     add("--requeue", action=ActionYesNo(no_prefix="no-"), default=True, help="go on later if preempted or out of time")
     add("--grace-seconds", type=PositiveInt, default=90, help="seconds before the time limit at which to save")
+    add(
+        "--lightning-cli",
+        type=Literal["auto", "yes", "no"],
+        default="auto",
+        help="whether the program uses LightningCLI",
+    )
     add("--submit", action="store_true", help="submit the job, instead of printing its file")
     add("--dry-run", action="store_true", help="print the job file and do nothing else; the default")
     add("--wait", action="store_true", help="with --submit: show the job's state and log, and end as it ends")
@@ -61,6 +67,8 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError("--wait waits for a job that is submitted: add --submit.")
     folder = Path.cwd()
     found = read_program(program, folder)
+    if arguments.lightning_cli != "auto":
+        found = found._replace(has_lightning_cli=arguments.lightning_cli == "yes")
     job, notes = plan_job(arguments, found)
     text = render(job)
     if not arguments.submit:
@@ -71,7 +79,8 @@ def run(arguments: Namespace, program: list[str]) -> int:
     run_dir = folder / job.runs / f"slurm-{number}"
     said = [*notes, f"Submitted job {number}: {job.task_count} ranks on {job.nodes} nodes. Logs: {run_dir}, {log}"]
     if not arguments.wait:
-        return _print(arguments.json, "\n".join(said), {"job": number, "folder": str(run_dir), "log": str(log)})
+        value = {"job": number, "folder": str(run_dir), "log": str(log), "notes": notes}
+        return _print(arguments.json, "\n".join(said), value)
     _say("\n".join(said))
     state = wait_for(
         number, Follower([log, run_dir / "rank-0.log"], sys.stderr if arguments.json else sys.stdout), _say
@@ -87,6 +96,7 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
     Raises:
         UsageError: What is asked for here and what the program says contradict each other.
     """
+    _check_launcher(program)
     nodes = _agreed("nodes", arguments.nodes, program, "num_nodes")
     devices = _agreed("devices", arguments.devices, program, "devices")
     command, notes = list(program.command), []
@@ -101,10 +111,11 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
     else:
         notes.append(
             f"The program takes no arguments of LightningCLI, as far as can be seen: it must itself create"
-            f" Trainer(num_nodes={nodes}, devices={devices}, ...)."
+            f" Trainer(num_nodes={nodes}, devices={devices}, ...). Where it does take them, say --lightning-cli yes."
         )
     given = {one.name: arguments[one.name] for one in fields(SlurmJob) if one.name in arguments}
     root = program.settings.get("default_root_dir")
+    runs = RUNS if root is None or root.value is None else str(root.value)
     job = SlurmJob(
         **{
             **given,
@@ -113,19 +124,36 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
             "program": tuple(command),
             "name": arguments.name or _name_of(command),
             "env": _variables(arguments.env),
-            "runs": RUNS if root is None or root.value is None else str(root.value),
+            "runs": RUNS if "://" in runs else str(Path(runs).expanduser()),
+            "remote_runs": runs.rstrip("/") if "://" in runs else None,
             "folder_option": "--trainer.default_root_dir" if program.has_lightning_cli else None,
+            "resumes": program.has_lightning_cli and program.subcommand == "fit",
+            "has_launcher": program.launcher is not None,
         }
     )
     return job, notes
 
 
+def _check_launcher(program: Program) -> None:
+    others = ("mpirun", "mpiexec", "accelerate", "deepspeed", "srun")
+    found = next((word for word in program.command[:3] if Path(word).name in others), None)
+    if found is not None:
+        raise UsageError(
+            f"{found}: the job's srun starts the ranks itself. Give the program alone: -- python train.py ..."
+        )
+
+
 def _agreed(option: str, given: int | None, program: Program, name: str) -> int:
-    wanted = program.count(name)
-    if given is not None and wanted is not None and given != wanted:
+    setting, wanted = program.settings.get(name), program.count(name)
+    if given is not None and wanted is not None and given != wanted and setting is not None:
         raise UsageError(
             f'These two contradict each other:\n  the argument "--{option} {given}"\n'
-            f"  {program.settings[name].source}\nGive the number in one place only, or the same in both."
+            f"  {setting.source}\nGive the number in one place only, or the same in both."
+        )
+    if given is None and wanted is None and setting is not None and setting.value is not None:
+        raise UsageError(
+            f"{setting.source}: that is no number known before the job runs, and the job must ask for one. Add"
+            f" --{option} with the number."
         )
     return given or wanted or 1
 

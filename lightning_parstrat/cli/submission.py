@@ -15,6 +15,11 @@ POLL_SECONDS = 1.0
 _FINISHED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT",
 }  # fmt: skip
+_FINISHED_IF_IT_LASTS = {"PREEMPTED"}
+"""A job that is requeued is in this state, too, for a moment."""
+
+_PATIENCE_SECONDS = 120.0
+"""How long Slurm may not answer, or a job be in a state between two runs."""
 
 
 class JobState(NamedTuple):
@@ -97,14 +102,25 @@ def wait_for(job: int, follower: Follower, say: Callable[[str], None]) -> JobSta
     On Ctrl-C it asks whether to cancel the job, which goes on otherwise.
     """
     shown = None
+    since = time.monotonic()
     while True:
         try:
-            state = state_of(job)
             follower.print_new()
+            try:
+                state = state_of(job)
+            except UsageError:
+                # Controllers are restarted now and then.
+                if time.monotonic() - since > _PATIENCE_SECONDS:
+                    raise
+                time.sleep(POLL_SECONDS)
+                continue
             if shown is None or (state.name, state.restarts) != (shown.name, shown.restarts):
                 say(_describe(job, state))
                 shown = state
-            if state.is_final:
+            if state.name not in _FINISHED_IF_IT_LASTS:
+                since = time.monotonic()
+            if state.is_final or time.monotonic() - since > _PATIENCE_SECONDS:
+                follower.print_new()
                 return state
             time.sleep(POLL_SECONDS)
         except KeyboardInterrupt:

@@ -6,15 +6,15 @@ to change. Numbers are those of issues of Lightning.
 
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.facts import Interface
-from lightning_parstrat.cli.program import Program, Setting, read_program
+from lightning_parstrat.cli.program import Program, Setting, is_torchrun, read_program
 
-_LAUNCHERS = re.compile(r"(^|/)(torchrun|torch\.distributed\.(run|launch))$")
+_VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "tun", "tap")
 
 
 class JobFile(NamedTuple):
@@ -22,11 +22,16 @@ class JobFile(NamedTuple):
 
     Attributes:
         directives: By long option: the value, and the line as it stands there.
-        words: All words of its commands.
+        commands: The words of each of its commands.
     """
 
     directives: Mapping[str, Setting]
-    words: Sequence[str]
+    commands: Sequence[Sequence[str]]
+
+    @property
+    def words(self) -> list[str]:
+        """Those of all commands."""
+        return [word for command in self.commands for word in command]
 
 
 class Situation(NamedTuple):
@@ -88,31 +93,69 @@ def read_job_file(path: Path) -> JobFile:
         UsageError: It cannot be read.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except OSError as error:
         raise UsageError(f"--job-file {path}: {error.strerror}") from error
     directives: dict[str, Setting] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        match = re.fullmatch(r"#SBATCH\s+(?:--([\w-]+)|-(\w))(?:[=\s]\s*(.*?))?\s*", line)
-        if match:
-            name = match[1] or _SHORT.get(match[2], match[2])
-            value = (match[3] or "").split(" #")[0].strip()
-            directives[name] = Setting(value, f"{path.name}, line {number}: {line.strip()}")
+        if line.strip() and not line.startswith("#"):
+            # Slurm reads no further.
+            break
+        if line.startswith("#SBATCH"):
+            for name, value in _options_of(line.removeprefix("#SBATCH")):
+                directives[name] = Setting(value, f"{path.name}, line {number}: {line.strip()}")
+    return JobFile(directives, _commands(text))
+
+
+def _options_of(line: str) -> Iterator[tuple[str, str]]:
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = shlex.split(line, comments=True)
     except ValueError:
-        words = text.split()
-    return JobFile(directives, words)
+        words = line.split()
+    for position, word in enumerate(words):
+        following = words[position + 1] if position + 1 < len(words) else "-"
+        following = "" if following.startswith("-") else following
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            yield name, value if equals else following
+        elif word.startswith("-") and len(word) > 1:
+            yield _SHORT.get(word[1], word[1]), word[2:].removeprefix("=") or following
+
+
+def _commands(text: str) -> list[list[str]]:
+    """The words of each command; a list of words in parentheses is one."""
+    lines = re.sub(r"\([^()]*\)", lambda found: found[0].replace("\n", " "), text.replace("\\\n", " ")).splitlines()
+    commands = []
+    for line in lines:
+        if line.lstrip().startswith("#"):
+            continue
+        try:
+            words = list(shlex.shlex(line, posix=True, punctuation_chars=";|&<>"))
+        except ValueError:
+            words = line.split()
+        command: list[str] = []
+        for word in words:
+            if re.fullmatch(r"[;|&<>]+", word):
+                commands.append(command)
+                command = []
+            else:
+                command.append(word.removeprefix("program=(") if "=(" in word else word)
+        commands.append(command)
+    return [command for command in commands if command]
 
 
 _SHORT = {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "t": "time", "p": "partition", "G": "gpus"}
 
 
 def program_of(job_file: JobFile, folder: Path) -> Program:
-    """The program that a job file starts, as far as its words show."""
-    words = [word for word in job_file.words if word not in ("(", ")")]
-    starts = [n for n, word in enumerate(words) if word.removesuffix(")").endswith(".py") or _LAUNCHERS.search(word)]
-    return read_program(words[starts[0] :] if starts else words, folder)
+    """The program that a job file starts, as far as its words show: what srun starts, or the first Python file."""
+    for wanted in ("srun", None):
+        for command in job_file.commands:
+            words = [word for word in command if word not in ("(", ")")]
+            starts = any(re.fullmatch(r"\S+\.py", word) or is_torchrun(word) for word in words)
+            if starts and (wanted is None or wanted in words):
+                return read_program(words, folder, strict=False)
+    return read_program((), folder, strict=False)
 
 
 def look_for_traps(situation: Situation) -> list[Finding]:
@@ -154,7 +197,8 @@ def _sigterm(situation: Situation) -> list[Finding]:
         findings.append(
             Finding("SIGTERM as a warning", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
         )
-    if signal.upper().startswith(("B:", "BR:", "RB:")):
+    trapped = situation.job_file is not None and "trap" in situation.job_file.words
+    if signal.upper().startswith(("B:", "BR:", "RB:")) and not trapped:
         what = "With `B:` the signal goes to the job's shell alone; no rank gets it, so nothing is saved or requeued."
         findings.append(
             Finding("signal to the shell alone", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
@@ -211,9 +255,12 @@ def _one_device_per_task(situation: Situation) -> list[Finding]:
     )
     devices = None if situation.program is None else situation.program.count("devices")
     wanted = f"#SBATCH --gpus-per-node={devices or '<devices of a node>'}"
+    bound = situation.directive("gpu-bind")
+    if bound is not None and str(bound.value).startswith("none"):
+        return []
     for name in ("gpus-per-task", "gpu-bind"):
         asked = situation.directive(name)
-        if asked is not None and (name != "gpu-bind" or not str(asked.value).startswith("none")):
+        if asked is not None:
             return [Finding("one device per task", what, f"{asked.source}\n  -> {wanted}")]
     if situation.job_file is None:
         environment = situation.environment
@@ -232,7 +279,7 @@ def _torchrun(situation: Situation) -> list[Finding]:
     """Lightning 18466."""
     words = [] if situation.job_file is None else list(situation.job_file.words)
     words += [] if situation.program is None else list(situation.program.command)
-    launcher = next((word for word in words if _LAUNCHERS.search(word)), None)
+    launcher = next((word for word in words if is_torchrun(word)), None)
     if launcher is None and "TORCHELASTIC_RUN_ID" in situation.environment:
         launcher = "torchrun"
     if launcher is None or not situation.in_slurm or situation.saves_between_batches:
@@ -274,15 +321,16 @@ def _hpc_checkpoint(situation: Situation) -> list[Finding]:
 
 def _interfaces(situation: Situation) -> list[Finding]:
     chosen = [name for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name in situation.environment]
-    if not situation.in_slurm or len(situation.interfaces) < 2 or chosen:
-        return []
-    if situation.job_file is not None and any("SOCKET_IFNAME=" in word for word in situation.job_file.words):
+    physical = [one for one in situation.interfaces if not one.name.startswith(_VIRTUAL)]
+    # Outside of a job these are the interfaces of a login node.
+    in_job = situation.environment.get("SLURM_NNODES", "1") != "1"
+    if not in_job or len(physical) < 2 or chosen:
         return []
     names = ", ".join(
         f"{one.name}{'' if one.megabits_per_second is None else f' ({one.megabits_per_second} Mbit/s)'}"
-        for one in situation.interfaces
+        for one in physical
     )
-    fastest = max(situation.interfaces, key=lambda one: one.megabits_per_second or 0).name
+    fastest = max(physical, key=lambda one: one.megabits_per_second or 0).name
     what = f"This node has several network interfaces ({names}). Gloo takes the one that its host name resolves to."
     change = f"-> export GLOO_SOCKET_IFNAME={fastest} NCCL_SOCKET_IFNAME={fastest}"
     return [Finding("several interfaces", what, change)]

@@ -1,6 +1,6 @@
 """What an all-reduce between two ranks takes; run as a program, one process is one rank.
 
-    python -m lightning_parstrat.distributed.wire RENDEZVOUS
+    python -m lightning_parstrat.distributed.wire RENDEZVOUS cpu|cuda
 
 Rank and world size are those that Slurm has set, or torchrun's variables. Rank 0 prints the result as JSON.
 """
@@ -32,11 +32,12 @@ def between_two_processes() -> dict[str, Any]:
     Raises:
         RuntimeError: They could not be started, or find each other.
     """
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         rendezvous = f"file://{Path(folder).resolve()}/rendezvous"
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "lightning_parstrat.distributed.wire", rendezvous],
+                [sys.executable, "-m", "lightning_parstrat.distributed.wire", rendezvous, device],
                 env=_environment_of(rank),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -102,7 +103,7 @@ def _measure(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _main(rendezvous: str) -> None:
+def _main(rendezvous: str, kind: str) -> None:
     variables = os.environ
     by_slurm = "SLURM_PROCID" in variables and "RANK" not in variables
     rank, size, local = (
@@ -111,11 +112,13 @@ def _main(rendezvous: str) -> None:
             ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if by_slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
     )
-    has_device = torch.cuda.is_available() and torch.cuda.device_count() > local
-    device = torch.device("cuda", local) if has_device else torch.device("cpu")
-    if has_device:
+    # All ranks must choose alike, whatever each of them has.
+    device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if has_device else "gloo", init_method=rendezvous, rank=rank, world_size=size)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=size
+    )
     result = _measure(device)
     if rank == 0:
         print(json.dumps(result), flush=True)
@@ -126,4 +129,4 @@ def _main(rendezvous: str) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(sys.argv[1], sys.argv[2])

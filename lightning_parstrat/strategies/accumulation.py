@@ -158,7 +158,7 @@ class AccumulationAwareStrategy(DDPStrategy):
         requeue_signal = signal_to_requeue_at(trainer)
         if requeue_signal is not None:
             self._preemption = SavesWhenPreempted(self._control, requeue_signal)
-            trainer.callbacks.append(self._preemption)
+            trainer.callbacks.insert(0, self._preemption)
             self._preemption.listen(requeue_signal)
 
     @override
@@ -365,11 +365,13 @@ class AccumulationAwareStrategy(DDPStrategy):
             self._restore_precision()
             self._restore_precision = None
         self._weights = None
-        if self._preemption is not None:
+        preemption, self._preemption = self._preemption, None
+        if preemption is not None:
             trainer = self._training_module.trainer
-            self._preemption.stop_listening(trainer)
-            trainer.callbacks.remove(self._preemption)
-            self._preemption = None
+            preemption.stop_listening(trainer)
+            # Tuners put other callbacks there for a while.
+            if preemption in trainer.callbacks:
+                trainer.callbacks.remove(preemption)
 
     @property
     def _training_module(self) -> LightningModule:

@@ -1,7 +1,7 @@
 """A Slurm job that is told to go saves at the end of a batch, goes back into the queue, and resumes from there.
 
 Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
-or of another save. Here the handler only notes the signal. At the end of every batch the ranks agree, by 4 bytes that
+or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that
 travel while the next batch is trained, whether any of them was told, and all save after the same batch. That batch ends
 an accumulation window, so that no gradient is lost.
 """
@@ -52,7 +52,11 @@ def job_number() -> str:
 
 def own_job() -> dict[str, Any]:
     """What a checkpoint is to hold of the job that saves it; nothing outside of Slurm."""
-    return {"slurm_job": job_number()} if "SLURM_JOB_ID" in os.environ else {}
+    try:
+        return {"slurm_job": job_number()} if "SLURM_JOB_ID" in os.environ else {}
+    except (KeyError, AssertionError):
+        # Variables that somebody has set by hand.
+        return {}
 
 
 def check_job(own: Mapping[str, Any], path: str | Path) -> None:
@@ -68,20 +72,21 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
         MisconfigurationException: It is another job's.
     """
     job = own.get("slurm_job")
-    if job is None or "SLURM_JOB_ID" not in os.environ or job == job_number():
+    mine = own_job().get("slurm_job")
+    if None in (job, mine) or job == mine:
         return
     if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
         raise MisconfigurationException(
-            f"{path} was saved by job {job} when it was preempted, and this is job {job_number()}. Give each job a"
+            f"{path} was saved by job {job} when it was preempted, and this is job {mine}. Give each job a"
             " `default_root_dir` of its own. To go on from there on purpose, copy the file under another name and pass"
             " `ckpt_path`."
         )
 
 
 class SavesWhenPreempted(Callback):
-    """Notes signals, and saves and requeues at the end of a batch. The strategies add it to the Trainer in a Slurm job.
+    """Notes signals, and saves and requeues between batches. The strategies put it first in a Slurm job.
 
-    Collective in every ``on_train_batch_end``: a non-blocking all-reduce of 4 bytes on the host.
+    Collective in every ``on_train_batch_start``: a non-blocking all-reduce of 4 bytes on the host.
 
     Args:
         control: Carries what the ranks tell each other.
@@ -93,6 +98,7 @@ class SavesWhenPreempted(Callback):
         self._agreement = RunningAgreement(control)
         self._requeue_signal = requeue_signal
         self._told = 0
+        self._window_is_open = False
         self._replaced: dict[signal.Signals, Any] = {}
 
     def listen(self, signum: signal.Signals) -> None:
@@ -123,8 +129,16 @@ class SavesWhenPreempted(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves where any rank was told to by the end of the last batch that ended a window."""
-        if trainer.fit_loop._should_accumulate():
+        """Notes whether gradients wait for a step; a checkpoint does not hold them."""
+        self._window_is_open = trainer.fit_loop._should_accumulate()
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Saves where any rank was told to, before anything of this batch has happened.
+
+        By now everything that belongs to the last batch has: hooks, validation, the end of the epoch.
+        """
+        if self._window_is_open:
             return
         told = self._agreement.answer()
         if told:

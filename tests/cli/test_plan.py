@@ -53,9 +53,9 @@ def test_bytes_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[st
     result = plan(capsys, 0, "--config", write(tmp_path), *size)
     ddp, zero1, narrow = result["estimates"]
     count = 9 * MATRIX
-    assert ddp["held_bytes"] == 16 * count
-    assert zero1["held_bytes"] == (4 + 12 / 16) * count
-    assert narrow["held_bytes"] == (2 + 16 / 16) * count
+    assert ddp["held_bytes"] == 16 * count + 4 * MATRIX
+    assert zero1["held_bytes"] == (4 + 12 / 16) * count + 4 * MATRIX
+    assert narrow["held_bytes"] == (2 + 16 / 16) * count + 2 * MATRIX
     assert ddp["sent_bytes"] == zero1["sent_bytes"] == 2 * 15 / 16 * 4 * count
     assert narrow["sent_bytes"] == zero1["sent_bytes"] / 2
     # Between two nodes half of each phase's bytes pass a node's link.
@@ -71,7 +71,48 @@ def test_the_optimizers_own_state_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, per_parameter: int
 ) -> None:
     result = plan(capsys, 0, "--config", write(tmp_path, optimizer=optimizer), "--world-size", "2")
-    assert result["estimates"][0]["held_bytes"] == per_parameter * 9 * MATRIX
+    assert result["estimates"][0]["held_bytes"] == per_parameter * 9 * MATRIX + 4 * MATRIX
+
+
+def test_an_optimizer_of_the_configuration_goes_over_the_modules(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(write(tmp_path))
+    config = yaml.safe_load(path.read_text())
+    config["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+    path.write_text(yaml.safe_dump(config))
+    result = plan(capsys, 0, "--config", str(path), "--world-size", "2")
+    assert result["estimates"][0]["held_bytes"] == 8 * 9 * MATRIX + 4 * MATRIX
+
+
+class Talking(LightningModule):
+    """Prints, asks a small tensor of its own, and takes any argument."""
+
+    def __init__(self, **sizes: int) -> None:
+        super().__init__()
+        print("made")
+        rate = torch.linspace(0, 0.5, 3)[1].item()
+        self.layer = nn.Linear(sizes["width"], 4, bias=rate == 0.25)
+
+    def configure_optimizers(self) -> Any:
+        print("configured")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_modules_that_print_and_look_at_small_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": {"class_path": f"{__name__}.Talking", "dict_kwargs": {"width": 8}}}))
+    result = plan(capsys, 0, "--config", str(path), "--world-size", "2")
+    assert result["estimates"][0]["held_bytes"] == 8 * (8 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "rate"), [("8Gbit", 1e9), ("8Gbit/s", 1e9), ("8G", 1e9), ("1GB/s", 1e9), ("100Mbit", 12.5e6)]
+)
+def test_bandwidths(tmp_path: Path, capsys: pytest.CaptureFixture[str], bandwidth: str, rate: float) -> None:
+    size = ("--world-size", "2", "--devices-per-node", "1", "--bandwidth", bandwidth)
+    (_, zero1, _) = plan(capsys, 0, "--config", write(tmp_path), *size)["estimates"]
+    assert zero1["wire_seconds"] == pytest.approx(4 * 9 * MATRIX / rate)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +154,7 @@ def test_a_class_that_the_file_does_not_name(tmp_path: Path, capsys: pytest.Capt
         (("--world-size", "3", "--devices-per-node", "2"), "no multiple"),
         (("--world-size", "2", "--memory", "much"), "--memory 'much'"),
         (("--world-size", "2", "--bandwidth", "fast"), "--bandwidth"),
+        (("--world-size", "2", "--bandwidth", "0Gbit"), "more than 0"),
         (("--world-size", "2", "--model", "nowhere.Nothing"), "nowhere.Nothing"),
         (("--world-size", "2", "--model", "torch.nn.Linear"), "no LightningModule"),
         (("--world-size", "2", "--calibration", "missing.json"), "missing.json"),

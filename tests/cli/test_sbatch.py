@@ -130,3 +130,23 @@ def test_what_cannot_be_written_is_refused(arguments: dict[str, Any], message: s
 )
 def test_times_as_slurm_takes_them(time: str, seconds: int) -> None:
     assert seconds_of(time) == seconds
+
+
+def test_a_requeued_run_goes_on_from_the_newest(tmp_path: Path) -> None:
+    folder = tmp_path / "slurm-runs/slurm-7"
+    (folder / "checkpoints").mkdir(parents=True)
+    job = SlurmJob(program=PROGRAM, resumes=True)
+    older, newer = folder / "checkpoints/last.ckpt", folder / "hpc_ckpt_1.ckpt"
+    for path, seconds in ((older, 1000), (newer, 2000)):
+        path.touch()
+        os.utime(path, (seconds, seconds))
+    assert "--ckpt_path=./slurm-runs/slurm-7/hpc_ckpt_1.ckpt" in run_job(job, tmp_path)["given"]
+
+
+def test_a_first_run_has_nothing_to_go_on_from(tmp_path: Path) -> None:
+    assert not any("ckpt_path" in word for word in run_job(SlurmJob(program=PROGRAM, resumes=True), tmp_path)["given"])
+
+
+@pytest.mark.parametrize("time", ["0", "UNLIMITED", "infinite"])
+def test_a_job_without_limit(time: str) -> None:
+    assert seconds_of(time) is None and f"time={time}" in directives(SlurmJob(program=PROGRAM, time=time))

@@ -46,7 +46,7 @@ def test_a_program_without_lightning_cli_is_told_nothing(folder: Path, capsys: p
 def test_hpc_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (("--ckpt_path=hpc",), ("--ckpt_path", "hpc")):
         text, notes = job_file(capsys, "--", *FIT, *words)
-        assert "hpc" not in text and "left out" in notes[0]
+        assert "=hpc" not in text and "    hpc" not in text and "left out" in notes[0]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,9 @@ def test_hpc_is_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         (("--wait", "--", *FIT), ("add --submit",)),
         (("--submit", "--dry-run", "--", *FIT), ("exclude each other",)),
         (("--env", "A", "--", *FIT), ("write KEY=VALUE",)),
+        (("--", *FIT, "--trainer.devices=-1"), ('"--trainer.devices=-1"', "Add --devices")),
+        (("--", *FIT, "--trainer.devices=auto"), ('"--trainer.devices=auto"', "Add --devices")),
+        (("--", "mpirun", "-np", "2", "python", "train.py"), ("mpirun", "Give the program alone")),
         (("--", *FIT, "-c", "missing.yaml"), ("missing.yaml", "cannot be read")),
     ],
 )
@@ -99,3 +102,29 @@ def test_plain_text_is_the_file(folder: Path, capsys: pytest.CaptureFixture[str]
     assert main(["slurm", "--time", "5", "--env", "A=b c", "--env", "D=e", "--", *FIT]) == 0
     printed: Any = capsys.readouterr().out
     assert printed.startswith("#!/usr/bin/env bash\n") and "export A='b c'" in printed and "export D=e" in printed
+
+
+def test_torchrun_gets_one_task_of_each_node(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, _ = job_file(capsys, "--nodes", "2", "--devices", "4", "--", "torchrun", "--nproc-per-node=4", *FIT[1:])
+    assert "#SBATCH --ntasks-per-node=1" in text and "--trainer.devices=4" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "folder_of_runs", "argument"),
+    [
+        ("~/runs", f"run_dir={Path.home()}/runs/", "=$run_dir"),
+        ("s3://bucket/runs/", "run_dir=./slurm-runs/", "=$remote_runs/slurm-$SLURM_JOB_ID"),
+    ],
+)
+def test_folders_at_home_and_elsewhere(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: str, folder_of_runs: str, argument: str
+) -> None:
+    text, _ = job_file(capsys, "--", *FIT, f"--trainer.default_root_dir={given}")
+    assert folder_of_runs in text and f'"--trainer.default_root_dir{argument}"' in text
+
+
+def test_what_the_program_takes_can_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, notes = job_file(capsys, "--lightning-cli", "yes", "--nodes", "2", "--", "my-training")
+    assert "--trainer.num_nodes=2" in text and not notes
+    text, notes = job_file(capsys, "--lightning-cli", "no", "--nodes", "2", "--", *FIT)
+    assert "--trainer" not in text and notes

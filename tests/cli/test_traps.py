@@ -103,7 +103,9 @@ INTERFACES = [Interface("eth0", 1000), Interface("ib0", 200000)]
     [
         (IN_JOB, INTERFACES, True),
         (IN_JOB, INTERFACES[:1], False),
+        (IN_JOB, [INTERFACES[0], Interface("docker0", None), Interface("veth12", 10)], False),
         ({**IN_JOB, "GLOO_SOCKET_IFNAME": "ib0"}, INTERFACES, False),
+        ({**IN_JOB, "SLURM_NNODES": "1"}, INTERFACES, False),
         ({}, INTERFACES, False),
     ],
 )
@@ -113,3 +115,36 @@ def test_several_interfaces_are_named_where_none_was_chosen(
     findings = look_for_traps(Situation(environment, None, None, interfaces))
     assert [finding.trap for finding in findings] == (["several interfaces"] if found else [])
     assert all("export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in finding.change for finding in findings)
+
+
+OTHERWISE = {
+    "several options in a line": ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4", "#SBATCH -N 2 --ntasks-per-node=4"),
+    "bound to none": ("--gpus-per-node=4", "--gpus-per-task=1 --gpu-bind=none"),
+    "a shell that hands the signal on": (
+        "SIGUSR1@90\n",
+        "B:USR1@90\ntrap 'scancel --signal=USR1 $SLURM_JOB_ID' USR1\n",
+    ),
+    "another program": ("srun python", "python report.py --num_nodes 1 --config done.json\nsrun python"),
+    "a program after it": ('_ID"\n', '_ID"\npython report.py --num_nodes 1 > out.txt\n'),
+    "a comment and an apostrophe": ("srun python", "# not torchrun, don't\necho don't\nsrun python"),
+    "numbers from the job": ("num_nodes=2 --trainer.devices=4", "num_nodes=$SLURM_NNODES --trainer.devices=$DEV"),
+    "a configuration from a variable": ("fit ", 'fit --config "$CONFIG" '),
+    "an array of words": (
+        "srun python train.py",
+        'program=(\n  python\n  train.py fit\n)\nsrun "${program[@]}" python train.py',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_healthy_job_files_of_other_kinds(tmp_path: Path, name: str) -> None:
+    before, after = OTHERWISE[name]
+    assert before in HEALTHY
+    assert look(tmp_path, HEALTHY.replace(before, after)) == []
+
+
+def test_glued_options_and_directives_that_come_too_late(tmp_path: Path) -> None:
+    (finding,) = look(tmp_path, HEALTHY.replace("--ntasks-per-node=4", "-n8"))
+    assert finding.trap == "--ntasks"
+    late = HEALTHY.replace("#SBATCH --signal=SIGUSR1@90\n", "") + "#SBATCH --signal=TERM@60\n"
+    assert look(tmp_path, late) == []

@@ -76,7 +76,7 @@ def test_a_window_that_is_open_is_finished_first(cluster: SlurmCluster, tmp_path
     assert steps == [batch // 4 for batch in range(60)], job.says()
 
 
-@pytest.mark.parametrize("how", ["requeue", "node"])
+@pytest.mark.parametrize("how", ["signal", "requeue", "node"])
 def test_a_job_that_is_taken_away_goes_on_from_its_last_checkpoint(
     cluster: SlurmCluster, tmp_path: Path, how: str
 ) -> None:
@@ -88,7 +88,9 @@ def test_a_job_that_is_taken_away_goes_on_from_its_last_checkpoint(
     program = (sys.executable, "train.py", "fit", "--config", "c.yaml", "--ckpt_path=last")
     job = submit(cluster, tmp_path, program=program)
     wait_for_step(cluster, job, 0, step=6)
-    if how == "requeue":
+    if how == "signal":
+        cluster.run("scancel", "--signal=USR1", str(job.number))
+    elif how == "requeue":
         cluster.run("scontrol", "requeue", str(job.number))
     else:
         cluster.run("scontrol", "update", "NodeName=parnode2", "State=DOWN", "Reason=test")
@@ -97,6 +99,8 @@ def test_a_job_that_is_taken_away_goes_on_from_its_last_checkpoint(
         cluster.run("scontrol", "update", "NodeName=parnode2", "State=RESUME", check=False)
     cluster.wait_until(lambda: job.begun(1), START, job.says)
     assert job.begun(1)[0] >= 6, job.says()
+    # What was saved at the signal is newer than the last of every two steps.
+    assert how != "signal" or job.begun(1)[0] == job.begun(0)[-1] + 1, job.says()
     assert cluster.wait_for_end(job.number, 90, job.says) == "COMPLETED"
     assert job.begun(1)[-1] == 59
 

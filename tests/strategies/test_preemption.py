@@ -150,3 +150,60 @@ def test_what_another_job_saved_for_itself_is_refused(own: Any, name: str, in_jo
             return
         with pytest.raises(MisconfigurationException, match=r"was saved by job 6 .* this is job 7"):
             check_job(own, f"somewhere/{name}")
+
+
+class Counting(zoo.MLP):
+    """Counts what belongs to a batch and to an epoch, some of it in hooks that come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = self.validations = self.epochs = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validations += 1
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = (self.batches, self.validations, self.epochs)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches, self.validations, self.epochs = checkpoint["counted"]
+
+
+def count_over_two_runs(folder: str, told_at: int) -> tuple[int, int, int, int]:
+    """Two epochs of five batches, told to go before some batch of the first, and resumed."""
+    preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
+    path = f"{Path(folder).parent}/bin:{os.environ['PATH']}"
+    rank = dist.get_rank()
+    with environment(**IN_JOB, PATH=path):
+        for run in range(2):
+            told = ToldToGo(folder, signal.SIGUSR1, rank=0, batch=told_at if run == 0 else -1)
+            arguments = {"max_epochs": 2, "default_root_dir": folder, "num_sanity_val_steps": 0}
+            trainer = make_trainer(zero1(), callbacks=[told], **arguments)
+            module = Counting()
+            data = (zoo.loader(40, 4, rank=rank, world_size=2), zoo.loader(8, 4))
+            saved = list(Path(folder).glob("hpc_ckpt_*.ckpt"))
+            dist.barrier()
+            try:
+                trainer.fit(module, *data, ckpt_path=str(saved[0]) if saved else None, weights_only=False)
+            except SystemExit:
+                continue
+    return module.batches, module.validations, module.epochs, trainer.global_step
+
+
+@pytest.mark.parametrize("told_at", [0, 2, 3, 4])
+def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp_path: Path, told_at: int) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/bash\nexit 0\n")
+    scontrol.chmod(stat.S_IRWXU)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    # Told before batch 3, they agree before batch 4, and save there; told before 4, after the epoch's end.
+    assert pool.run(2, count_over_two_runs, str(folder), told_at) == [(10, 4, 2, 10)] * 2
+    assert list(folder.glob("hpc_ckpt_1.ckpt"))
