@@ -88,7 +88,6 @@ def _in_allocation() -> bool:
 
 
 def _srun(*arguments: str) -> str:
-    # Without the batch step's own variables, which would have the step take its tasks for its own.
     done = subprocess.run(
         ["srun", "--overlap", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
     )

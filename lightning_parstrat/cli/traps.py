@@ -231,6 +231,10 @@ def _tasks(situation: Situation) -> list[Finding]:
         source = f"SLURM_NTASKS={environment['SLURM_NTASKS']}, and no SLURM_NTASKS_PER_NODE"
         what = "The job was submitted with --ntasks, which counts the tasks of all nodes. Lightning wants a node's."
         findings.append(Finding("--ntasks", what, f"{source}\n  -> {wanted}"))
+    has_launcher = program is not None and program.launcher is not None
+    if has_launcher and found is not None and str(found.value) == "1":
+        # It starts the other ranks of a node itself.
+        found = None
     if found is not None and devices is not None and str(devices) != str(found.value):
         source = program.settings["devices"].source if program else ""
         what = f"Each node starts {found.value} tasks for {devices} devices. Each device has a task of its own."

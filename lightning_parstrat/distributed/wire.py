@@ -24,6 +24,8 @@ from lightning_parstrat.core.cost_model import fit_alpha_beta
 _SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 _REPETITIONS = 7
 _SECONDS = 120
+_RESULT = '{"latency_seconds"'
+"""How a result begins; srun may have been told to put the number of the task before it."""
 
 
 def between_two_processes() -> dict[str, Any]:
@@ -68,10 +70,10 @@ def backends() -> list[str]:
 
 def read_result(printed: str) -> dict[str, Any]:
     """What rank 0 has printed, among whatever else there is."""
-    lines = [line for line in printed.splitlines() if line.startswith('{"latency_seconds"')]
-    if not lines:
+    _, found, value = printed.partition(_RESULT)
+    if not found:
         raise RuntimeError("no rank has printed a result")
-    result: dict[str, Any] = json.loads(lines[-1])
+    result: dict[str, Any] = json.loads(found + value.splitlines()[0])
     return result
 
 

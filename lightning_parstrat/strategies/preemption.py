@@ -1,9 +1,9 @@
 """A Slurm job that is told to go saves at the end of a batch, goes back into the queue, and resumes from there.
 
 Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
-or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that
-travel while the next batch is trained, whether any of them was told, and all save after the same batch. That batch ends
-an accumulation window, so that no gradient is lost.
+or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that travel
+while the next batch is trained, whether any of them was told, and all save after the same batch. That batch ends an
+accumulation window, so that no gradient is lost.
 """
 
 import os

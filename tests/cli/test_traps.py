@@ -7,6 +7,7 @@ import pytest
 
 from lightning_parstrat.cli.facts import Interface
 from lightning_parstrat.cli.program import read_program
+from lightning_parstrat.cli.sbatch import SlurmJob, render
 from lightning_parstrat.cli.traps import Situation, look_for_traps, program_of, read_job_file
 
 HEALTHY = """#!/bin/bash
@@ -148,3 +149,20 @@ def test_glued_options_and_directives_that_come_too_late(tmp_path: Path) -> None
     assert finding.trap == "--ntasks"
     late = HEALTHY.replace("#SBATCH --signal=SIGUSR1@90\n", "") + "#SBATCH --signal=TERM@60\n"
     assert look(tmp_path, late) == []
+
+
+@pytest.mark.parametrize("program", [("python", "train.py"), ("torchrun", "--nproc-per-node=4", "train.py")])
+def test_the_commands_own_job_files_are_healthy(tmp_path: Path, program: tuple[str, ...]) -> None:
+    arguments = ("fit", "--trainer.strategy=zero1_custom", "--trainer.num_nodes=2", "--trainer.devices=4")
+    job = SlurmJob(
+        nodes=2,
+        devices=4,
+        program=(*program, *arguments),
+        gres="gpu:4",
+        folder_option="--trainer.default_root_dir",
+        resumes=True,
+        has_launcher=program[0] == "torchrun",
+    )
+    assert look(tmp_path, render(job)) == []
+    found = look(tmp_path, render(job).replace("=zero1_custom", "=ddp"))
+    assert found[0].trap == "checkpoint in a signal handler"

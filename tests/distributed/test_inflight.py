@@ -180,4 +180,5 @@ def works_kept_after_failures(failures: int) -> int:
 
 
 def test_batches_that_are_skipped_after_an_exception_leave_no_more_behind_each(pool: RankPool) -> None:
-    assert pool.run(2, works_kept_after_failures, 5) <= pool.run(2, works_kept_after_failures, 1)
+    once = pool.run(2, works_kept_after_failures, 1)
+    assert max(pool.run(2, works_kept_after_failures, 5)) <= min(once)

@@ -59,15 +59,12 @@ class ToldToGo(Callback):
 def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate: int, requeues: bool) -> Any:
     """The batches before which a checkpoint was there, how training ended, and whether all is as it was."""
     preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
-    path = os.environ["PATH"]
-    if requeues:
-        programs = Path(folder) / "bin"
-        programs.mkdir(exist_ok=True)
-        scontrol = programs / f"scontrol-{dist.get_rank()}" / "scontrol"
-        scontrol.parent.mkdir()
-        scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/asked\n')
-        scontrol.chmod(stat.S_IRWXU)
-        path = f"{scontrol.parent}:{path}"
+    # Never the real one: there may be a job of that number.
+    scontrol = Path(folder) / f"bin-{dist.get_rank()}" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/asked\n' if requeues else "#!/bin/bash\nexit 1\n")
+    scontrol.chmod(stat.S_IRWXU)
+    path = f"{scontrol.parent}:{os.environ['PATH']}"
     told = ToldToGo(folder, signum, rank=1, batch=3)
     before = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
     trainer = make_trainer(
