@@ -15,6 +15,8 @@ COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
     "doctor": "tell what this machine or allocation has, and what would go wrong in a training",
     "plan": "tell what a training holds and sends under each strategy, and which to take",
+    "inspect": "tell what is in a checkpoint, full or sharded",
+    "consolidate": "make one file of a sharded checkpoint, which every strategy reads",
 }
 """Each is a module of its own, with ``make_parser`` and ``run``; what others need is not imported for it."""
 
@@ -52,7 +54,7 @@ def _make_parser(command: str | None) -> ArgumentParser:
         # Subcommands take it over.
         formatter_class=Verbatim,
         version=__version__,
-        description="What a parallel training with PyTorch Lightning needs before it runs.",
+        description="What a parallel training with PyTorch Lightning needs before it runs, and what it leaves.",
     )
     commands = parser.add_subcommands(dest="command", required=True)
     for name, line in COMMANDS.items():

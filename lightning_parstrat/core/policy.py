@@ -15,6 +15,7 @@ BucketOrder = Literal["measured", "registration"]
 WireDtype = Literal["bf16"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
+CheckpointFormat = Literal["full", "sharded"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,3 +140,32 @@ class GradientPolicy:
     def p(self) -> float:
         """The norm's type as a number."""
         return float(self.norm_type)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPolicy:
+    """What a checkpoint is written as, and when.
+
+    Args:
+        checkpoint_format: ``"full"``, one file that every strategy reads; ``"sharded"``, a folder that all ranks write.
+        async_save: Whether training goes on while a sharded checkpoint is being written.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    checkpoint_format: CheckpointFormat = "full"
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_format not in get_args(CheckpointFormat):
+            raise ValueError(
+                f"Invalid checkpoint_format: {self.checkpoint_format!r}. Must be one of {get_args(CheckpointFormat)}."
+            )
+        if not isinstance(self.async_save, bool):
+            raise ValueError(f"Invalid async_save: {self.async_save!r}. Must be True or False.")
+        if self.async_save and self.checkpoint_format != "sharded":
+            raise ValueError(
+                "async_save=True needs checkpoint_format='sharded': a full checkpoint is gathered on one rank, for"
+                " which all have to wait. Set that, or wrap the file's writing in Lightning's AsyncCheckpointIO plugin."
+            )

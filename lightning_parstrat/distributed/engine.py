@@ -43,9 +43,10 @@ from lightning_parstrat.distributed.reductions import GradientScale
 from lightning_parstrat.distributed.replanning import Replanner
 from lightning_parstrat.distributed.shard_state import shard_existing_state
 from lightning_parstrat.distributed.sharding import OptimizerSharding
-from lightning_parstrat.distributed.state_dict import with_own_storage
+from lightning_parstrat.distributed.slots import ParameterSlot
 from lightning_parstrat.distributed.streams import streams_of
 from lightning_parstrat.distributed.summary import ShardingSummary, state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.tensor_trees import with_own_storage
 from lightning_parstrat.distributed.treatment import Treatment, choose_treatment, parameters_kept_whole
 
 
@@ -108,6 +109,11 @@ class ShardedDataParallel:
     def buckets(self) -> list[ParameterBucket]:
         """The buckets of sharded parameters, in the order of their reductions."""
         return [bucket for bucket in self.reducer.buckets if isinstance(bucket, ParameterBucket)]
+
+    @property
+    def slots(self) -> dict[Tensor, ParameterSlot]:
+        """Where each sharded parameter lies."""
+        return {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
 
     @property
     def sharded_optimizers(self) -> list[Optimizer]:

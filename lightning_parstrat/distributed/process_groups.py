@@ -56,6 +56,11 @@ def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     return _process_group("control", timeout, backend="gloo")
 
 
+def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """The group for checkpoints that all ranks write, alone: a thread may use it while training goes on."""
+    return _process_group("checkpoint", timeout, backend="gloo")
+
+
 def _process_group(name: str, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
     _let_worker_threads_finish_at_exit()
     world = dist.group.WORLD

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from typing_extensions import override
@@ -10,6 +10,12 @@ from typing_extensions import override
 from lightning_parstrat.distributed.slots import ParameterSlot
 
 State = dict[str, Any]
+
+
+class OwnPart(NamedTuple):
+    """This rank's part of an entry that was not there as a whole, 1-D in storage order."""
+
+    elements: Tensor
 
 
 class StateByShard(defaultdict[Any, Any]):
@@ -78,8 +84,12 @@ def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, Parame
 
 def shard_value(value: Any, slot: ParameterSlot) -> Any:
     """This rank's part of one entry of a parameter's state; what has not the parameter's shape is kept whole."""
-    if not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
+    if isinstance(value, OwnPart) and slot.shard is not None:
+        part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
+    elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
         return value
-    part = slot.part_of(value).clone()
+    else:
+        # A copy, so that what is not this rank's goes: a checkpoint may be mapped into memory, not read.
+        part = slot.part_of(value).clone()
     # State that an optimizer made in the parameter's own dtype goes on in the master weights'.
-    return part.to(slot.bucket.shard_dtype) if value.dtype == slot.parameter.dtype else part
+    return part.to(slot.bucket.shard_dtype) if part.dtype == slot.parameter.dtype else part

@@ -4,8 +4,7 @@ Gathering goes over host memory, one tensor at a time, so that a device never ho
 takes each rank's part of a whole state. Both directions keep torch's own format, which knows nothing of ranks.
 """
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from lightning_parstrat.distributed.shard_state import StateByShard, shard_value
-from lightning_parstrat.distributed.sharding import OptimizerSharding
+from lightning_parstrat.distributed.shard_state import OwnPart, StateByShard, shard_value
+from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, OptimizerSharding, original_class
 from lightning_parstrat.distributed.slots import ParameterSlot
 
 StateDict = dict[Any, Any]
@@ -31,15 +30,21 @@ class _Entry(NamedTuple):
     value: Any
 
 
-def gather_state_dict(optimizer: Optimizer, destination: int | None = 0) -> StateDict:
+StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
+"""Makes what stands for a tensor, of the parameter at a position in the optimizer and of an entry of its state."""
+
+
+def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
     """The optimizer's whole state in torch's own format, its tensors in host memory.
 
     Collective. Each rank sends its shard of the state once; the destination receives one tensor after the other, and
-    its host holds the whole state at the end.
+    its host holds the whole state at the end. A device never holds more than it does anyway.
 
     Args:
         optimizer: A sharded optimizer.
         destination: The rank that gets it; None for every rank, which sends the whole state to all of them.
+        stand_in: Where given, nothing is sent but what is no part of a shard (counts of steps), and what this makes
+            stands in the place of the tensors.
 
     Returns:
         The whole state on the destination; on other ranks the parameter groups, with an empty state.
@@ -48,9 +53,15 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0) -> Stat
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     group = sharding.control_group
-    parameters = _grouped_parameters(optimizer)
+    parameters = grouped_parameters(optimizer)
     slots = [sharding.slots[parameter] for parameter in parameters if parameter in sharding.slots]
-    gathered = _gather_states(optimizer, slots, group, 0 if destination is None else destination)
+    to = 0 if destination is None else destination
+    described = _gather_descriptions(optimizer, slots, group, to)
+    if stand_in is None:
+        gathered = _gather_states(optimizer, slots, group, to, described)
+    else:
+        positions = [position for position, parameter in enumerate(parameters) if parameter in sharding.slots]
+        gathered = _with_stand_ins(described or [], slots, positions, stand_in)
     if destination is None:
         gathered = _broadcast_object(gathered, group)
     by_parameter: dict[Tensor, StateDict] = {slots[index].parameter: state for index, state in gathered.items()}
@@ -110,25 +121,81 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     optimizer.state = StateByShard(sharding.slots, optimizer.state)
 
 
+def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
+    """Refuses state that is of other parameters, where that can be told. Not collective.
+
+    Args:
+        optimizer: Sharded or not.
+        state_dict: What it is to load, in torch's own format; tensors may be on the meta device.
+        names: What the parameters are called.
+
+    Raises:
+        ValueError: A tensor has another shape than its parameter, in the state of an optimizer whose tensors all have.
+    """
+    if original_class(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+        return
+    identifiers = [identifier for group in state_dict["param_groups"] for identifier in group["params"]]
+    parameters = grouped_parameters(optimizer)
+    if len(identifiers) != len(parameters):
+        # Loading says so.
+        return
+    for identifier, parameter in zip(identifiers, parameters, strict=True):
+        for key, value in state_dict["state"].get(identifier, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for"
+                    f" {names.get(parameter, identifier)!r}, which has shape {tuple(parameter.shape)}. The parameters"
+                    f" that `configure_optimizers` gives {original_class(optimizer).__name__} must be those, in the"
+                    " order, of when it was saved."
+                )
+
+
 @torch.no_grad()
-def _load_master_weights(slot: ParameterSlot, whole: Tensor | None) -> None:
+def _load_master_weights(slot: ParameterSlot, whole: Tensor | OwnPart | None) -> None:
     """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
     if slot.shard is not None and slot.has_master_weights and whole is not None:
-        slot.shard.copy_(slot.part_of(whole))
+        slot.shard.copy_(shard_value(whole, slot))
+
+
+def _gather_descriptions(
+    optimizer: Optimizer, slots: list[ParameterSlot], group: dist.ProcessGroup, destination: int
+) -> list[dict[int, dict[str, _Entry]]] | None:
+    """What each rank holds, by position in ``slots``: on the destination; None elsewhere."""
+    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None}
+    described: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == destination else None
+    dist.gather_object(own, described, group=group, group_dst=destination)
+    return described
+
+
+def _with_stand_ins(
+    described: list[dict[int, dict[str, _Entry]]],
+    slots: list[ParameterSlot],
+    positions: list[int],
+    stand_in: StandIn,
+) -> dict[int, StateDict]:
+    states: dict[int, StateDict] = {}
+    for _, index, key, entry in _listed(described):
+        state = states.setdefault(index, {})
+        if key not in state:
+            dtype = entry.dtype
+            state[key] = entry.value if dtype is None else stand_in(positions[index], key, slots[index], dtype)
+    return states
 
 
 def _gather_states(
-    optimizer: Optimizer, slots: list[ParameterSlot], group: dist.ProcessGroup, destination: int
+    optimizer: Optimizer,
+    slots: list[ParameterSlot],
+    group: dist.ProcessGroup,
+    destination: int,
+    described: list[dict[int, dict[str, _Entry]]] | None,
 ) -> dict[int, StateDict]:
     """Whole state by position in ``slots``, on the destination; nothing elsewhere."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None}
-    described: list[Any] | None = [None] * world_size if rank == destination else None
-    dist.gather_object(own, described, group=group, group_dst=destination)
+    rank = dist.get_rank(group)
     if described is None:
-        for index, entries in own.items():
+        for slot in slots:
+            entries = {} if slot.shard is None else _describe(optimizer, slot)
             for key in (key for key, entry in entries.items() if entry.dtype is not None):
-                dist.send(_own_part(optimizer, slots[index], key), group=group, group_dst=destination)
+                dist.send(_own_part(optimizer, slot, key), group=group, group_dst=destination)
         return {}
     whole: dict[int, StateDict] = {}
     for source, index, key, entry in _listed(described):
@@ -185,7 +252,7 @@ def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
 
 def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     """Torch's own packing: positions instead of parameters."""
-    parameters = _grouped_parameters(optimizer)
+    parameters = grouped_parameters(optimizer)
     position: dict[Tensor, int] = {}
     for index, parameter in enumerate(parameters):
         position.setdefault(parameter, index)
@@ -200,7 +267,8 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
 
 
-def _grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters in the order in which its state dict counts them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -208,25 +276,3 @@ def _broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
     holder = [value]
     dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]
-
-
-def with_own_storage(value: Any, storages: set[int]) -> Any:
-    """A copy of nested dictionaries and lists in which tensors that lie in ``storages`` have storage of their own.
-
-    Args:
-        value: What is to be saved.
-        storages: Addresses of the buckets' storages.
-    """
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.untyped_storage().data_ptr() in storages else value
-    if isinstance(value, dict):
-        new = {key: with_own_storage(item, storages) for key, item in value.items()}
-        if all(new[key] is value[key] for key in value):
-            return value
-        # A shallow copy keeps the type and what hangs on it, such as a state dict's `_metadata`.
-        result = copy.copy(value)
-        result.update(new)
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(with_own_storage(item, storages) for item in value)
-    return value

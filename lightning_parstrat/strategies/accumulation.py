@@ -5,11 +5,8 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -25,12 +22,10 @@ from lightning_parstrat.core.accumulation import (
     weighted_gradient_scale,
 )
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
-from lightning_parstrat.distributed.backends import make_collectives
-from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.nonfinite import GradientWitness, raise_nonfinite
-from lightning_parstrat.distributed.process_groups import control_group
 from lightning_parstrat.distributed.reductions import GradientScale
 from lightning_parstrat.distributed.weights import LossWeights, without_weightless
+from lightning_parstrat.strategies.checkpoints import CHECKPOINT_KEY, CheckpointingStrategy
 from lightning_parstrat.strategies.clipping import (
     GradientClipper,
     GradientNorm,
@@ -43,11 +38,9 @@ from lightning_parstrat.strategies.preemption import SavesWhenPreempted, check_j
 from lightning_parstrat.strategies.schedulers import HeldSchedulers
 
 LOSS_WEIGHT = "loss_weight"
-CHECKPOINT_KEY = "lightning_parstrat"
-"""Where a checkpoint keeps what is this package's alone. Other strategies pass over it."""
 
 
-class AccumulationAwareStrategy(DDPStrategy):
+class AccumulationAwareStrategy(CheckpointingStrategy):
     """DDP whose step is exactly that of one big batch, clipped as such.
 
     Args:
@@ -151,14 +144,14 @@ class AccumulationAwareStrategy(DDPStrategy):
         self._restore_precision = equip_precision(
             self.precision_plugin, self._clipper, self._complete_window, self._note_skipped_step
         )
-        self._prepare_for_preemption()
+        self._prepare_for_signals()
 
-    def _prepare_for_preemption(self) -> None:
+    def _prepare_for_signals(self) -> None:
         trainer = self._training_module.trainer
         requeue_signal = signal_to_requeue_at(trainer)
+        self._preemption = SavesWhenPreempted(self._control, self._resume_points, requeue_signal)
+        trainer.callbacks[:0] = [self._resume_points, self._preemption]
         if requeue_signal is not None:
-            self._preemption = SavesWhenPreempted(self._control, requeue_signal)
-            trainer.callbacks.insert(0, self._preemption)
             self._preemption.listen(requeue_signal)
 
     @override
@@ -335,12 +328,9 @@ class AccumulationAwareStrategy(DDPStrategy):
             self._schedulers.hold(self.lr_scheduler_configs, unwrapped(optimizer))
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes the checkpoint on rank 0, in a Slurm job with the job's number."""
-        own = own_job()
-        if own:
-            checkpoint = {**checkpoint, CHECKPOINT_KEY: {**checkpoint.get(CHECKPOINT_KEY, {}), **own}}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _own_entries(self) -> dict[str, Any]:
+        """In a Slurm job, the job's number."""
+        return {**super()._own_entries(), **own_job()}
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
@@ -370,18 +360,9 @@ class AccumulationAwareStrategy(DDPStrategy):
             trainer = self._training_module.trainer
             preemption.stop_listening(trainer)
             # Tuners put other callbacks there for a while.
-            if preemption in trainer.callbacks:
-                trainer.callbacks.remove(preemption)
-
-    @property
-    def _training_module(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise AssertionError("the strategy was used before a module was connected to it")
-        return self.lightning_module
-
-    @property
-    def _control(self) -> Collectives:
-        return make_collectives(control_group(self._timeout), torch.device("cpu"))
+            for callback in (preemption, self._resume_points):
+                if callback in trainer.callbacks:
+                    trainer.callbacks.remove(callback)
 
     def _say_once(self, say: Callable[[str], None], message: str) -> None:
         if message not in self._said:

@@ -1,4 +1,4 @@
-"""A Slurm job that is told to go saves at the end of a batch, goes back into the queue, and resumes from there.
+"""A training that is told to go saves at the end of a batch; a Slurm job goes back into the queue and resumes there.
 
 Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
 or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that travel
@@ -12,19 +12,22 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.distributed.agreement import RunningAgreement
 from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.strategies.resume import ResumePoints
 
 _TERMINATE, _REQUEUE = 1, 2
 _SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 120.0
@@ -84,20 +87,25 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
 
 
 class SavesWhenPreempted(Callback):
-    """Notes signals, and saves and requeues between batches. The strategies put it first in a Slurm job.
+    """Notes signals, and saves between batches. The strategies put it before the user's callbacks.
 
     Collective in every ``on_train_batch_start``: a non-blocking all-reduce of 4 bytes on the host.
 
     Args:
         control: Carries what the ranks tell each other.
-        requeue_signal: The signal that means that the job is to be saved and requeued. SIGTERM means that it is to be
-            saved and ended: Slurm has told it to end, and requeues it by itself where it wants to.
+        resume_points: Notes from where training goes on; comes before this among the callbacks.
+        requeue_signal: The signal that means that a Slurm job is to be saved and requeued; None where there is no such
+            job. SIGTERM means that training is to be saved and ended: Slurm requeues by itself where it wants to.
     """
 
-    def __init__(self, control: Collectives, requeue_signal: signal.Signals) -> None:
+    def __init__(
+        self, control: Collectives, resume_points: ResumePoints, requeue_signal: signal.Signals | None
+    ) -> None:
         self._agreement = RunningAgreement(control)
+        self._resume_points = resume_points
         self._requeue_signal = requeue_signal
         self._told = 0
+        self._told_to_anybody = 0
         self._window_is_open = False
         self._replaced: dict[signal.Signals, Any] = {}
 
@@ -117,8 +125,20 @@ class SavesWhenPreempted(Callback):
                 trainer._signal_connector._original_handlers[signum] = handler
         self._replaced.clear()
 
-    def _note(self, signum: int, _: FrameType | None) -> None:
+    def _note(self, signum: int, frame: FrameType | None) -> None:
         self._told = max(self._told, _REQUEUE if signum == self._requeue_signal else _TERMINATE)
+        users = self._handler_of_user(signum)
+        if users is not None:
+            users(signum, frame)
+
+    def _handler_of_user(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
+        """What a program had set for SIGTERM before Lightning, which goes on calling it."""
+        replaced = self._replaced.get(signal.Signals(signum))
+        if signum != signal.SIGTERM or not isinstance(replaced, _HandlersCompose):
+            return None
+        users = replaced.signal_handlers[-1]
+        is_lightnings = isinstance(getattr(users, "__self__", None), _SignalConnector)
+        return users if callable(users) and not is_lightnings else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -129,8 +149,14 @@ class SavesWhenPreempted(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes whether gradients wait for a step; a checkpoint does not hold them."""
+        """Learns whether any rank was told, unless gradients wait for a step: a checkpoint does not hold them."""
         self._window_is_open = trainer.fit_loop._should_accumulate()
+        if self._window_is_open:
+            return
+        self._told_to_anybody = self._agreement.answer()
+        if self._told_to_anybody:
+            # Where training goes on from: when it is saved, another batch will have been fetched.
+            self._resume_points.note(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -140,21 +166,28 @@ class SavesWhenPreempted(Callback):
         """
         if self._window_is_open:
             return
-        told = self._agreement.answer()
+        told, self._told_to_anybody = self._told_to_anybody, 0
         if told:
             self._told = 0
             self._save(trainer)
             if told == _TERMINATE or self._requeue(trainer):
-                self._wait_for_the_end()
+                self._end(trainer)
         self._agreement.ask(self._told)
 
     def _save(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
             logger.save()
-        path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-        path = trainer.strategy.broadcast(path)
-        trainer.save_checkpoint(path)
-        rank_zero_info(f"This job was told to go: saved {path} after step {trainer.global_step}.")
+        self._resume_points.fetched_too_much = True
+        try:
+            if self._requeue_signal is None:
+                _save_last(trainer)
+                return
+            path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+            path = trainer.strategy.broadcast(path)
+            trainer.save_checkpoint(path)
+            rank_zero_info(f"This job was told to go: saved {path} after step {trainer.global_step}.")
+        finally:
+            self._resume_points.fetched_too_much = False
 
     def _requeue(self, trainer: Trainer) -> bool:
         """Puts the job back into the queue; whether Slurm has agreed."""
@@ -164,16 +197,33 @@ class SavesWhenPreempted(Callback):
             rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until it is ended.")
         return refusal is None
 
-    def _wait_for_the_end(self) -> None:
-        """Lets Slurm end this run, as only what it has ended itself does it requeue by itself.
+    def _end(self, trainer: Trainer) -> None:
+        """Ends training on all ranks. In a Slurm job lets Slurm do that: only what it has ended does it requeue.
 
         What the program would do after training is not for a training half done.
         """
-        rank_zero_info("Training ends here, and goes on from there when the job runs again.")
-        for signum in self._replaced:
-            signal.signal(signum, signal.SIG_DFL)
-        time.sleep(_SECONDS_UNTIL_SLURM_ENDS_THE_RUN)
+        rank_zero_info("Training ends here, and goes on from there when it runs again.")
+        if self._requeue_signal is not None:
+            for signum in self._replaced:
+                signal.signal(signum, signal.SIG_DFL)
+            time.sleep(_SECONDS_UNTIL_SLURM_ENDS_THE_RUN)
         raise SIGTERMException(128 + signal.SIGTERM)
+
+
+def _save_last(trainer: Trainer) -> None:
+    """Saves what the user's own callbacks would call the last, which ``ckpt_path="last"`` finds. Collective."""
+    saving = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.save_last is True]
+    for callback in saving:
+        if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
+            callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+    if saving:
+        paths = ", ".join(str(callback.last_model_path) for callback in saving)
+        rank_zero_info(f"Told to end by SIGTERM: saved {paths} after step {trainer.global_step}.")
+    else:
+        rank_zero_warn(
+            f"Told to end by SIGTERM after step {trainer.global_step}, and nothing was saved:"
+            " `ModelCheckpoint(save_last=True)` would have been."
+        )
 
 
 def _refusal_to_requeue() -> str | None:

@@ -2,7 +2,7 @@
 
 import socket
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,20 +30,21 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
+from lightning_parstrat.distributed.checkpoint_pieces import TensorSource
 from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
 from lightning_parstrat.distributed.engine import ShardedDataParallel
 from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups, world_size
+from lightning_parstrat.distributed.roll_call import missing_ranks_named
+from lightning_parstrat.distributed.slots import ParameterSlot
 from lightning_parstrat.distributed.state_dict import gather_state_dict
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
 from lightning_parstrat.strategies.processes import ProcessStrategy
 from lightning_parstrat.strategies.report import StepMeter, describe
-
-CHECKPOINT_KEY = "lightning_parstrat"
-"""Where a checkpoint keeps what is this package's alone: the plan of the buckets. Other strategies pass over it."""
 
 
 class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
@@ -324,24 +325,52 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective."""
+        """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective.
+
+        In a sharded checkpoint nothing is gathered: stand-ins are in the place of tensors.
+        """
         optimizer = unwrapped(optimizer)
-        if isinstance(optimizer, ShardedOptimizer):
-            return gather_state_dict(optimizer, destination=0)
-        return super().optimizer_state(optimizer)
+        if not isinstance(optimizer, ShardedOptimizer):
+            return super().optimizer_state(optimizer)
+        if self._absent:
+            return {"state": {}, "param_groups": []}
+        with missing_ranks_named(self._roll_call, "Gathering the optimizer's state"):
+            self._wait_for_all()
+            if not self._saves_sharded:
+                return gather_state_dict(optimizer, destination=0)
+            number = self._position_of(optimizer)
+
+            def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
+                source = TensorSource(number, position, entry)
+                return self._placeholders.issue(slot.parameter.shape, slot.strides, dtype, source)
+
+            return gather_state_dict(optimizer, destination=0, stand_in=stand_in)
+
+    @property
+    @override
+    def _can_save_alone(self) -> bool:
+        """No rank has all of the state."""
+        return super()._can_save_alone and not any(isinstance(unwrapped(o), ShardedOptimizer) for o in self.optimizers)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
-        """Writes the checkpoint on rank 0; a parameter is written as itself, not with the bucket it lies in."""
-        if self.is_global_zero and self._engine is not None:
-            checkpoint = self._engine.with_own_storage(checkpoint)
-            own = {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
-            checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+    def _own_entries(self) -> dict[str, Any]:
+        """The plan of the buckets: a resumed training sums gradients in the same order."""
+        plan = {} if self._engine is None else {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
+        return {**super()._own_entries(), **plan}
+
+    @override
+    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A parameter is written as itself, not with the bucket it lies in."""
+        saved: dict[str, Any] = checkpoint if self._engine is None else self._engine.with_own_storage(checkpoint)
+        return saved
+
+    @override
+    def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
+        return {} if self._engine is None else self._engine.slots
 
     @override
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint, and the bucket plan in it: a resumed training sums gradients in the same order.
+        """Loads a checkpoint, and the bucket plan in it.
 
         A plan made for another world size or other arguments is left: what is asked for now counts.
         """

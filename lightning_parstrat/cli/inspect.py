@@ -1,0 +1,147 @@
+"""``lightning-parstrat inspect``: what is in a checkpoint."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jsonargparse import ArgumentParser, Namespace
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_parstrat.cli.consolidate import add_trust, loaded, open_sharded
+from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.cli.text import amount, table
+from lightning_parstrat.distributed.sharded_reading import is_sharded_checkpoint
+from lightning_parstrat.distributed.tensor_trees import leaves
+from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
+from lightning_parstrat.strategies.checkpoints import CHECKPOINT_KEY
+from lightning_parstrat.strategies.resume import RNG
+
+_DESCRIPTION = """
+Tells what is in a checkpoint of Lightning, a file or a folder, without reading the tensors.
+
+  lightning-parstrat inspect checkpoints/last.ckpt
+"""
+_SHOWN = 20
+
+
+class _Tensors(NamedTuple):
+    count: int
+    nbytes: int
+
+
+def make_parser() -> ArgumentParser:
+    """The command's arguments."""
+    parser = ArgumentParser(description=_DESCRIPTION)
+    parser.add_argument("checkpoint", type=str, metavar="CKPT", help="the file or folder")
+    parser.add_argument("--all", action="store_true", help=f"show all parameters, not the {_SHOWN} largest")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_trust(parser)
+    return parser
+
+
+def run(arguments: Namespace, program: list[str]) -> int:
+    """Prints what is there; see :func:`main`."""
+    if program:
+        raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
+    path = Path(arguments.checkpoint)
+    if not path.exists():
+        raise UsageError(f"There is no {path}.")
+    found = _found(path, arguments.trusted)
+    print(json.dumps(found, indent=2) if arguments.json else _as_text(found, arguments.all))
+    return 0
+
+
+def _found(path: Path, trusted: bool) -> dict[str, Any]:
+    sharded = is_sharded_checkpoint(path)
+    try:
+        if sharded:
+            checkpoint = open_sharded(path, trusted).skeleton
+        else:
+            checkpoint = loaded(lambda: DurableCheckpointIO().load_checkpoint(path, weights_only=not trusted), path)
+        check_is_checkpoint(checkpoint, path)
+    except MisconfigurationException as error:
+        raise UsageError(str(error)) from error
+    own = checkpoint.get(CHECKPOINT_KEY, {})
+    states = own.get(RNG, {}).get("states", [])
+    files = sorted(one for one in path.iterdir() if one.is_file()) if sharded else [path]
+    return {
+        "path": str(path),
+        "format": "sharded" if sharded else "full",
+        "files": {one.name: one.stat().st_size for one in files},
+        "lightning": checkpoint["pytorch-lightning_version"],
+        "epoch": checkpoint.get("epoch"),
+        "global_step": checkpoint.get("global_step"),
+        "ranks": len(states) or own.get("planned_for", {}).get("world_size"),
+        "buckets": len(own.get("bucket_plan", [])) or None,
+        "slurm_job": own.get("slurm_job"),
+        "keys": list(checkpoint),
+        "parameters": [
+            {"name": name, "shape": list(value.shape), "dtype": _dtype(value), "bytes": value.nbytes}
+            for name, value in checkpoint["state_dict"].items()
+            if isinstance(value, Tensor)
+        ],
+        "optimizers": [_optimizer(state) for state in checkpoint.get("optimizer_states", [])],
+        "schedulers": len(checkpoint.get("lr_schedulers", [])),
+        "callbacks": list(checkpoint.get("callbacks", {})),
+    }
+
+
+def _optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
+    entries: dict[str, list[Tensor]] = {}
+    others = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    for state in (*state_dict["state"].values(), *({key: v} for key, v in others.items())):
+        for key, value in state.items() if isinstance(state, dict) else ():
+            entries.setdefault(str(key), []).extend(leaf.tensor for leaf in leaves(value))
+    groups = state_dict["param_groups"]
+    return {
+        "groups": [{"parameters": len(group["params"]), "lr": _plain(group.get("lr"))} for group in groups],
+        "entries": {key: _sum(tensors)._asdict() for key, tensors in entries.items()},
+    }
+
+
+def _sum(tensors: Iterable[Tensor]) -> _Tensors:
+    found = list(tensors)
+    return _Tensors(len(found), sum(tensor.nbytes for tensor in found))
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.device.type != "meta" else value
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _as_text(found: dict[str, Any], show_all: bool) -> str:
+    parameters = found["parameters"]
+    nbytes = sum(one["bytes"] for one in parameters)
+    of_state = sum(entry["nbytes"] for one in found["optimizers"] for entry in one["entries"].values())
+    lines = [
+        f"{found['path']}: {found['format']}, {amount(sum(found['files'].values()))} in {len(found['files'])} file(s)",
+        f"saved after step {found['global_step']}, in epoch {found['epoch']}, by Lightning {found['lightning']}",
+    ]
+    if found["ranks"]:
+        buckets = f", {found['buckets']} buckets" if found["buckets"] else ""
+        job = f", Slurm job {found['slurm_job']}" if found["slurm_job"] else ""
+        lines.append(f"by {found['ranks']} rank(s){buckets}{job}")
+    lines += [
+        f"weights: {len(parameters)} tensors, {amount(nbytes)}",
+        f"optimizers: {len(found['optimizers'])}, {amount(of_state)} of state; schedulers: {found['schedulers']}",
+    ]
+    for number, optimizer in enumerate(found["optimizers"]):
+        groups = ", ".join(f"{group['parameters']} parameters at lr {group['lr']}" for group in optimizer["groups"])
+        entries = ", ".join(
+            f"{key} ({entry['count']} x, {amount(entry['nbytes'])})" for key, entry in optimizer["entries"].items()
+        )
+        lines.append(f"  {number}: {groups}; state: {entries or 'none'}")
+    lines += [f"callbacks: {', '.join(found['callbacks']) or 'none'}", f"keys: {', '.join(found['keys'])}", ""]
+    shown = parameters if show_all else sorted(parameters, key=lambda one: -one["bytes"])[:_SHOWN]
+    rows = [
+        [one["name"], "x".join(map(str, one["shape"])) or "()", one["dtype"], amount(one["bytes"])] for one in shown
+    ]
+    lines.append(table([["tensor", "shape", "dtype", "size"], *rows]))
+    if len(shown) < len(parameters):
+        lines.append(f"and {len(parameters) - len(shown)} smaller ones: --all shows them")
+    return "\n".join(lines)

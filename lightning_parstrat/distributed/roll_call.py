@@ -1,0 +1,118 @@
+"""Finds out which ranks are missing, when something went wrong that needed all of them."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+
+GRACE = timedelta(seconds=10)
+"""How long ranks wait for each other in a roll call: they notice a fault at different times, but soon."""
+
+
+class MissingRanksError(RuntimeError):
+    """Ranks did not take part in what all must take part in."""
+
+
+class RollCall:
+    """Ranks that leave word in the store of the process group, which works when collectives do not.
+
+    Args:
+        name: The same on all ranks, and another one for each roll call: what ranks did alone is forgotten with it.
+        store: By default that of the default process group.
+    """
+
+    def __init__(self, name: str, store: Store | None = None) -> None:
+        store = _get_default_store() if store is None else store
+        self._store = PrefixStore(f"lightning_parstrat/roll_call/{name}", store)
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._held: dict[str, int] = defaultdict(int)
+
+    def missing(self, occasion: str, grace: timedelta = GRACE) -> list[int]:
+        """The ranks that do not call this within ``grace``.
+
+        Each rank asks the store three times, at the end those that wait ask once for each rank: cheap where all come.
+
+        Args:
+            occasion: What for; ranks meet that call for the n-th time for the same occasion.
+            grace: How long to wait for the others.
+        """
+        self._held[occasion] += 1
+        call = f"{occasion}/{self._held[occasion]}"
+        try:
+            self._store.set(f"{call}/{self._rank}", "here")
+            if self._store.add(f"{call}/count", 1) == self._world_size:
+                self._store.set(f"{call}/all", "here")
+            try:
+                self._store.wait([f"{call}/all"], grace)
+            except dist.DistStoreError:
+                return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+        except (dist.DistNetworkError, RuntimeError):
+            # The store is where rank 0 is, and has gone with it.
+            return [] if self._rank == 0 else [0]
+        return []
+
+
+_OF_A_COLLECTIVE = re.compile(
+    r"connection (closed|reset|refused)|timed out|timeout|broken pipe|gloo|nccl|barrier", re.I
+)
+
+
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error may come of ranks that did not take part in a collective; Gloo's have no class of theirs."""
+    if isinstance(error, MissingRanksError):
+        return False
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(str(error)) is not None
+    )
+
+
+def names_of(ranks: list[int]) -> str:
+    """Ranks for a message: ``rank 3``, ``ranks 1, 2``."""
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+@contextmanager
+def missing_ranks_named(roll_call: RollCall, what: str) -> Iterator[None]:
+    """Within it, an error of a collective that came of missing ranks says which.
+
+    All ranks that are there must be within it, for the same thing; after an error they wait for each other for up to
+    :data:`GRACE`.
+
+    Args:
+        roll_call: Finds out who is missing.
+        what: What is being done, for the message.
+
+    Raises:
+        MissingRanksError: In the place of a ``RuntimeError``, where ranks are missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, MissingRanksError):
+            raise
+        missing = roll_call.missing("fault")
+        if not missing:
+            raise
+        raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error
+
+
+REMEDY = "Their output says why they ended or where they are stuck; what was saved before is there and whole."
+
+
+def wait_for_all(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Returns when all ranks have come to this point. Collective; 2 messages per rank, all of them through rank 0.
+
+    Args:
+        group: Of Gloo.
+        timeout: How long to wait; None for the group's own.
+
+    Raises:
+        RuntimeError: Not all have come in time, or one is dead; rank 0's says which.
+    """
+    dist.monitored_barrier(group, timeout, wait_all_ranks=True)

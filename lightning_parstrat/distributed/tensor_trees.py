@@ -1,0 +1,102 @@
+"""Tensors in nested dictionaries, lists and tuples, as checkpoints are made of."""
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Path = tuple[Any, ...]
+"""The keys and positions that lead to a value."""
+
+
+class Leaf(NamedTuple):
+    """A tensor, and where it is."""
+
+    path: Path
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """The path as one string, unique in its tree: keys and positions of other types than str are shown as such."""
+        return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in self.path)
+
+
+def leaves(tree: Any, path: Path = ()) -> Iterator[Leaf]:
+    """All tensors of a tree."""
+    if isinstance(tree, Tensor):
+        yield Leaf(path, tree)
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(tree, (list, tuple)):
+        for position, value in enumerate(tree):
+            yield from leaves(value, (*path, position))
+
+
+def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of a tree with other tensors; parts in which all stay the same are not copied.
+
+    Args:
+        tree: Is left as it is.
+        replacement: Returns what stands in the place of a tensor, or the tensor itself.
+    """
+    if isinstance(tree, Tensor):
+        return replacement(tree)
+    if isinstance(tree, dict):
+        new = {key: replace_leaves(value, replacement) for key, value in tree.items()}
+        if all(new[key] is value for key, value in tree.items()):
+            return tree
+        # A shallow copy keeps the type and what hangs on it, such as a state dict's `_metadata`.
+        result = copy.copy(tree)
+        result.update(new)
+        return result
+    if isinstance(tree, (list, tuple)):
+        items = [replace_leaves(value, replacement) for value in tree]
+        if all(item is value for item, value in zip(items, tree, strict=True)):
+            return tree
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
+
+
+def in_storage_order(tensor: Tensor) -> Tensor:
+    """A tensor as 1-D: a view of its elements as they lie in memory where it is dense, else a row-major copy."""
+    if torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().view(-1)
+
+
+def with_narrow_storage(tensor: Tensor) -> Tensor:
+    """A tensor on the same memory whose storage is no larger than itself: what is saved of it is it alone."""
+    storage = tensor.untyped_storage()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    extent = (last + 1) * tensor.itemsize if tensor.numel() else 0
+    if extent == storage.nbytes():
+        return tensor
+    narrow = storage[start : start + extent]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(narrow, 0, tensor.shape, tensor.stride())
+
+
+def with_own_storage(value: Any, storages: set[int]) -> Any:
+    """A copy of a tree in which tensors that lie in ``storages`` have storage that holds nothing else.
+
+    Nothing is copied: they lie where they did.
+
+    Args:
+        value: What is to be saved.
+        storages: Addresses of the buckets' storages.
+    """
+    narrowed: dict[tuple[Any, ...], Tensor] = {}
+
+    def narrow(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in storages:
+            return tensor
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if place not in narrowed:
+            # One for all that are the same: tied parameters are written once.
+            narrowed[place] = with_narrow_storage(tensor.detach())
+        return narrowed[place]
+
+    return replace_leaves(value, narrow)

@@ -1,0 +1,427 @@
+"""Checkpoints that survive: saved by all ranks or by none, whole or not at all, and read at any world size."""
+
+import logging
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
+from lightning_parstrat.distributed.backends import make_collectives
+from lightning_parstrat.distributed.checkpoint_pieces import (
+    CheckpointPieces,
+    Placeholders,
+    with_placeholders_for_state,
+)
+from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.durable_files import recover, remove_whole
+from lightning_parstrat.distributed.process_groups import checkpoint_group, control_group
+from lightning_parstrat.distributed.roll_call import (
+    RollCall,
+    is_of_a_collective,
+    missing_ranks_named,
+    names_of,
+    wait_for_all,
+)
+from lightning_parstrat.distributed.sharded_checkpoint import save_sharded
+from lightning_parstrat.distributed.sharded_reading import ShardedCheckpoint, is_sharded_checkpoint
+from lightning_parstrat.distributed.slots import ParameterSlot
+from lightning_parstrat.distributed.state_dict import check_shapes
+from lightning_parstrat.distributed.tensor_trees import replace_leaves
+from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
+from lightning_parstrat.strategies.clipping import unwrapped
+from lightning_parstrat.strategies.pending_save import CheckpointNotSavedError, PendingSave, not_saved
+from lightning_parstrat.strategies.resume import RNG, RandomNumbers, ResumePoints, from_which_training_goes_on
+
+CHECKPOINT_KEY = "lightning_parstrat"
+"""Where a checkpoint keeps what is this package's alone. Other strategies pass over it."""
+
+FORMAT = 1
+"""Of what is under that key, and of sharded checkpoints."""
+
+_AFTER_SAVING = "Trainer.save_checkpoint"
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointingStrategy(DDPStrategy):
+    """DDP whose checkpoints are whole and durable, and from which training goes on as if it had not stopped.
+
+    Args:
+        checkpoint_format: ``"full"`` writes what ``ddp`` would: one file, from rank 0, which any strategy reads.
+            ``"sharded"`` writes a folder, each rank its part, without gathering anything; this package's strategies
+            read it at any world size, and ``lightning-parstrat consolidate`` makes a full one of it. All nodes must
+            see the folder.
+        async_save: Whether training goes on as soon as each rank has copied its part to host memory, while a thread
+            writes the sharded checkpoint. At most one is under way; the next save, and the end of training, wait for
+            it.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    flag: str
+    """The name it is registered under, which messages begin with."""
+
+    def __init__(self, checkpoint_format: CheckpointFormat = "full", async_save: bool = False, **kwargs: Any) -> None:
+        self._checkpoint_policy = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
+        self._placeholders = Placeholders()
+        self._loaded: ShardedCheckpoint | None = None
+        self._pending: PendingSave | None = None
+        self._random = RandomNumbers()
+        self._resume_points = ResumePoints()
+        self._absent: list[int] = []
+        self._known_roll_call: RollCall | None = None
+        super().__init__(**kwargs)
+
+    @override
+    def setup_distributed(self) -> None:
+        """Joins the process group, and agrees on where to leave word when something goes wrong."""
+        super().setup_distributed()
+        self._known_roll_call = RollCall(self.broadcast(uuid.uuid4().hex))
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """How files are written and read: the user's way, or durably."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = DurableCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+            self._checkpoint_io.checkpoint_io = DurableCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def _saves_sharded(self) -> bool:
+        return self._checkpoint_policy.checkpoint_format == "sharded"
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state. The first that Lightning asks for when it saves: after an exception, who is there?"""
+        self._absent = []
+        if self._is_interrupted and self.world_size > 1:
+            self._absent = self._roll_call.missing("save after an exception")
+        if self._absent and not self._can_save_alone:
+            return {}
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state; in a sharded checkpoint, with stand-ins for the tensors."""
+        state = super().optimizer_state(optimizer)
+        if self._saves_sharded:
+            return with_placeholders_for_state(
+                state, unwrapped(optimizer), self._position_of(optimizer), self._placeholders
+            )
+        return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        """Saves on all ranks or on none. Collective, but after an exception that is not everybody's.
+
+        Full: rank 0 holds the whole state in host memory while it writes. Sharded: nobody holds more than its part.
+
+        Raises:
+            CheckpointNotSavedError: Another rank could not write.
+            MissingRanksError: Ranks did not come; what was saved before is as it was.
+        """
+        if self._absent:
+            self._save_alone(checkpoint, filepath, storage_options)
+            return
+        with missing_ranks_named(self._roll_call, f"Saving {filepath}"):
+            self._wait_for_all()
+            checkpoint = self._completed(checkpoint, self._control.group)
+            if self._saves_sharded:
+                self._save_sharded(checkpoint, filepath, storage_options)
+            else:
+                self._save_full(checkpoint, filepath, storage_options)
+
+    def _save_alone(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+        if self._can_save_alone:
+            super().save_checkpoint(self._completed(checkpoint, None), filepath, storage_options)
+            return
+        log.warning(
+            f"{self.flag}: rank {self.global_rank} was to save {filepath} after an exception. That takes all ranks, and"
+            f" {names_of(self._absent)} did not come: nothing was saved. What was saved before is as it was."
+        )
+
+    def _save_full(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+        failure: Exception | None = None
+        try:
+            super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
+        except Exception as error:
+            failure = error
+        told = [None if failure is None else repr(failure)]
+        dist.broadcast_object_list(told, group=self._control.group, group_src=0)
+        if failure is not None:
+            raise failure
+        if told[0] is not None:
+            raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {told[0]}")
+
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+        if storage_options is not None:
+            raise TypeError("`storage_options` have no meaning for a sharded checkpoint: leave them out.")
+        path = _local(filepath)
+        self._finish_pending()
+        slots = self._sharded_slots()
+        optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
+        pieces = CheckpointPieces(self._training_module, optimizers, slots, self.global_rank, self.world_size)
+        if self.is_global_zero:
+            checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
+        # Afterwards nobody would wait for it.
+        asynchronous = self._checkpoint_policy.async_save and self._training_module.trainer.training
+        group = checkpoint_group(self._timeout)
+        try:
+            future = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
+        except CheckpointException as error:
+            raise not_saved(path, error) from error
+        finally:
+            self._placeholders = Placeholders()
+        if future is not None:
+            self._pending = self._pending or PendingSave(self.is_global_zero)
+            self._pending.begin(path, future)
+
+    def _completed(self, checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+        """With what is ours, and of the moment from which training can go on. Collective in ``group``."""
+        own = {"format": FORMAT, **self._own_entries()}
+        if "optimizer_states" in checkpoint:
+            trainer = self._training_module.trainer
+            point = self._resume_points.point_of_save()
+            own[RNG] = self._random.gather(trainer, point, group)
+            checkpoint = from_which_training_goes_on(checkpoint, trainer, point)
+        return {**checkpoint, CHECKPOINT_KEY: own}
+
+    def _own_entries(self) -> dict[str, Any]:
+        """What a checkpoint is to keep under :data:`CHECKPOINT_KEY`."""
+        return {}
+
+    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint with tensors whose storage holds nothing else."""
+        return checkpoint
+
+    def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
+        """Where the module's parameters lie that are sharded."""
+        return {}
+
+    @property
+    def _can_save_alone(self) -> bool:
+        """Whether this rank could write a checkpoint without the others."""
+        return not self._saves_sharded
+
+    @override
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """Removes a checkpoint, but not before its successor is whole."""
+        if self._pending is not None and self._pending.is_under_way and _is_local_file_protocol(filepath):
+            self._pending.remove_later(Path(filepath))
+        elif _is_local_file_protocol(filepath) and is_sharded_checkpoint(Path(filepath)):
+            if self.is_global_zero:
+                remove_whole(Path(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint of any strategy and world size. Collective: all ranks, or none.
+
+        A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, the weights are read, of
+        the state of optimizers later each rank's part.
+
+        Raises:
+            MisconfigurationException: It is none, is damaged or of a newer format, or a rank cannot read it.
+        """
+        self._finish_pending()
+        checkpoint: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            checkpoint = self._load(checkpoint_path, weights_only)
+        except Exception as error:
+            failure = error
+        self._raise_together(failure, f"loading {checkpoint_path}")
+        own = checkpoint.get(CHECKPOINT_KEY, {})
+        self._random.load(own.get(RNG), self.global_rank, self.world_size)
+        return checkpoint
+
+    def _load(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+        self._loaded = None
+        if _is_local_file_protocol(path):
+            recover(Path(path))
+        if _is_local_file_protocol(path) and is_sharded_checkpoint(Path(path)):
+            loaded = ShardedCheckpoint(Path(path), weights_only)
+            check_is_checkpoint(loaded.skeleton, path)
+            states = loaded.skeleton.get("optimizer_states")
+            checkpoint = loaded.filled({k: v for k, v in loaded.skeleton.items() if k != "optimizer_states"})
+            if states is not None:
+                checkpoint["optimizer_states"] = states
+            self._loaded = loaded
+        else:
+            checkpoint = super().load_checkpoint(path, weights_only)
+            check_is_checkpoint(checkpoint, path)
+        found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
+        if found > FORMAT:
+            raise MisconfigurationException(
+                f"{path} was saved by a newer lightning-parstrat (its format is {found}, this version reads {FORMAT})."
+                " Upgrade it: `pip install -U lightning-parstrat`."
+            )
+        return checkpoint
+
+    def _raise_together(self, failure: Exception | None, what: str) -> None:
+        """Raises on all ranks where one has failed. Collective."""
+        failures: list[Any] = [None] * self.world_size
+        dist.all_gather_object(failures, None if failure is None else repr(failure), group=self._control.group)
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, told in enumerate(failures) if told is not None]
+        if failed:
+            raise MisconfigurationException(
+                f"{names_of(failed).capitalize()} failed in {what}: {failures[failed[0]]}. All nodes must see the same"
+                " files."
+            )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Gives each optimizer its state, of which each rank keeps its part.
+
+        Raises:
+            ValueError: It is the state of other optimizers or of other parameters; the message says which.
+        """
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The checkpoint has the state of {len(states)} optimizers, and the module has {len(self.optimizers)}."
+                " `configure_optimizers` must return as many as when it was saved."
+            )
+        names = {parameter: name for name, parameter in self._training_module.named_parameters()}
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            check_shapes(unwrapped(optimizer), state, names)
+            optimizer.load_state_dict(self._own_part(unwrapped(optimizer), state))
+            _optimizer_to_device(optimizer, self.root_device)
+        self._loaded = None
+        if self._training_module.trainer.state.fn == TrainerFn.FITTING:
+            self._random.before_loaders()
+
+    def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        if self._loaded is not None:
+            return self._loaded.own_parts(optimizer, state)
+        if "_sharding" in vars(optimizer):
+            return state
+        # What was mapped from a file would be written to later, page by page.
+        copied: dict[str, Any] = replace_leaves(state, torch.clone)
+        return copied
+
+    @override
+    def on_train_start(self) -> None:
+        """Goes on with the random numbers of the checkpoint, where training goes on within an epoch."""
+        super().on_train_start()
+        trainer = self._training_module.trainer
+        self._check_links(trainer.callbacks)
+        self._random.before_training()
+        self._resume_points.note(trainer)
+
+    def _check_links(self, callbacks: list[Any]) -> None:
+        linking = [c for c in callbacks if isinstance(c, ModelCheckpoint) and c.save_last == "link"]
+        if linking and self._checkpoint_policy.async_save:
+            raise MisconfigurationException(
+                "`ModelCheckpoint(save_last='link')` would make the link before the checkpoint is there that"
+                " async_save=True is still writing. Use `save_last=True`."
+            )
+
+    @override
+    def on_train_end(self) -> None:
+        """Waits for the checkpoint that is being written."""
+        super().on_train_end()
+        self._finish_pending()
+
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            with missing_ranks_named(self._roll_call, "Saving a checkpoint while training went on"):
+                self._pending.finish()
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, but for those that are not there to end a save."""
+        if self._absent and args[:1] == (_AFTER_SAVING,):
+            self._absent = []
+            return
+        super().barrier(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Says which ranks are missing where that is what went wrong. Not collective."""
+        super().on_exception(exception)
+        if self.world_size > 1 and is_of_a_collective(exception):
+            missing = self._roll_call.missing("exception")
+            if missing:
+                message = f"{names_of(missing).capitalize()} did not answer: dead, or stuck elsewhere."
+                log.error(f"{self.flag}, rank {self.global_rank}: {message}")
+                if hasattr(exception, "add_note"):
+                    exception.add_note(message)
+
+    @override
+    def teardown(self) -> None:
+        """Waits for the checkpoint that is being written, if an exception has kept training from doing so."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
+        self._loaded = None
+        self._random = RandomNumbers()
+        self._placeholders = Placeholders()
+        super().teardown()
+
+    def _wait_for_all(self) -> None:
+        if self.world_size > 1:
+            wait_for_all(self._control.group, self._timeout or default_pg_timeout)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        trainer = self._training_module._trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _roll_call(self) -> RollCall:
+        if self._known_roll_call is None:
+            raise AssertionError("ranks were asked for that have not been set up")
+        return self._known_roll_call
+
+    def _position_of(self, optimizer: Optimizer) -> int:
+        return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
+
+    @property
+    def _training_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("the strategy was used before a module was connected to it")
+        return self.lightning_module
+
+    @property
+    def _control(self) -> Collectives:
+        return make_collectives(control_group(self._timeout), torch.device("cpu"))
+
+
+def _local(filepath: _PATH) -> Path:
+    if not _is_local_file_protocol(filepath):
+        raise MisconfigurationException(
+            f"checkpoint_format='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
+            " a local `dirpath`, or checkpoint_format='full'."
+        )
+    return Path(filepath)

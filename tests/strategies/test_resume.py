@@ -1,0 +1,214 @@
+"""A training that goes on from a checkpoint is the training that did not stop, bit for bit."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_parstrat
+from tests.pool import RankPool
+from tests.strategies.parity import make_trainer
+
+BATCHES = 6
+
+
+class Dropping(LightningModule):
+    """Draws random numbers in every step, and notes on what it was trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 40), nn.Dropout(0.5), nn.ReLU(), nn.Linear(40, 1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] if isinstance(batch, (list, tuple)) else batch
+        self.seen.append(x.sum().item())
+        return self.layers(x).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.layers(batch[0]).mean(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+
+
+class StatefulLoader:
+    """Knows where it is; each batch is drawn when it is fetched."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.begin_at = 0
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        self.position, self.begin_at = self.begin_at, 0
+        while self.position < BATCHES:
+            self.position += 1
+            yield torch.randn(4, 8) + self.position
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin_at = state["position"]
+
+
+def shuffled() -> Any:
+    samples = torch.randn(BATCHES * 4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return DataLoader(TensorDataset(samples), batch_size=4, shuffle=True)
+
+
+LOADERS = {"shuffled": shuffled, "stateful": StatefulLoader}
+
+
+def strategy(kind: str, **arguments: Any) -> Any:
+    return getattr(lightning_parstrat, kind)(**arguments)
+
+
+class State(Callback):
+    """What the training has come to."""
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.found = [parameter.detach().clone() for parameter in module.parameters()]
+        for optimizer in trainer.strategy.optimizers:
+            state = optimizer.state_dict()
+            self.found += [entry for of in state["state"].values() for entry in of.values()]
+            self.found += [torch.tensor(group["lr"]) for group in state["param_groups"]]
+
+
+def fit(
+    folder: str, kind: str, arguments: dict[str, Any], loader: str, path: str | None, seed: int, **trainer_args: Any
+) -> tuple[list[Tensor], list[float]]:
+    torch.manual_seed(seed + dist.get_rank())
+    state, module = State(), Dropping()
+    saving = ModelCheckpoint(
+        folder,
+        "{step}",
+        save_top_k=-1,
+        every_n_train_steps=1,
+        save_on_train_epoch_end=False,
+        enable_version_counter=False,
+    )
+    epochs = ModelCheckpoint(folder, "epoch{epoch}", save_top_k=-1, enable_version_counter=False)
+    callbacks = [state, saving, epochs, *trainer_args.pop("callbacks", [])]
+    trainer = make_trainer(
+        strategy(kind, **arguments),
+        callbacks=callbacks if path is None else [state, *callbacks[3:]],
+        max_epochs=3,
+        enable_checkpointing=True,
+        use_distributed_sampler=False,
+        **trainer_args,
+    )
+    data = LOADERS[loader]()
+    validation = shuffled() if trainer_args.get("val_check_interval") else None
+    trainer.fit(module, data, validation, ckpt_path=path, weights_only=True)
+    return state.found, module.seen
+
+
+def resumed_is_uninterrupted(
+    folder: str, kind: str, arguments: dict[str, Any], loader: str, name: str, **trainer_args: Any
+) -> bool:
+    torch.manual_seed(dist.get_rank())
+    expected, seen = fit(folder, kind, arguments, loader, None, 0, **trainer_args)
+    actual, seen_again = fit(folder, kind, arguments, loader, os.path.join(folder, name), 99, **trainer_args)
+    return (
+        len(seen_again) < len(seen)
+        and seen[-len(seen_again) :] == seen_again
+        and all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    )
+
+
+SHARDED = {"checkpoint_format": "sharded"}
+CASES = [
+    ("ZeRO1Strategy", {}, "shuffled", "epochepoch=0.ckpt"),
+    ("ZeRO1Strategy", SHARDED, "shuffled", "epochepoch=1.ckpt"),
+    ("TunedDDPStrategy", {}, "shuffled", "epochepoch=0.ckpt"),
+    ("ZeRO1Strategy", {}, "stateful", "step=2.ckpt"),
+    ("ZeRO1Strategy", {}, "stateful", "step=6.ckpt"),
+    ("ZeRO1Strategy", {}, "stateful", "step=7.ckpt"),
+    ("ZeRO1Strategy", {}, "stateful", "epochepoch=0.ckpt"),
+    ("ZeRO1Strategy", SHARDED, "stateful", "step=9.ckpt"),
+    ("TunedDDPStrategy", {}, "stateful", "step=8.ckpt"),
+]
+
+
+@pytest.mark.parametrize(("kind", "arguments", "loader", "name"), CASES)
+def test_training_goes_on_as_if_it_had_not_stopped(
+    pool: RankPool, tmp_path: Path, kind: str, arguments: dict[str, Any], loader: str, name: str
+) -> None:
+    assert pool.run(2, resumed_is_uninterrupted, str(tmp_path), kind, arguments, loader, name) == [True, True]
+
+
+class SaveAfter(Callback):
+    """Saves after a batch, wherever in a window that is."""
+
+    def __init__(self, folder: str, batch: int) -> None:
+        self.path, self.batch = str(Path(folder) / "inside.ckpt"), batch
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+def window_is_replayed(folder: str, kind: str, arguments: dict[str, Any], batch: int) -> tuple[bool, bool]:
+    expected, seen = fit(
+        folder, kind, arguments, "stateful", None, 0, accumulate_grad_batches=3, callbacks=[SaveAfter(folder, batch)]
+    )
+    path = str(Path(folder) / "inside.ckpt")
+    actual, seen_again = fit(folder, kind, arguments, "stateful", path, 99, accumulate_grad_batches=3)
+    begin = batch // 3 * 3
+    return seen[begin:] == seen_again, all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3, 4, 7, 10])
+def test_an_open_window_is_trained_again(pool: RankPool, tmp_path: Path, batch: int) -> None:
+    result = pool.run(2, window_is_replayed, str(tmp_path), "ZeRO1Strategy", {"expose_gradients": False}, batch)
+    assert result == [(True, True)] * 2
+
+
+class Terminated(Callback):
+    """Rank 1 is told to end in the middle of a batch."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def told_to_end(folder: str, arguments: dict[str, Any], batch: int) -> tuple[Any, bool, bool]:
+    expected, seen = fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0)
+    elsewhere = str(Path(folder) / "elsewhere")
+    last = ModelCheckpoint(elsewhere, monitor="never", save_top_k=0, save_last=True, enable_version_counter=False)
+    ended: Any = None
+    try:
+        fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0, callbacks=[Terminated(batch), last])
+    except SystemExit as exit:
+        ended = exit.code
+    path = str(Path(elsewhere) / "last.ckpt")
+    actual, seen_again = fit(folder, "ZeRO1Strategy", arguments, "stateful", path, 99)
+    same = all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    return ended, seen[batch + 2 :] == seen_again, same
+
+
+@pytest.mark.parametrize("batch", [1, 4, 5])
+@pytest.mark.parametrize("arguments", [{}, SHARDED, {**SHARDED, "async_save": True}], ids=["full", "sharded", "async"])
+def test_sigterm_saves_the_last_where_training_goes_on(
+    pool: RankPool, tmp_path: Path, arguments: dict[str, Any], batch: int
+) -> None:
+    """Told in a batch, agreed on in the next, saved when the one after that has been fetched, which counts not."""
+    assert pool.run(2, told_to_end, str(tmp_path), arguments, batch) == [(143, True, True)] * 2
