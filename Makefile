@@ -18,7 +18,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-lightning lint format bench build clean
+.PHONY: help install demo test test-cluster test-faults test-lightning lint format bench build clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun an
 	# Apart: where Lightning finds mpi4py, every training starts MPI.
 	test -d $(VENV)/mpi || $(RUN) pip install --target $(VENV)/mpi mpi4py
 	PARSTRAT_REQUIRE_CLUSTER=1 $(RUN) pytest -m cluster tests/slurm $(PYTEST_ARGS)
+
+test-faults: install  ## kill 50 trainings, at named points and at random, and go on from what they left
+	PARSTRAT_KILLS=50 $(RUN) pytest tests/faults $(PYTEST_ARGS)
 
 test-lightning: install  ## Lightning's own tests on zero1_custom; LIGHTNING=a checkout of Lightning, of the version installed
 	test -d "$(LIGHTNING)/tests/tests_pytorch" || { echo "LIGHTNING=$(LIGHTNING): no checkout of Lightning is there"; exit 1; }

@@ -14,6 +14,13 @@ from lightning_parstrat import ZeRO1Strategy
 
 SINGLE_PROCESS = "single_process"
 WITHIN_STEP = "zero1_custom(overlap_param_gather=False)"
+FORMATS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1_custom(full)": {},
+    "zero1_custom(sharded)": {"checkpoint_format": "sharded"},
+    "zero1_custom(async)": {"checkpoint_format": "sharded", "async_save": True},
+}
+"""Ways to save, by what a strategy is given."""
 PEERS = ("ddp", "ddp+zero_redundancy", "fsdp2", "deepspeed_stage_1", "ddp_tuned", "zero1_custom", SINGLE_PROCESS)
 
 
@@ -71,6 +78,8 @@ def make_strategy(name: str, ranks: int, device: torch.device) -> Strategy | str
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if name == SINGLE_PROCESS:
         return SingleDeviceStrategy(device=device)
+    if name in FORMATS and name != "ddp":
+        return ZeRO1Strategy(**FORMATS[name])
     if name == WITHIN_STEP:
         return ZeRO1Strategy(overlap_param_gather=False)
     return name

@@ -72,6 +72,13 @@ def test_memory(tmp_path: Path) -> None:
     assert result["memory"]["zero1_custom"]["held_growth"] < result["memory"]["ddp"]["held_growth"]
 
 
+def test_checkpoints(tmp_path: Path) -> None:
+    result = run_benchmark("checkpoints.py", [*TINY, "--steps", "6", "--every", "2"], tmp_path)
+    costs = result["checkpoints"]
+    assert set(costs) == {"ddp", "zero1_custom(full)", "zero1_custom(sharded)", "zero1_custom(async)"}
+    assert all(cost["stall"]["min"] > 0 and cost["ratio_to_synchronous"]["median"] > 0 for cost in costs.values())
+
+
 def test_overlap(tmp_path: Path) -> None:
     result = run_benchmark("overlap.py", TINY, tmp_path)
     communicating = {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)"}

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_parstrat.cli.main import main
 from tests.scripts import run_python
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -29,3 +30,24 @@ def test_the_language_model_trains_with_it(tmp_path: Path, config: Path) -> None
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "`max_steps=2` reached" in done.stdout + done.stderr
+
+
+def test_sharded_checkpoints_are_gone_on_from(tmp_path: Path) -> None:
+    """With another number of ranks, by the configuration's own words."""
+    files = (
+        "--config",
+        EXAMPLES / "lm/configs/ddp.yaml",
+        "--config",
+        EXAMPLES / "configs/zero1_sharded_checkpoints.yaml",
+    )
+    small = [word for word in SMALL if "callbacks" not in word and "checkpointing" not in word and "max" not in word]
+    often = "--trainer.callbacks.init_args.every_n_train_steps=1"
+    for steps, devices in ((2, 2), (4, 1)):
+        own = (f"--trainer.max_steps={steps}", f"--trainer.devices={devices}", "--ckpt_path=last", often)
+        root = f"--trainer.default_root_dir={tmp_path}"
+        done = run_python((EXAMPLES / "lm/main.py", "fit", *files, *small, root, *own), tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (last,) = (tmp_path / "checkpoints").glob("last.ckpt")
+        assert len(list(last.glob("*.distcp"))) == devices
+    assert "Restored all states" in done.stderr + done.stdout
+    assert main(["inspect", "--json", str(last)]) == 0

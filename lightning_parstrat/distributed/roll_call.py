@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -32,14 +32,14 @@ class RollCall:
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)
 
-    def missing(self, occasion: str, grace: timedelta = GRACE) -> list[int]:
+    def missing(self, occasion: str, grace: timedelta | None = None) -> list[int]:
         """The ranks that do not call this within ``grace``.
 
-        Each rank asks the store three times, at the end those that wait ask once for each rank: cheap where all come.
+        Each rank asks the store four times; those that wait in vain ask once more for each rank.
 
         Args:
             occasion: What for; ranks meet that call for the n-th time for the same occasion.
-            grace: How long to wait for the others.
+            grace: How long to wait for the others; by default :data:`GRACE`.
         """
         self._held[occasion] += 1
         call = f"{occasion}/{self._held[occasion]}"
@@ -47,14 +47,18 @@ class RollCall:
             self._store.set(f"{call}/{self._rank}", "here")
             if self._store.add(f"{call}/count", 1) == self._world_size:
                 self._store.set(f"{call}/all", "here")
-            try:
-                self._store.wait([f"{call}/all"], grace)
-            except dist.DistStoreError:
-                return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
-        except (dist.DistNetworkError, RuntimeError):
+            if self._store.check([f"{call}/over"]):
+                # Who came in time waits no more.
+                return [rank for rank in range(self._world_size) if rank != self._rank]
+            # Stores of different kinds say in different ways that they have waited in vain.
+            with suppress(RuntimeError):
+                self._store.wait([f"{call}/all"], GRACE if grace is None else grace)
+                return []
+            self._store.set(f"{call}/over", "over")
+            return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+        except RuntimeError:
             # The store is where rank 0 is, and has gone with it.
             return [] if self._rank == 0 else [0]
-        return []
 
 
 _OF_A_COLLECTIVE = re.compile(

@@ -1,5 +1,6 @@
 """Reads a checkpoint that all ranks have written together, at any world size. Not collective."""
 
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -61,7 +62,7 @@ class ShardedCheckpoint:
         self.folder = folder
         self._reader = FileSystemReader(folder)
         self._metadata = self._checked_metadata()
-        self.skeleton: Any = torch.load(folder / SKELETON, map_location="cpu", weights_only=weights_only)
+        self.skeleton: Any = self._loaded_skeleton(weights_only)
         self._names: dict[int, str] = {}
         for leaf in leaves(self.skeleton):
             if leaf.tensor.device.type == "meta" and leaf.name in self._metadata.state_dict_metadata:
@@ -156,6 +157,12 @@ class ShardedCheckpoint:
         short = [name for name, size in sizes.items() if (self.folder / name).stat().st_size < size]
         self._refuse(short, "shorter than when they were written")
         return metadata
+
+    def _loaded_skeleton(self, weights_only: bool | None) -> Any:
+        path = self.folder / SKELETON
+        if not zipfile.is_zipfile(path):
+            raise CheckpointDamagedError(f"{path} is damaged: it ends too early. {_REMEDY}")
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         names = sorted(names)

@@ -91,7 +91,7 @@ def with_own_storage(value: Any, storages: set[int]) -> Any:
     narrowed: dict[tuple[Any, ...], Tensor] = {}
 
     def narrow(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in storages:
+        if tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() not in storages:
             return tensor
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if place not in narrowed:

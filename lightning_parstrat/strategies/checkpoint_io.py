@@ -59,7 +59,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
                 )
                 return loaded
             return super().load_checkpoint(path, map_location, weights_only)
-        except (RuntimeError, EOFError, KeyError, pickle.UnpicklingError, IsADirectoryError) as error:
+        except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
             explained = _explained(error, path)
             if explained is None:
                 raise

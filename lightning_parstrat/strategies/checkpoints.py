@@ -1,7 +1,6 @@
 """Checkpoints that survive: saved by all ranks or by none, whole or not at all, and read at any world size."""
 
 import logging
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,21 +21,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
-from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.checkpoint_pieces import (
     CheckpointPieces,
     Placeholders,
     with_placeholders_for_state,
 )
-from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.durable_files import recover, remove_whole
-from lightning_parstrat.distributed.process_groups import checkpoint_group, control_group
+from lightning_parstrat.distributed.process_groups import checkpoint_group
 from lightning_parstrat.distributed.roll_call import (
-    RollCall,
-    is_of_a_collective,
     missing_ranks_named,
     names_of,
-    wait_for_all,
 )
 from lightning_parstrat.distributed.sharded_checkpoint import save_sharded
 from lightning_parstrat.distributed.sharded_reading import ShardedCheckpoint, is_sharded_checkpoint
@@ -48,6 +39,7 @@ from lightning_parstrat.distributed.state_dict import check_shapes
 from lightning_parstrat.distributed.tensor_trees import replace_leaves
 from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
 from lightning_parstrat.strategies.clipping import unwrapped
+from lightning_parstrat.strategies.faults import FaultAwareStrategy
 from lightning_parstrat.strategies.pending_save import CheckpointNotSavedError, PendingSave, not_saved
 from lightning_parstrat.strategies.resume import RNG, RandomNumbers, ResumePoints, from_which_training_goes_on
 
@@ -62,7 +54,7 @@ _AFTER_SAVING = "Trainer.save_checkpoint"
 log = logging.getLogger(__name__)
 
 
-class CheckpointingStrategy(DDPStrategy):
+class CheckpointingStrategy(FaultAwareStrategy):
     """DDP whose checkpoints are whole and durable, and from which training goes on as if it had not stopped.
 
     Args:
@@ -79,9 +71,6 @@ class CheckpointingStrategy(DDPStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
-    flag: str
-    """The name it is registered under, which messages begin with."""
-
     def __init__(self, checkpoint_format: CheckpointFormat = "full", async_save: bool = False, **kwargs: Any) -> None:
         self._checkpoint_policy = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
         self._placeholders = Placeholders()
@@ -90,14 +79,7 @@ class CheckpointingStrategy(DDPStrategy):
         self._random = RandomNumbers()
         self._resume_points = ResumePoints()
         self._absent: list[int] = []
-        self._known_roll_call: RollCall | None = None
         super().__init__(**kwargs)
-
-    @override
-    def setup_distributed(self) -> None:
-        """Joins the process group, and agrees on where to leave word when something goes wrong."""
-        super().setup_distributed()
-        self._known_roll_call = RollCall(self.broadcast(uuid.uuid4().hex))
 
     @property
     @override
@@ -367,18 +349,6 @@ class CheckpointingStrategy(DDPStrategy):
         super().barrier(*args, **kwargs)
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Says which ranks are missing where that is what went wrong. Not collective."""
-        super().on_exception(exception)
-        if self.world_size > 1 and is_of_a_collective(exception):
-            missing = self._roll_call.missing("exception")
-            if missing:
-                message = f"{names_of(missing).capitalize()} did not answer: dead, or stuck elsewhere."
-                log.error(f"{self.flag}, rank {self.global_rank}: {message}")
-                if hasattr(exception, "add_note"):
-                    exception.add_note(message)
-
-    @override
     def teardown(self) -> None:
         """Waits for the checkpoint that is being written, if an exception has kept training from doing so."""
         if self._pending is not None:
@@ -389,33 +359,8 @@ class CheckpointingStrategy(DDPStrategy):
         self._placeholders = Placeholders()
         super().teardown()
 
-    def _wait_for_all(self) -> None:
-        if self.world_size > 1:
-            wait_for_all(self._control.group, self._timeout or default_pg_timeout)
-
-    @property
-    def _is_interrupted(self) -> bool:
-        trainer = self._training_module._trainer
-        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-
-    @property
-    def _roll_call(self) -> RollCall:
-        if self._known_roll_call is None:
-            raise AssertionError("ranks were asked for that have not been set up")
-        return self._known_roll_call
-
     def _position_of(self, optimizer: Optimizer) -> int:
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
-
-    @property
-    def _training_module(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise AssertionError("the strategy was used before a module was connected to it")
-        return self.lightning_module
-
-    @property
-    def _control(self) -> Collectives:
-        return make_collectives(control_group(self._timeout), torch.device("cpu"))
 
 
 def _local(filepath: _PATH) -> Path:

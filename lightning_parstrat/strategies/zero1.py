@@ -2,14 +2,13 @@
 
 import socket
 import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -30,24 +29,19 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
-from lightning_parstrat.distributed.checkpoint_pieces import TensorSource
 from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
 from lightning_parstrat.distributed.engine import ShardedDataParallel
-from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups, world_size
-from lightning_parstrat.distributed.roll_call import missing_ranks_named
-from lightning_parstrat.distributed.slots import ParameterSlot
-from lightning_parstrat.distributed.state_dict import gather_state_dict
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
-from lightning_parstrat.strategies.checkpoints import CHECKPOINT_KEY
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.observers import observers_of_gradients
 from lightning_parstrat.strategies.processes import ProcessStrategy
 from lightning_parstrat.strategies.report import StepMeter, describe
+from lightning_parstrat.strategies.sharded_state import ShardedStateStrategy
 
 
-class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
+class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStrategy):
     """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1).
 
     Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
@@ -103,7 +97,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
         gather_dtype: WireDtype = None,
         **kwargs: Any,
     ) -> None:
-        self._policy = ShardingPolicy(
+        policy = ShardingPolicy(
             bucket_cap_mb=bucket_cap_mb,
             bucket_order=bucket_order,
             partition=partition,
@@ -114,15 +108,13 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
             reduce_dtype=reduce_dtype,
             gather_dtype=gather_dtype,
         )
-        self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
         self._in_training = False
         self._failed = False
-        self._kept: dict[str, Any] = {}
         self._meter: StepMeter | None = None
         self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
-        super().__init__(**kwargs)
+        super().__init__(policy=policy, **kwargs)
 
     @classmethod
     @override
@@ -324,61 +316,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
             self._engine.reduce_local_gradients(self._scale)
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective.
-
-        In a sharded checkpoint nothing is gathered: stand-ins are in the place of tensors.
-        """
-        optimizer = unwrapped(optimizer)
-        if not isinstance(optimizer, ShardedOptimizer):
-            return super().optimizer_state(optimizer)
-        if self._absent:
-            return {"state": {}, "param_groups": []}
-        with missing_ranks_named(self._roll_call, "Gathering the optimizer's state"):
-            self._wait_for_all()
-            if not self._saves_sharded:
-                return gather_state_dict(optimizer, destination=0)
-            number = self._position_of(optimizer)
-
-            def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
-                source = TensorSource(number, position, entry)
-                return self._placeholders.issue(slot.parameter.shape, slot.strides, dtype, source)
-
-            return gather_state_dict(optimizer, destination=0, stand_in=stand_in)
-
-    @property
-    @override
-    def _can_save_alone(self) -> bool:
-        """No rank has all of the state."""
-        return super()._can_save_alone and not any(isinstance(unwrapped(o), ShardedOptimizer) for o in self.optimizers)
-
-    @override
-    def _own_entries(self) -> dict[str, Any]:
-        """The plan of the buckets: a resumed training sums gradients in the same order."""
-        plan = {} if self._engine is None else {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
-        return {**super()._own_entries(), **plan}
-
-    @override
-    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A parameter is written as itself, not with the bucket it lies in."""
-        saved: dict[str, Any] = checkpoint if self._engine is None else self._engine.with_own_storage(checkpoint)
-        return saved
-
-    @override
-    def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
-        return {} if self._engine is None else self._engine.slots
-
-    @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint, and the bucket plan in it.
-
-        A plan made for another world size or other arguments is left: what is asked for now counts.
-        """
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._kept = checkpoint.get(CHECKPOINT_KEY, {})
-        return checkpoint
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         """Remembers that other ranks may not get as far as this one's teardown."""
         super().on_exception(exception)
@@ -394,18 +331,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, ProcessStrategy):
             restore(dataloader())
         self._even_dataloaders.clear()
         super().teardown()
-
-    def _planned_for(self) -> dict[str, Any]:
-        policy = self._policy
-        return {
-            "world_size": self.world_size,
-            "bucket_cap_mb": policy.bucket_cap_mb,
-            "bucket_order": policy.bucket_order,
-        }
-
-    def _kept_plan(self) -> list[list[str]]:
-        """The buckets of the checkpoint that was loaded, where they would be planned for the same now."""
-        return self._kept["bucket_plan"] if self._kept.get("planned_for") == self._planned_for() else []
 
     @property
     def _groups(self) -> ProcessGroups:

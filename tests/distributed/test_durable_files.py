@@ -1,0 +1,149 @@
+"""Files and folders are there whole or not at all, and what was there before stays until then."""
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lightning_parstrat.distributed import durable_files
+from lightning_parstrat.distributed.durable_files import (
+    PREFIX,
+    put_in_place,
+    recover,
+    remove_left_behind,
+    remove_whole,
+    temporary_name,
+    written_durably,
+)
+
+
+def make(path: Path, kind: str, content: str) -> None:
+    if kind == "file":
+        path.write_text(content)
+    elif kind == "folder":
+        path.mkdir()
+        (path / "inside").write_text(content)
+    elif kind == "link":
+        target = path.parent / f"target-of-{path.name}"
+        make(target, "folder", "of the target")
+        path.symlink_to(target)
+
+
+def content(path: Path) -> str:
+    return (path / "inside" if path.is_dir() else path).read_text()
+
+
+@pytest.fixture(params=["exchanged", "renamed twice"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "renamed twice":
+        # As on file systems that cannot exchange two names.
+        monkeypatch.setattr(durable_files, "_exchange", lambda one, other: False)
+
+
+@pytest.mark.parametrize("before", ["nothing", "file", "folder", "link"])
+@pytest.mark.parametrize("new", ["file", "folder"])
+def test_the_new_one_takes_the_place_of_the_old(exchange: None, tmp_path: Path, before: str, new: str) -> None:
+    path, temporary = tmp_path / "last.ckpt", tmp_path / "new"
+    make(path, before, "old")
+    make(temporary, new, "new")
+    put_in_place(temporary, path)
+    assert content(path) == "new" and not path.is_symlink()
+    left = {"last.ckpt", "target-of-last.ckpt"} if before == "link" else {"last.ckpt"}
+    assert {one.name for one in tmp_path.iterdir()} == left
+    if before == "link":
+        assert content(tmp_path / "target-of-last.ckpt") == "of the target"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_crash_between_two_renames_is_recovered_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    path, temporary = tmp_path / "last.ckpt", tmp_path / "new"
+    make(path, "folder", "old")
+    make(temporary, kind, "new")
+    monkeypatch.setattr(durable_files, "_exchange", lambda one, other: False)
+    rename = os.rename
+
+    def crash(*paths: Path) -> None:
+        monkeypatch.setattr(os, "rename", rename)
+        rename(*paths)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", crash)
+    with pytest.raises(KeyboardInterrupt):
+        put_in_place(temporary, path)
+    assert not path.exists()
+    recover(path)
+    assert content(path) == "old"
+    recover(path)
+    put_in_place(temporary, path)
+    assert content(path) == "new" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False).returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_leaves_what_was_there(small_disk: Path) -> None:
+    path = small_disk / "a.ckpt"
+    path.write_text("old")
+    with pytest.raises(OSError, match=r"No space left .* what was there before is as it was.*a\.ckpt"):
+        with written_durably(path) as temporary, open(temporary, "xb") as file:
+            file.write(b"x" * 10**6)
+    assert path.read_text() == "old" and list(small_disk.iterdir()) == [path]
+
+
+def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "a.ckpt"
+    with pytest.raises(RuntimeError, match="halfway"), written_durably(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError("halfway")
+    assert not list(path.parent.iterdir())
+
+
+def test_what_others_left_behind_is_removed_when_it_is_surely_nobodys(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    mine = temporary_name(tmp_path)
+    host = mine.name.removeprefix(PREFIX).rsplit("-", 2)[0]
+    minutes = 60.0
+    ages = {
+        mine.name: 30 * minutes,
+        f"{PREFIX}{host}-{dead.pid}-0": 2 * minutes,
+        f"{PREFIX}{host}-{dead.pid}-1": 0.0,
+        f"{PREFIX}elsewhere-1-0": 30 * minutes,
+        f"{PREFIX}elsewhere-1-1": 61 * minutes,
+        "last.ckpt": 100 * minutes,
+    }
+    for name, age in ages.items():
+        make(tmp_path / name, "folder" if name.endswith("0") else "file", "x")
+        for path in (tmp_path / name, *(tmp_path / name).glob("*")):
+            os.utime(path, (time.time() - age,) * 2)
+    remove_left_behind(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        mine.name, f"{PREFIX}{host}-{dead.pid}-1", f"{PREFIX}elsewhere-1-0", "last.ckpt"
+    }  # fmt: skip
+
+
+def test_no_temporary_name_is_taken_for_a_checkpoint(tmp_path: Path) -> None:
+    """Lightning counts the files whose names contain hpc_ckpt_, and takes those that begin with last."""
+    with written_durably(tmp_path / "hpc_ckpt_3.ckpt") as temporary:
+        temporary.write_text("x")
+        assert "ckpt" not in temporary.name and temporary.suffix != ".ckpt"
+
+
+@pytest.mark.parametrize("kind", ["nothing", "file", "folder", "link"])
+def test_removing(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "a.ckpt"
+    make(path, kind, "old")
+    remove_whole(path)
+    assert {one.name for one in tmp_path.iterdir()} == ({"target-of-a.ckpt"} if kind == "link" else set())
