@@ -1,10 +1,33 @@
-"""What ranks tell each other while they do something else."""
+"""What ranks tell each other: values of any kind, and numbers while they do something else."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.distributed.collectives import Collectives, Work
+
+
+def told_by_first(value: Any, control: Collectives) -> Any:
+    """Rank 0's value, on all ranks. Collective; pickled."""
+    holder = [value]
+    dist.broadcast_object_list(holder, group=control.group, group_src=0)
+    return holder[0]
+
+
+def told_by_all(value: Any, control: Collectives) -> list[Any]:
+    """Each rank's value, on all ranks. Collective; pickled."""
+    values: list[Any] = [None] * control.world_size
+    dist.all_gather_object(values, value, group=control.group)
+    return values
+
+
+def told_to_first(value: Any, control: Collectives) -> list[Any]:
+    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled."""
+    values: list[Any] | None = [None] * control.world_size if control.rank == 0 else None
+    dist.gather_object(value, values, group=control.group, group_dst=0)
+    return values or []
 
 
 class RunningAgreement:

@@ -68,11 +68,9 @@ _OF_A_COLLECTIVE = re.compile(
 
 def is_of_a_collective(error: BaseException) -> bool:
     """Whether an error may come of ranks that did not take part in a collective; Gloo's have no class of theirs."""
-    if isinstance(error, MissingRanksError):
-        return False
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and _OF_A_COLLECTIVE.search(str(error)) is not None
-    )
+    if isinstance(error, dist.DistError):
+        return True
+    return type(error) is RuntimeError and _OF_A_COLLECTIVE.search(str(error)) is not None
 
 
 def names_of(ranks: list[int]) -> str:
@@ -98,9 +96,7 @@ def missing_ranks_named(roll_call: RollCall, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, MissingRanksError):
-            raise
-        missing = roll_call.missing("fault")
+        missing = roll_call.missing("fault") if is_of_a_collective(error) else []
         if not missing:
             raise
         raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error

@@ -8,13 +8,15 @@ device in the place of those that are in the folder.
 import dataclasses
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
@@ -31,6 +33,32 @@ SKELETON = "checkpoint.pt"
 """The file of what is not in the other files, and of which tensor is found where."""
 
 
+class CheckpointNotSavedError(RuntimeError):
+    """A checkpoint could not be written; what was there before is as it was."""
+
+
+class RunningSave:
+    """A checkpoint that a thread is writing.
+
+    Args:
+        path: The folder to be.
+        future: Is done when the folder is there.
+    """
+
+    def __init__(self, path: Path, future: "Future[Any]") -> None:
+        self.path = path
+        self._future = future
+
+    def wait(self) -> None:
+        """Returns when the folder is there.
+
+        Raises:
+            CheckpointNotSavedError: Some rank could not write.
+        """
+        with _failures_of_ranks(self.path):
+            self._future.result()
+
+
 class _Outline(NamedTuple):
     """What rank 0 tells the others of a save."""
 
@@ -45,7 +73,7 @@ def save_sharded(
     placeholders: Placeholders,
     group: dist.ProcessGroup,
     asynchronous: bool = False,
-) -> "Future[Any] | None":
+) -> RunningSave | None:
     """Writes a checkpoint, each rank its part. Collective.
 
     Rank 0 tells the others which tensors there are (about 100 bytes each). Each rank writes and synchronises a file of
@@ -61,10 +89,10 @@ def save_sharded(
             rank's host peak). A thread does the rest.
 
     Returns:
-        What is done when the folder is there, with the error if there was one; None where all is done.
+        What is under way; None where all is done.
 
     Raises:
-        CheckpointException: Any rank could not write; what was at ``path`` is as it was.
+        CheckpointNotSavedError: Some rank could not write; what was at ``path`` is as it was.
     """
     is_coordinator = dist.get_rank(group) == 0
     skeleton = io.BytesIO()
@@ -94,9 +122,10 @@ def save_sharded(
         if not isinstance(future, Future):
             raise AssertionError("torch.distributed.checkpoint.async_save has not returned a future")
         future.add_done_callback(lambda done: clean_up(temporary) if done.exception() is not None else None)
-        return future
+        return RunningSave(path, future)
     try:
-        save(tensors, storage_writer=writer, planner=planner, process_group=group)
+        with _failures_of_ranks(path):
+            save(tensors, storage_writer=writer, planner=planner, process_group=group)
     except BaseException:
         clean_up(temporary)
         raise
@@ -156,6 +185,18 @@ class _FolderWriter(FileSystemWriter):
         # Where it was written is not where it is going to be.
         super().finish(dataclasses.replace(metadata), results)
         self._finish()
+
+
+@contextmanager
+def _failures_of_ranks(path: Path) -> Iterator[None]:
+    """Makes one error of those of all ranks, on all ranks."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())[:4])
+        raise CheckpointNotSavedError(
+            f"{path} was not saved: {failures}. What was saved before is as it was."
+        ) from error
 
 
 def _has_size(path: Path, size: int) -> bool:

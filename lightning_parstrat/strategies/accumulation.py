@@ -149,7 +149,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def _prepare_for_signals(self) -> None:
         trainer = self._training_module.trainer
         requeue_signal = signal_to_requeue_at(trainer)
-        self._preemption = SavesWhenPreempted(self._control, self._resume_points, requeue_signal)
+        self._preemption = SavesWhenPreempted(self._control, self._resume_points, requeue_signal, self.wait_for_saves)
         trainer.callbacks[:0] = [self._resume_points, self._preemption]
         if requeue_signal is not None:
             self._preemption.listen(requeue_signal)

@@ -6,33 +6,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
+from lightning_parstrat.distributed.agreement import told_by_all, told_by_first
 from lightning_parstrat.distributed.checkpoint_pieces import (
     CheckpointPieces,
     Placeholders,
     with_placeholders_for_state,
 )
+from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.durable_files import recover, remove_whole
 from lightning_parstrat.distributed.process_groups import checkpoint_group
 from lightning_parstrat.distributed.roll_call import (
     missing_ranks_named,
     names_of,
 )
-from lightning_parstrat.distributed.sharded_checkpoint import save_sharded
+from lightning_parstrat.distributed.sharded_checkpoint import CheckpointNotSavedError, save_sharded
 from lightning_parstrat.distributed.sharded_reading import ShardedCheckpoint, is_sharded_checkpoint
 from lightning_parstrat.distributed.slots import ParameterSlot
 from lightning_parstrat.distributed.state_dict import check_shapes
@@ -40,7 +40,7 @@ from lightning_parstrat.distributed.tensor_trees import replace_leaves
 from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.faults import FaultAwareStrategy
-from lightning_parstrat.strategies.pending_save import CheckpointNotSavedError, PendingSave, not_saved
+from lightning_parstrat.strategies.pending_save import PendingSave
 from lightning_parstrat.strategies.resume import RNG, RandomNumbers, ResumePoints, from_which_training_goes_on
 
 CHECKPOINT_KEY = "lightning_parstrat"
@@ -134,7 +134,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             return
         with missing_ranks_named(self._roll_call, f"Saving {filepath}"):
             self._wait_for_all()
-            checkpoint = self._completed(checkpoint, self._control.group)
+            checkpoint = self._completed(checkpoint, self._control)
             if self._saves_sharded:
                 self._save_sharded(checkpoint, filepath, storage_options)
             else:
@@ -155,43 +155,42 @@ class CheckpointingStrategy(FaultAwareStrategy):
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
         except Exception as error:
             failure = error
-        told = [None if failure is None else repr(failure)]
-        dist.broadcast_object_list(told, group=self._control.group, group_src=0)
+        told = told_by_first(None if failure is None else repr(failure), self._control)
         if failure is not None:
             raise failure
-        if told[0] is not None:
-            raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {told[0]}")
+        if told is not None:
+            raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {told}")
 
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
         if storage_options is not None:
             raise TypeError("`storage_options` have no meaning for a sharded checkpoint: leave them out.")
         path = _local(filepath)
-        self._finish_pending()
+        self.wait_for_saves()
         slots = self._sharded_slots()
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         pieces = CheckpointPieces(self._training_module, optimizers, slots, self.global_rank, self.world_size)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
         # Afterwards nobody would wait for it.
-        asynchronous = self._checkpoint_policy.async_save and self._training_module.trainer.training
+        state = self._training_module.trainer.state
+        in_fit = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+        asynchronous = self._checkpoint_policy.async_save and in_fit
         group = checkpoint_group(self._timeout)
         try:
-            future = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
-        except CheckpointException as error:
-            raise not_saved(path, error) from error
+            save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
         finally:
             self._placeholders = Placeholders()
-        if future is not None:
+        if save is not None:
             self._pending = self._pending or PendingSave(self.is_global_zero)
-            self._pending.begin(path, future)
+            self._pending.begin(save)
 
-    def _completed(self, checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-        """With what is ours, and of the moment from which training can go on. Collective in ``group``."""
+    def _completed(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
+        """With what is ours, and of the moment from which training can go on. Collective in ``control``."""
         own = {"format": FORMAT, **self._own_entries()}
         if "optimizer_states" in checkpoint:
             trainer = self._training_module.trainer
             point = self._resume_points.point_of_save()
-            own[RNG] = self._random.gather(trainer, point, group)
+            own[RNG] = self._random.gather(trainer, point, control)
             checkpoint = from_which_training_goes_on(checkpoint, trainer, point)
         return {**checkpoint, CHECKPOINT_KEY: own}
 
@@ -233,7 +232,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
         Raises:
             MisconfigurationException: It is none, is damaged or of a newer format, or a rank cannot read it.
         """
-        self._finish_pending()
+        self.wait_for_saves()
         checkpoint: dict[str, Any] = {}
         failure: Exception | None = None
         try:
@@ -270,8 +269,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
 
     def _raise_together(self, failure: Exception | None, what: str) -> None:
         """Raises on all ranks where one has failed. Collective."""
-        failures: list[Any] = [None] * self.world_size
-        dist.all_gather_object(failures, None if failure is None else repr(failure), group=self._control.group)
+        failures = told_by_all(None if failure is None else repr(failure), self._control)
         if failure is not None:
             raise failure
         failed = [rank for rank, told in enumerate(failures) if told is not None]
@@ -333,9 +331,15 @@ class CheckpointingStrategy(FaultAwareStrategy):
     def on_train_end(self) -> None:
         """Waits for the checkpoint that is being written."""
         super().on_train_end()
-        self._finish_pending()
+        self.wait_for_saves()
 
-    def _finish_pending(self) -> None:
+    def wait_for_saves(self) -> None:
+        """Returns when no checkpoint is being written. All ranks must call it, where one is.
+
+        Raises:
+            CheckpointNotSavedError: It could not be written.
+            MissingRanksError: Ranks have not written their part.
+        """
         if self._pending is not None:
             with missing_ranks_named(self._roll_call, "Saving a checkpoint while training went on"):
                 self._pending.finish()

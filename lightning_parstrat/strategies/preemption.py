@@ -96,14 +96,20 @@ class SavesWhenPreempted(Callback):
         resume_points: Notes from where training goes on; comes before this among the callbacks.
         requeue_signal: The signal that means that a Slurm job is to be saved and requeued; None where there is no such
             job. SIGTERM means that training is to be saved and ended: Slurm requeues by itself where it wants to.
+        wait_for_saves: Returns when what was saved is on the disk.
     """
 
     def __init__(
-        self, control: Collectives, resume_points: ResumePoints, requeue_signal: signal.Signals | None
+        self,
+        control: Collectives,
+        resume_points: ResumePoints,
+        requeue_signal: signal.Signals | None,
+        wait_for_saves: Callable[[], None],
     ) -> None:
         self._agreement = RunningAgreement(control)
         self._resume_points = resume_points
         self._requeue_signal = requeue_signal
+        self._wait_for_saves = wait_for_saves
         self._told = 0
         self._told_to_anybody = 0
         self._window_is_open = False
@@ -179,13 +185,10 @@ class SavesWhenPreempted(Callback):
             logger.save()
         self._resume_points.fetched_too_much = True
         try:
-            if self._requeue_signal is None:
-                _save_last(trainer)
-                return
-            path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-            path = trainer.strategy.broadcast(path)
-            trainer.save_checkpoint(path)
-            rank_zero_info(f"This job was told to go: saved {path} after step {trainer.global_step}.")
+            saved = _save_last(trainer) if self._requeue_signal is None else _save_for_job(trainer)
+            self._wait_for_saves()
+            for path in saved:
+                rank_zero_info(f"Told to go: saved {path} after step {trainer.global_step}.")
         finally:
             self._resume_points.fetched_too_much = False
 
@@ -210,20 +213,26 @@ class SavesWhenPreempted(Callback):
         raise SIGTERMException(128 + signal.SIGTERM)
 
 
-def _save_last(trainer: Trainer) -> None:
-    """Saves what the user's own callbacks would call the last, which ``ckpt_path="last"`` finds. Collective."""
+def _save_for_job(trainer: Trainer) -> list[str]:
+    """Saves what a Slurm job that runs again finds. Collective; returns the path."""
+    path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+    path = trainer.strategy.broadcast(path)
+    trainer.save_checkpoint(path)
+    return [path]
+
+
+def _save_last(trainer: Trainer) -> list[str]:
+    """Saves what users' callbacks call the last, which ``ckpt_path="last"`` finds. Collective; returns the paths."""
     saving = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.save_last is True]
     for callback in saving:
         if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
             callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
-    if saving:
-        paths = ", ".join(str(callback.last_model_path) for callback in saving)
-        rank_zero_info(f"Told to end by SIGTERM: saved {paths} after step {trainer.global_step}.")
-    else:
+    if not saving:
         rank_zero_warn(
             f"Told to end by SIGTERM after step {trainer.global_step}, and nothing was saved:"
             " `ModelCheckpoint(save_last=True)` would have been."
         )
+    return [callback.last_model_path for callback in saving]
 
 
 def _refusal_to_requeue() -> str | None:

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
+
+from lightning_parstrat.distributed.agreement import told_to_first
+from lightning_parstrat.distributed.collectives import Collectives
 
 RNG = "rng"
 """Under which of our keys a checkpoint keeps the states of random number generators."""
@@ -109,22 +111,18 @@ class RandomNumbers:
     def __init__(self) -> None:
         self._loaded: Mapping[str, Any] | None = None
 
-    def gather(self, trainer: Trainer, point: ResumePoint | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    def gather(self, trainer: Trainer, point: ResumePoint | None, control: Collectives | None) -> dict[str, Any]:
         """What a checkpoint keeps. Collective: each rank sends some 10 KB to rank 0.
 
         Args:
             trainer: The Trainer.
             point: What the checkpoint is of; None for this moment.
-            group: Of all ranks, works on host memory; None to leave out the others.
+            control: Of all ranks; None to leave out the others.
         """
         own = rng_state() if point is None else point.rng
         progress = trainer.fit_loop.epoch_loop.batch_progress
         within = bool(progress.current.ready) and not progress.is_last_batch
-        states: list[Any] = [own]
-        if group is not None:
-            gathered = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-            dist.gather_object(own, gathered, group=group, group_dst=0)
-            states = gathered or []
+        states = [own] if control is None else told_to_first(own, control)
         return {"states": states, "within_epoch": within if point is None else point.loaders is not None}
 
     def load(self, saved: Mapping[str, Any] | None, rank: int, world_size: int) -> None:

@@ -4,7 +4,7 @@ import os
 import signal
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +107,31 @@ def test_where_slurm_does_not_requeue_training_goes_on(pool: RankPool, tmp_path:
     assert results == [(list(range(5, 10)), None, True, 10)] * 2
 
 
-def test_outside_of_slurm_nothing_listens(pool: RankPool) -> None:
-    assert pool.run(2, callbacks_in_training) == [[], []]
+def test_outside_of_slurm_sigusr1_is_the_programs(pool: RankPool) -> None:
+    assert pool.run(2, handlers_in_training) == [(True, True, [15])] * 2
 
 
-def callbacks_in_training() -> list[str]:
+def handlers_in_training() -> tuple[bool, bool, list[int]]:
+    """Whether SIGUSR1 is left alone, whether all is given back, and whether the program's own handler is called."""
+    called: list[int] = []
+
     class Look(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.found = [type(one).__name__ for one in trainer.callbacks if type(one).__name__ == "SavesWhenPreempted"]
+            self.found = signal.getsignal(signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    look = Look()
-    make_trainer(zero1(), callbacks=[look], max_steps=1).fit(zoo.MLP(), zoo.loader(8, 2))
-    return look.found
+    def own(signum: int, _: Any) -> None:
+        called.append(signum)
+
+    before = signal.signal(signal.SIGTERM, own)
+    look, usr1 = Look(), signal.getsignal(signal.SIGUSR1)
+    try:
+        with suppress(SystemExit):
+            make_trainer(zero1(), callbacks=[look]).fit(zoo.MLP(), zoo.loader(20, 2))
+        given_back = signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return look.found == usr1, given_back, called
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""``inspect`` and ``consolidate`` on what trainings have written, and on what is none of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_parstrat.cli.main import main
+from tests.pool import RankPool
+from tests.strategies.test_sharded_checkpoints import write
+
+
+@pytest.fixture(scope="module")
+def checkpoints(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for kind in ("full", "sharded"):
+        pool.run(2, write, "gan", kind, str(folder / f"{kind}.ckpt"))
+    return folder
+
+
+def inspected(capsys: pytest.CaptureFixture[str], path: Path) -> dict[str, Any]:
+    assert main(["inspect", "--json", str(path)]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_full_one_and_a_sharded_one_hold_the_same(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full, sharded = (inspected(capsys, checkpoints / f"{kind}.ckpt") for kind in ("full", "sharded"))
+    same = ("global_step", "epoch", "parameters", "optimizers", "ranks", "buckets", "keys")
+    assert {key: full[key] for key in same} == {key: sharded[key] for key in same}
+    assert (full["format"], sharded["format"], full["ranks"]) == ("full", "sharded", 2)
+    assert set(sharded["files"]) == {".metadata", "checkpoint.pt", "__0_0.distcp", "__1_0.distcp"}
+    assert len(full["optimizers"]) == 2 and full["optimizers"][0]["entries"]["exp_avg"]["nbytes"] > 0
+
+
+def test_as_text(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(checkpoints / "sharded.ckpt")]) == 0
+    text = capsys.readouterr().out
+    assert "sharded.ckpt: sharded" in text and "by 2 rank(s)" in text and "exp_avg" in text
+    saved = torch.load(checkpoints / "full.ckpt", weights_only=True)
+    for name, tensor in saved["state_dict"].items():
+        line = next(line for line in text.splitlines() if line.startswith(f"{name} "))
+        assert "x".join(map(str, tensor.shape)) in line
+
+
+WRONG = [
+    (["inspect", "missing.ckpt"], "There is no missing.ckpt"),
+    (["inspect", "text.ckpt"], "text.ckpt is no checkpoint"),
+    (["inspect", "foreign.ckpt"], "is no checkpoint of a Lightning Trainer"),
+    (["inspect", "objects.ckpt"], "--trusted"),
+    (["consolidate", "full.ckpt", "out.ckpt"], "is a file: it is consolidated already"),
+    (["consolidate", "missing.ckpt", "out.ckpt"], "missing.ckpt is not there"),
+    (["consolidate", "folder", "out.ckpt"], "folder is no sharded checkpoint"),
+    (["consolidate", "sharded.ckpt", "folder"], "folder is a folder"),
+    (["consolidate", "sharded.ckpt", "full.ckpt"], "full.ckpt is there already"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+def test_wrong_usage(
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(checkpoints)
+    Path("text.ckpt").write_text("hello " * 20)
+    Path("folder").mkdir(exist_ok=True)
+    torch.save({"w": torch.zeros(1)}, "foreign.ckpt")
+    saved = torch.load("full.ckpt", weights_only=True)
+    torch.save({**saved, "hyper_parameters": {"path": Path("x")}}, "objects.ckpt")
+    before = Path("full.ckpt").read_bytes()
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert Path("full.ckpt").read_bytes() == before and not Path("out.ckpt").exists()
+
+
+def test_objects_are_loaded_if_one_says_so(checkpoints: Path, tmp_path: Path) -> None:
+    saved = torch.load(checkpoints / "full.ckpt", weights_only=True)
+    torch.save({**saved, "hyper_parameters": {"path": Path("x")}}, tmp_path / "objects.ckpt")
+    assert main(["inspect", "--trusted", str(tmp_path / "objects.ckpt")]) == 0
+
+
+def test_consolidating_replaces_on_demand(
+    checkpoints: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.ckpt"
+    out.write_text("old")
+    assert main(["consolidate", "--overwrite", str(checkpoints / "sharded.ckpt"), str(out)]) == 0
+    assert "bytes" in capsys.readouterr().out
+    assert inspected(capsys, out)["format"] == "full"
