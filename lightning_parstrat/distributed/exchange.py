@@ -118,11 +118,23 @@ class Transfers:
     def __init__(self, transfers: Sequence[Work], *memory: Tensor) -> None:
         self._transfers: Sequence[Work] = transfers
         self._memory: tuple[Tensor, ...] = memory
+        self._error: RuntimeError | None = None
 
     def wait(self) -> None:
-        """Blocks until all are done."""
-        for transfer in self._transfers:
-            transfer.wait()
+        """Blocks until all are done.
+
+        Raises:
+            RuntimeError: One of them has failed, as when another rank is gone. Whoever waits again is told so at once:
+                Gloo would have him wait until the timeout for those that were done by then.
+        """
+        if self._error is not None:
+            raise RuntimeError(f"An exchange between ranks has failed before: {self._error}") from self._error
+        try:
+            for transfer in self._transfers:
+                transfer.wait()
+        except RuntimeError as error:
+            self._error = error
+            raise
         self._transfers, self._memory = (), ()
 
     def is_completed(self) -> bool:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -181,6 +182,29 @@ def many_under_way(uneven: bool) -> list[float]:
 def test_many_reductions_under_way_do_not_mix(pool: RankPool, world_size: int, uneven: bool) -> None:
     for results in pool.run(world_size, many_under_way, uneven):
         assert results == [float(index * world_size) for index in range(20)]
+
+
+def wait_for_a_rank_that_is_gone() -> tuple[list[str], float]:
+    """What a rank is told that waits twice, and how long the second time takes."""
+    collectives = PairwiseCollectives(process_groups().gradients)
+    if dist.get_rank() == 2:
+        del collectives
+        dist.destroy_process_group()
+        return [], 0.0
+    gathering = collectives.all_gather(torch.zeros(3))
+    errors = []
+    for _ in range(2):
+        began = time.monotonic()
+        try:
+            gathering.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    return errors, time.monotonic() - began
+
+
+def test_waiting_again_for_a_rank_that_is_gone_fails_at_once(own_pool: RankPool) -> None:
+    for errors, seconds in own_pool.run(3, wait_for_a_rank_that_is_gone)[:2]:
+        assert len(errors) == 2 and errors[0] in errors[1] and seconds < 5.0
 
 
 def groups_twice() -> tuple[bool, bool, str]:
