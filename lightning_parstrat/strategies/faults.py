@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from typing_extensions import override
 
@@ -15,11 +14,12 @@ from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.process_groups import control_group
 from lightning_parstrat.distributed.roll_call import RollCall, is_of_a_collective, names_of, wait_for_all
+from lightning_parstrat.strategies.elastic import ElasticStrategy
 
 log = logging.getLogger(__name__)
 
 
-class FaultAwareStrategy(DDPStrategy):
+class FaultAwareStrategy(ElasticStrategy):
     """DDP that names missing ranks.
 
     Args:
