@@ -186,12 +186,15 @@ def test_many_reductions_under_way_do_not_mix(pool: RankPool, world_size: int, u
 
 def wait_for_a_rank_that_is_gone() -> tuple[list[str], float]:
     """What a rank is told that waits twice, and how long the second time takes."""
-    collectives = PairwiseCollectives(process_groups().gradients)
+    collectives, launched = PairwiseCollectives(process_groups().gradients), torch.zeros(1)
     if dist.get_rank() == 2:
+        for rank in range(2):
+            dist.recv(launched, rank)
         del collectives
         dist.destroy_process_group()
         return [], 0.0
     gathering = collectives.all_gather(torch.zeros(3))
+    dist.send(launched, 2)
     errors = []
     for _ in range(2):
         began = time.monotonic()
