@@ -21,18 +21,14 @@ from lightning_parstrat.strategies.clipping import unwrapped
 
 
 class ShardedStateStrategy(CheckpointingStrategy):
-    """Saves and loads optimizers of which each rank has a part.
+    """Saves and loads optimizers of which each rank has a part."""
 
-    Args:
-        policy: How buckets are planned; a plan is kept in checkpoints.
-        **kwargs: Arguments of the base class.
-    """
-
-    def __init__(self, policy: ShardingPolicy, **kwargs: Any) -> None:
-        self._policy = policy
-        self._engine: ShardedDataParallel | None = None
-        self._kept: dict[str, Any] = {}
-        super().__init__(**kwargs)
+    _policy: ShardingPolicy
+    """How buckets are planned."""
+    _engine: ShardedDataParallel | None
+    """Shards the optimizers while a training lasts."""
+    _kept: dict[str, Any]
+    """What is ours in the checkpoint that was loaded."""
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

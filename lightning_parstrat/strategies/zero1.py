@@ -97,7 +97,7 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
         gather_dtype: WireDtype = None,
         **kwargs: Any,
     ) -> None:
-        policy = ShardingPolicy(
+        self._policy = ShardingPolicy(
             bucket_cap_mb=bucket_cap_mb,
             bucket_order=bucket_order,
             partition=partition,
@@ -108,13 +108,15 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
             reduce_dtype=reduce_dtype,
             gather_dtype=gather_dtype,
         )
+        self._engine = None
+        self._kept = {}
         self._broadcast_buffers_next = True
         self._in_training = False
         self._failed = False
         self._meter: StepMeter | None = None
         self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
-        super().__init__(policy=policy, **kwargs)
+        super().__init__(**kwargs)
 
     @classmethod
     @override
