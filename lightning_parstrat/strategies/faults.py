@@ -15,11 +15,12 @@ from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.process_groups import control_group
 from lightning_parstrat.distributed.roll_call import RollCall, is_of_a_collective, names_of, wait_for_all
 from lightning_parstrat.strategies.elastic import ElasticStrategy
+from lightning_parstrat.strategies.job_size import SizedStrategy
 
 log = logging.getLogger(__name__)
 
 
-class FaultAwareStrategy(ElasticStrategy):
+class FaultAwareStrategy(SizedStrategy, ElasticStrategy):
     """DDP that names missing ranks.
 
     Args:

@@ -31,7 +31,7 @@ from lightning_parstrat.distributed.backends import make_collectives
 from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
 from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
 from lightning_parstrat.distributed.engine import ShardedDataParallel
-from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups, world_size
+from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
@@ -122,18 +122,6 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
-
-    @override
-    def setup_distributed(self) -> None:
-        """Joins the process group, and makes sure that it has the ranks the Trainer was told of."""
-        super().setup_distributed()
-        joined = world_size()
-        if joined != self.world_size:
-            raise MisconfigurationException(
-                f"The process group has {joined} ranks, but the Trainer was told of {self.world_size}"
-                f" (num_nodes={self.num_nodes} times {self.num_processes} devices). Launch as many processes as"
-                " `num_nodes * devices`, or correct these two arguments."
-            )
 
     @override
     def configure_ddp(self) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
@@ -139,18 +139,22 @@ class TooManyRanks(PoolEnvironment):
         return 3
 
 
-def wrong_world_size() -> str:
-    try:
-        make_trainer(zero1(cluster_environment=TooManyRanks()), plugins=[]).fit(zoo.MLP(), zoo.loader(8, 4))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+def wrong_world_sizes() -> list[str]:
+    messages = []
+    for strategy in (zero1, TunedDDPStrategy):
+        try:
+            make_trainer(strategy(cluster_environment=TooManyRanks()), plugins=[]).fit(zoo.MLP(), zoo.loader(8, 4))
+            messages.append("no error")
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_world_sizes_that_disagree_are_refused(own_pool: RankPool) -> None:
-    for message in own_pool.run(2, wrong_world_size):
-        for words in ("MisconfigurationException", "2 ranks", "told of 3", "num_nodes"):
-            assert words in message, message
+    for messages in own_pool.run(2, wrong_world_sizes):
+        for message in messages:
+            for words in ("MisconfigurationException", "2 ranks", "told of 3", "num_nodes"):
+                assert words in message, message
 
 
 def test_a_wrong_strategy_name_gets_lightnings_own_error() -> None:
