@@ -9,6 +9,8 @@ CONSTRAINTS := constraints.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 
 PYTEST_ARGS ?=
+# Processes that share the tests, each with some 2 GB for ranks of its own; 0 for one, in which a debugger works.
+WORKERS ?= 2
 LIGHTNING ?=
 LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization models/test_hooks.py models/test_amp.py \
 	plugins/precision/test_amp_integration.py callbacks/test_finetuning_callback.py callbacks/test_lr_monitor.py \
@@ -35,8 +37,8 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 demo: install  ## train a small GPT on two local CPU processes, in two to three minutes
 	$(VENV)/bin/python examples/lm/demo.py $(DEMO_ARGS)
 
-test: install lint  ## lint, then all tests; PYTEST_ARGS="-k layout" is passed on
-	$(RUN) pytest $(PYTEST_ARGS)
+test: install lint  ## lint, then all tests by two workers; PYTEST_ARGS="-k layout" is passed on, WORKERS=0 is one process
+	$(RUN) pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
 	tests/slurm/install.sh

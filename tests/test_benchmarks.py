@@ -90,10 +90,10 @@ def test_overlap(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "result.png").stat().st_size > 5_000
 
 
-@pytest.fixture
-def can_have_two_nodes(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def can_have_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skips with what the program itself says to be missing."""
-    ran = run_python([TWO_NODES, "--", "true"], tmp_path)
+    ran = run_python([TWO_NODES, "--", "true"], tmp_path_factory.mktemp("two_nodes"))
     if ran.returncode == 2 and ran.stderr.startswith("two_nodes: "):
         pytest.skip(ran.stderr.strip())
     assert ran.returncode == 0, ran.stderr
@@ -134,12 +134,17 @@ def test_two_nodes_fail_with_any_of_their_ranks_and_show_what_it_said(tmp_path: 
     assert "I am 3 of 4, 1 on 1" in ran.stderr
 
 
+def hear_ctrl_c() -> None:
+    # Shells have what runs in the background ignore it, and children inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.usefixtures("can_have_two_nodes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_two_nodes_leave_nothing_behind_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
     started = tmp_path / "started"
     command = [sys.executable, str(TWO_NODES), "--", "sh", "-c", f"touch {started}; sleep 100"]
-    with subprocess.Popen(command, env=clean_environment(), cwd=tmp_path) as process:
+    with subprocess.Popen(command, env=clean_environment(), cwd=tmp_path, preexec_fn=hear_ctrl_c) as process:
         try:
             deadline = time.monotonic() + TIMEOUT
             while not started.exists() and time.monotonic() < deadline:

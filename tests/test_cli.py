@@ -70,20 +70,6 @@ def class_path(**init_args: Any) -> dict[str, Any]:
         pytest.param(
             class_path(bucket_cap_mb=SMALL_CAP, partition="parameter"), (), 2, ("ZeRO1Strategy", 4), id="by class"
         ),
-        pytest.param(
-            "ddp",
-            (f"--trainer.strategy.class_path={CLASS_PATH}", f"--trainer.strategy.init_args.bucket_cap_mb={SMALL_CAP}"),
-            1,
-            ("ZeRO1Strategy", 4),
-            id="by class on the command line",
-        ),
-        pytest.param(
-            class_path(bucket_cap_mb=SMALL_CAP),
-            ("--trainer.strategy.init_args.bucket_cap_mb=2",),
-            1,
-            ("ZeRO1Strategy", 1),
-            id="one argument on the command line",
-        ),
         pytest.param("ddp", ("--trainer.strategy=ddp_tuned",), 2, ("TunedDDPStrategy", None), id="ddp_tuned"),
     ],
 )
@@ -114,6 +100,26 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
         return LightningCLI(BoringModel, run=False, seed_everything_default=False)
 
     return run
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments"),
+    [
+        pytest.param(
+            "ddp",
+            (f"--trainer.strategy.class_path={CLASS_PATH}", "--trainer.strategy.init_args.bucket_cap_mb=2"),
+            id="by class",
+        ),
+        pytest.param(
+            class_path(bucket_cap_mb=SMALL_CAP),
+            ("--trainer.strategy.init_args.bucket_cap_mb=2",),
+            id="one argument",
+        ),
+    ],
+)
+def test_the_command_line_comes_before_the_file(strategy: Any, arguments: tuple[str, ...], parse: Parse) -> None:
+    built = parse(strategy, *arguments).trainer.strategy
+    assert isinstance(built, ZeRO1Strategy) and built._policy.bucket_cap_mb == 2
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from lightning_parstrat.cli.main import main
 from tests.scripts import run_python
 
@@ -20,16 +18,26 @@ SMALL = (
     "--model.width=32",
     "--data.val_windows=8",
 )
+# One after the other in two processes: starting them takes longer than all trainings.
+EVERY_CONFIG = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES / "lm")!r})
+from main import main
+
+for config in sys.argv[1:]:
+    files = ["--config", {str(EXAMPLES / "lm/configs/ddp.yaml")!r}, "--config", config]
+    print("configuration", config, flush=True)
+    sys.argv = ["main.py", "fit", *files, *{SMALL!r}]
+    main()
+"""
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=[config.stem for config in CONFIGS])
-def test_the_language_model_trains_with_it(tmp_path: Path, config: Path) -> None:
-    files = ("--config", str(EXAMPLES / "lm/configs/ddp.yaml"), "--config", str(config))
-    done = run_python(
-        (EXAMPLES / "lm/main.py", "fit", *files, *SMALL, f"--trainer.default_root_dir={tmp_path}"), tmp_path
-    )
+def test_the_language_model_trains_with_each(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EVERY_CONFIG)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py")
+    done = run_python((*torchrun, *CONFIGS), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "`max_steps=2` reached" in done.stdout + done.stderr
+    assert len(CONFIGS) >= 7 and (done.stdout + done.stderr).count("`max_steps=2` reached") == len(CONFIGS)
 
 
 def test_sharded_checkpoints_are_gone_on_from(tmp_path: Path) -> None:

@@ -72,10 +72,12 @@ def torchs(cls: Any) -> Callable[[Any], Optimizer]:
 
 ALONE = "depends on the others"
 UNTRIED = "could not be tried out"
+# Sorted: workers that share the tests must collect them in one order.
+ELEMENTWISE = sorted(ELEMENTWISE_OPTIMIZERS, key=lambda cls: cls.__name__)
 # Optimizer, choice, partition, and words of the reason where there is none.
 TREATMENTS: dict[str, tuple[Callable[[Any], Any], PartitionChoice, str | None, str]] = {
-    **{cls.__name__: (torchs(cls), "auto", "element", "") for cls in ELEMENTWISE_OPTIMIZERS},
-    **{f"{cls.__name__}, whole": (torchs(cls), "parameter", "parameter", "") for cls in ELEMENTWISE_OPTIMIZERS},
+    **{cls.__name__: (torchs(cls), "auto", "element", "") for cls in ELEMENTWISE},
+    **{f"{cls.__name__}, whole": (torchs(cls), "parameter", "parameter", "") for cls in ELEMENTWISE},
     "AdamW, cut": (torchs(torch.optim.AdamW), "element", "element", ""),
     "AdamW, scheduled": (scheduled(torch.optim.AdamW), "auto", "element", ""),
     "Adafactor": (torchs(torch.optim.Adafactor), "auto", "parameter", ""),

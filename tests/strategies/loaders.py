@@ -1,5 +1,6 @@
 """Training data of every kind that a Trainer takes, of any number of batches."""
 
+import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,12 +138,14 @@ def unsized(batches: int) -> DataLoader:
 
 
 def with_workers(batches: int) -> DataLoader:
-    # Not forked, because the pool's processes have threads.
+    # Not forked from the pool's processes, which have threads, but from one that has imported what they need.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch"])
     return DataLoader(
         Stream(batches),
         batch_size=BATCH_SIZE,
         num_workers=2,
-        multiprocessing_context="forkserver",
+        multiprocessing_context=context,
         persistent_workers=True,
     )
 

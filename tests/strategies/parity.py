@@ -1,7 +1,7 @@
 """Training under a strategy inside the pool's processes, and comparing two runs step by step."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +113,26 @@ def train(
     return Run(recorder.parameters, recorder.losses, module, trainer)
 
 
-def largest_difference(actual: Run, expected: Run) -> float:
+class Reference(NamedTuple):
+    """What an oracle's training left behind that is compared."""
+
+    parameters: list[list[Tensor]]
+    losses: list[Tensor]
+
+
+_REFERENCES: dict[tuple[int, Hashable], Reference] = {}
+
+
+def reference(key: Hashable, train_as_oracle: Callable[[], Run]) -> Reference:
+    """The oracle's training of that name, done once by these ranks; all of them have done the same ones before."""
+    found = _REFERENCES.get((dist.get_world_size(), key))
+    if found is None:
+        run = train_as_oracle()
+        found = _REFERENCES[dist.get_world_size(), key] = Reference(run.parameters, run.losses)
+    return found
+
+
+def largest_difference(actual: Run, expected: Run | Reference) -> float:
     """Over all steps and parameters: the largest difference, relative to the largest element of the parameter."""
     assert len(actual.parameters) == len(expected.parameters) > 0
     worst = 0.0
@@ -130,7 +149,7 @@ def largest_difference(actual: Run, expected: Run) -> float:
     return worst
 
 
-def largest_loss_difference(actual: Run, expected: Run) -> float:
+def largest_loss_difference(actual: Run, expected: Run | Reference) -> float:
     """Over all steps: the largest relative difference of the losses, each the mean over ranks."""
     ours, theirs = torch.stack(actual.losses).double(), torch.stack(expected.losses).double()
     for losses in (ours, theirs):

@@ -283,8 +283,15 @@ def compare(name: str, strategy: str, folder: str) -> tuple[float, float]:
     return largest_difference(actual, expected), largest_loss_difference(actual, expected)
 
 
+# Two ranks have it by flag, below.
 @pytest.mark.parametrize(
-    ("name", "world_size"), [(name, size) for name, case in CASES.items() for size in case.world_sizes]
+    ("name", "world_size"),
+    [
+        (name, size)
+        for name, case in CASES.items()
+        for size in case.world_sizes
+        if size != 2 or 3 not in case.world_sizes
+    ],
 )
 def test_shows_what_the_oracle_shows(pool: RankPool, tmp_path: Path, name: str, world_size: int) -> None:
     # Of three ranks parameters arrive as late as they may.

@@ -99,6 +99,16 @@ for name, variables in {JOBS!r}.items():
         "derived": build("zero1_custom", [OtherSlurm()]),
     }}
 print("said", json.dumps(said))
+
+import sys
+import lightning.pytorch.trainer.connectors.accelerator_connector as module
+from lightning_parstrat import _autoload
+choose = module._AcceleratorConnector._choose_and_init_cluster_environment
+_autoload.register_on_import()
+assert module._AcceleratorConnector._choose_and_init_cluster_environment is choose
+assert not hasattr(choose.__wrapped__, "__wrapped__")
+(finder,) = (finder for finder in sys.meta_path if "parstrat" in type(finder).__module__)
+assert finder._waiting == {{"pytorch_lightning.strategies"}}
 """
 OURS = ("zero1_custom", "ddp_tuned", "ZeRO1Strategy", "TunedDDPStrategy")
 STOCK = ("ddp", "DDPStrategy", "auto")
@@ -108,7 +118,10 @@ HINT = "You set `--ntasks=4` in your SLURM bash script, but this variable is not
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """What each Trainer says in each job, all in one process: importing Lightning takes longest."""
+    """What each Trainer says in each job, all in one process: importing Lightning takes longest.
+
+    At its end the process has seen that registering again changes nothing.
+    """
     printed = run_script(TRAINERS, tmp_path_factory.mktemp("jobs"), environment=ASKED_FOR_BY_NTASKS)
     (line,) = (line for line in printed.splitlines() if line.startswith("said "))
     return json.loads(line.removeprefix("said "))
@@ -157,21 +170,3 @@ except RuntimeError as error:
 """
     printed = run_script(script, tmp_path, environment=ASKED_FOR_BY_NTASKS)
     assert "renamed" in printed and HINT in printed
-
-
-def test_the_hook_is_there_in_slurm_jobs_alone_and_once(tmp_path: Path) -> None:
-    script = """
-import sys
-import lightning.pytorch.trainer.connectors.accelerator_connector as module
-from lightning_parstrat import _autoload
-choose = module._AcceleratorConnector._choose_and_init_cluster_environment
-_autoload.register_on_import()
-assert module._AcceleratorConnector._choose_and_init_cluster_environment is choose
-print("hooked", hasattr(choose, "__wrapped__"), hasattr(getattr(choose, "__wrapped__", None), "__wrapped__"))
-print("waits for", [sorted(f._waiting) for f in sys.meta_path if "parstrat" in type(f).__module__])
-"""
-    waits = "waits for [['pytorch_lightning.strategies']]"
-    outside = run_script(script, tmp_path)
-    inside = run_script(script, tmp_path, environment=ASKED_FOR_BY_NTASKS)
-    assert "hooked False False" in outside and "hooked True False" in inside
-    assert waits in outside and waits in inside

@@ -10,6 +10,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, FP32
 from tests.strategies.late import delayed, late
+from tests.strategies.oracles import make, oracle
 from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, make_trainer, train, zero1
 
 ARRIVE_IN_THE_STEP = {
@@ -28,13 +29,9 @@ ARRIVE_IN_THE_STEP = {
 
 
 def compare_late(name: str) -> tuple[float, float, int]:
-    case = CASES[name]
-    whole_batch = case.oracle == "whole batch"
-    expected = train(
-        lambda: case.module(case.optimizer), None if whole_batch else ddp(), whole_batch=whole_batch, **case.trainer
-    )
-    strategy = late(**case.strategy)
-    actual = train(lambda: case.module(case.optimizer), strategy, **case.trainer)
+    expected = oracle(name)
+    strategy = late(**CASES[name].strategy)
+    actual = train(make(name), strategy, **CASES[name].trainer)
     return largest_difference(actual, expected), largest_loss_difference(actual, expected), strategy.under_way
 
 

@@ -14,7 +14,7 @@ from lightning_parstrat.distributed.optimizer import ShardedOptimizer
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32, FP64
-from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, train, zero1
+from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, reference, train, zero1
 
 
 class ThirdParty(NamedTuple):
@@ -77,7 +77,7 @@ def compare(name: str, module: type[zoo.Zoo], strategy: ZeRO1Strategy | str) -> 
     def make() -> zoo.Zoo:
         return module(case.optimizer)
 
-    expected = train(make, ddp(), callbacks=[Modes()], **case.trainer)
+    expected = reference((name, module), lambda: train(make, ddp(), callbacks=[Modes()], **case.trainer))
     actual = train(make, strategy, callbacks=[Modes()], **case.trainer)
     (optimizer,) = actual.trainer.optimizers
     sharded = isinstance(optimizer, ShardedOptimizer)
