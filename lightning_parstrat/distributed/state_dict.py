@@ -257,7 +257,9 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     for index, parameter in enumerate(parameters):
         position.setdefault(parameter, index)
     groups = [
-        {**group, "params": [position[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [position[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
     ]
     packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
     # Beside the state, not in it: to torch's optimizers a parameter whose state is not empty has stepped.

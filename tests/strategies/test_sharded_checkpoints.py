@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parstrat.cli.main import main
 from lightning_parstrat.distributed.sharded_reading import ShardedCheckpoint
 from lightning_parstrat.strategies.checkpoints import CHECKPOINT_KEY
 from tests.pool import RankPool
-from tests.strategies.parity import by_flag, train, zero1
-from tests.strategies.test_checkpoints import GLOBAL_BATCH, MODULES, load, resume
+from tests.strategies import zoo
+from tests.strategies.parity import by_flag, make_trainer, train, zero1
+from tests.strategies.test_checkpoints import GLOBAL_BATCH, MODULES, STRATEGIES, load, resume
 
 
 def tuned(**arguments: Any) -> Any:
@@ -123,3 +125,50 @@ def test_consolidated_it_is_the_full_one(pool: RankPool, tmp_path: Path, module:
     # Tied weights are written once.
     assert made.stat().st_size < 1.05 * (tmp_path / "full.ckpt").stat().st_size
     assert main(["consolidate", str(folder), str(made)]) == 2
+
+
+class SavesAtOnce(Callback):
+    """What was loaded is saved before anything is trained."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
+def resave(module: str, strategy: str, source: str, target: str) -> None:
+    batch = GLOBAL_BATCH // dist.get_world_size()
+    kinds = {**STRATEGIES, **SAVING}
+    trainer = make_trainer(kinds[strategy](), max_epochs=2, min_epochs=0, callbacks=[SavesAtOnce(target)])
+    data = zoo.loader(4 * GLOBAL_BATCH, batch, rank=dist.get_rank(), world_size=dist.get_world_size())
+    trainer.fit(MODULES[module](), data, ckpt_path=source, weights_only=True)
+
+
+JOURNEYS = [
+    [("full", 2), ("ddp", 2), ("full", 3), ("full", 1), ("single", 1), ("full", 2)],
+    [("sharded", 2), ("sharded", 3), ("full", 1), ("async", 3), ("tuned", 2), ("full", 2)],
+]
+
+
+@pytest.mark.parametrize("module", ["scheduled", "gan", "adafactor", "tied"])
+@pytest.mark.parametrize("journey", JOURNEYS, ids=["full", "sharded"])
+def test_the_state_is_the_same_key_by_key_wherever_it_goes(
+    pool: RankPool, tmp_path: Path, module: str, journey: list[tuple[str, int]]
+) -> None:
+    (first, ranks), *others = journey
+    source = tmp_path / "0.ckpt"
+    pool.run(ranks, write, module, first, str(source))
+    expected = read(source)
+    for number, (strategy, ranks) in enumerate(others, 1):
+        target = tmp_path / f"{number}.ckpt"
+        pool.run(ranks, resave, module, strategy, str(source), str(target))
+        found = read(target)
+        for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+            assert_same(found[key], expected[key], f"{strategy} at {ranks}: {key}")
+        source = target
+
+
+def read(path: Path) -> dict[str, Any]:
+    return whole(path) if path.is_dir() else load(path)
