@@ -113,6 +113,7 @@ class SavesWhenPreempted(Callback):
         self._told = 0
         self._told_to_anybody = 0
         self._window_is_open = False
+        self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
 
     def listen(self, signum: signal.Signals) -> None:
@@ -130,6 +131,9 @@ class SavesWhenPreempted(Callback):
             if trainer._signal_connector._original_handlers.get(signum) == self._note:
                 trainer._signal_connector._original_handlers[signum] = handler
         self._replaced.clear()
+        if self._loop is not None:
+            vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+            self._loop = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._told = max(self._told, _REQUEUE if signum == self._requeue_signal else _TERMINATE)
@@ -148,8 +152,13 @@ class SavesWhenPreempted(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes SIGTERM over from Lightning, whose handler waits for other ranks."""
+        """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
+        if trainer.received_sigterm:
+            self._told = _TERMINATE
+            trainer._signal_connector.received_sigterm = False
         self.listen(signal.SIGTERM)
+        self._loop = trainer.fit_loop.epoch_loop
+        self._loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
 
     @override
     def on_train_batch_end(
@@ -211,6 +220,10 @@ class SavesWhenPreempted(Callback):
                 signal.signal(signum, signal.SIG_DFL)
             time.sleep(_SECONDS_UNTIL_SLURM_ENDS_THE_RUN)
         raise SIGTERMException(128 + signal.SIGTERM)
+
+
+def _nothing() -> None:
+    """Stands in for what the ranks agree on here."""
 
 
 def _save_for_job(trainer: Trainer) -> list[str]:

@@ -87,7 +87,7 @@ def test_every_argument_has_a_line_of_help(command: str, capsys: pytest.CaptureF
         main([command, "--help"])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert f"lightning-parstrat {command} " in printed and "--json" in printed
+    assert f"lightning-parstrat {command} " in printed and ("--json" in printed or command == "consolidate")
 
 
 def test_without_slurm_it_says_what_to_do(
