@@ -11,22 +11,22 @@ import os
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 
 PREFIX = ".saving-"
 """What temporary names begin with. Lightning looks for checkpoints by their names: none may be in these."""
 
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
+_SECONDS_AFTER_ITS_PROCESS = 600.0
 _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
-_numbers = count()
 
 
 def temporary_name(folder: Path) -> Path:
     """A path in ``folder`` that no other process and no other call uses."""
-    return folder / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{next(_numbers)}"
+    return folder / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 @contextmanager
@@ -58,9 +58,13 @@ def put_in_place(temporary: Path, path: Path) -> None:
     """Gives a file or folder its name, in the place of what has it, and removes that afterwards.
 
     A file replaces a file in one step. Folders change places in one step where the file system can do that (ext4, xfs,
-    btrfs, tmpfs and others); elsewhere a crash between two renames leaves what had the name under a temporary one, from
-    which :func:`recover` brings it back.
+    btrfs, tmpfs and others); elsewhere a crash between two renames leaves what had the name under another that begins
+    alike, so that who looks for ``last*.ckpt`` finds it; :func:`recover` brings it back.
+
+    Raises:
+        IsADirectoryError: There is a folder with other things than a checkpoint in it.
     """
+    check_may_be_replaced(path)
     is_replaced_by_rename = not path.exists() or path.is_symlink() or not (path.is_dir() or temporary.is_dir())
     if is_replaced_by_rename and not (path.is_symlink() and temporary.is_dir()):
         os.replace(temporary, path)
@@ -71,11 +75,29 @@ def put_in_place(temporary: Path, path: Path) -> None:
         remove(temporary)
         return
     replaced = _replaced_name(path)
+    check_may_be_replaced(replaced)
     remove(replaced)
     os.rename(path, replaced)
     os.rename(temporary, path)
     sync(path.parent)
     remove(replaced)
+
+
+def check_may_be_replaced(path: Path) -> None:
+    """Refuses to replace a folder in which somebody keeps something else.
+
+    Raises:
+        IsADirectoryError: There is one.
+    """
+    if not path.is_dir() or path.is_symlink():
+        return
+    others = sorted(entry.name for entry in path.iterdir() if not _is_of_checkpoint(entry.name))
+    if others:
+        raise IsADirectoryError(
+            errno.EISDIR,
+            f"a folder that holds more than a checkpoint ({', '.join(others[:3])}) is not replaced",
+            str(path),
+        )
 
 
 def recover(path: Path) -> None:
@@ -114,7 +136,7 @@ def remove_left_behind(folder: Path) -> None:
     """Removes what programs that ended while they were writing have left here, as far as that is sure.
 
     Other jobs may be writing to the same folder, from other machines. Theirs change all the time: what has not changed
-    for an hour is nobody's; what a process of this machine was writing that is gone, is so after a minute.
+    for an hour is nobody's; what a process of this machine was writing that is gone, is so after ten minutes.
     """
     own = f"{PREFIX}{socket.gethostname()}-"
     for path in folder.glob(f"{PREFIX}*"):
@@ -122,7 +144,7 @@ def remove_left_behind(folder: Path) -> None:
             seconds = time.time() - _last_change(path)
             process = path.name.removeprefix(own).split("-")[0] if path.name.startswith(own) else ""
             is_gone = process.isdigit() and not Path(f"/proc/{process}").exists()
-            if seconds > (60.0 if is_gone else _SECONDS_UNTIL_LEFT_BEHIND):
+            if seconds > (_SECONDS_AFTER_ITS_PROCESS if is_gone else _SECONDS_UNTIL_LEFT_BEHIND):
                 remove(path)
         except OSError:
             # Somebody else was faster, or may do what we may not.
@@ -142,6 +164,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _is_of_checkpoint(name: str) -> bool:
+    return name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt"
+
+
 def _last_change(path: Path) -> float:
     times = [path.lstat().st_mtime]
     if path.is_dir() and not path.is_symlink():
@@ -150,8 +176,7 @@ def _last_change(path: Path) -> float:
 
 
 def _replaced_name(path: Path) -> Path:
-    # One that stays the same, so that it is found again; without the name itself, see `PREFIX`.
-    return path.parent / f".replaced-{path.name.encode().hex()[-200:]}"
+    return path.with_name(f"{path.stem}-replaced{path.suffix}")
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -26,8 +27,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_parstrat.distributed.checkpoint_pieces import CheckpointPieces, Piece, Placeholders, sources_in
-from lightning_parstrat.distributed.durable_files import put_in_place, remove, remove_left_behind, sync, temporary_name
-from lightning_parstrat.distributed.tensor_trees import with_narrow_storage
+from lightning_parstrat.distributed.durable_files import (
+    check_may_be_replaced,
+    put_in_place,
+    remove,
+    remove_left_behind,
+    sync,
+    temporary_name,
+)
+from lightning_parstrat.distributed.tensor_trees import leaves, with_narrow_storage
 
 SKELETON = "checkpoint.pt"
 """The file of what is not in the other files, and of which tensor is found where."""
@@ -96,13 +104,16 @@ def save_sharded(
     """
     is_coordinator = dist.get_rank(group) == 0
     skeleton = io.BytesIO()
-    outline = None
+    outline, failure = None, None
     if is_coordinator:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_left_behind(path.parent)
-        torch.save(checkpoint, skeleton)
-        outline = _Outline(str(temporary_name(path.parent)), sources_in(checkpoint, placeholders))
-    outline = _broadcast(outline, group)
+        try:
+            outline = _prepare(checkpoint, path, placeholders, skeleton)
+        except Exception as error:
+            # The others wait to be told.
+            failure = error
+    outline, told = _broadcast((outline, None if failure is None else repr(failure)), group)
+    if told is not None:
+        raise CheckpointNotSavedError(f"{path} was not saved: rank 0: {told}") from failure
     found = {name: pieces.of(source) for name, source in outline.sources.items()}
     own = {name: piece for name, piece in found.items() if piece is not None}
     temporary = Path(outline.temporary)
@@ -130,6 +141,25 @@ def save_sharded(
         clean_up(temporary)
         raise
     return None
+
+
+def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> _Outline:
+    """What can be done before anybody writes, and may fail."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_may_be_replaced(path)
+    remove_left_behind(path.parent)
+    copied = [leaf.name for leaf in leaves(checkpoint) if _has_no_elements(leaf.tensor, placeholders)]
+    if copied:
+        raise ValueError(
+            f"In a sharded checkpoint the optimizers' tensors are placeholders until all ranks write them. A hook has"
+            f" copied or changed {', '.join(copied[:3])}: leave them as they are, or use checkpoint_format='full'."
+        )
+    torch.save(checkpoint, skeleton)
+    return _Outline(str(temporary_name(path.parent)), sources_in(checkpoint, placeholders))
+
+
+def _has_no_elements(tensor: Tensor, placeholders: Placeholders) -> bool:
+    return tensor.device.type == "meta" and placeholders.source_of(tensor) is None
 
 
 class _PiecePlanner(DefaultSavePlanner):

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_parstrat.distributed.durable_files import remove_whole, written_durably
+from lightning_parstrat.distributed.durable_files import check_may_be_replaced, remove_whole, written_durably
+from lightning_parstrat.distributed.tensor_trees import replace_leaves
 
 _MAGIC_OF_ZIP = b"PK\x03\x04"
 _NEEDED = ("state_dict", "pytorch-lightning_version")
@@ -33,10 +35,12 @@ class DurableCheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: It could not be written; what was there is as it was.
         """
-        if storage_options is not None or not _is_local_file_protocol(path):
+        local = local_path(path)
+        if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with written_durably(Path(path)) as temporary, open(temporary, "xb") as file:
+        check_may_be_replaced(local)
+        with written_durably(local) as temporary, open(temporary, "xb") as file:
             torch.save(checkpoint, file)
 
     @override
@@ -51,13 +55,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
         Raises:
             MisconfigurationException: It is torn, or no checkpoint.
         """
-        is_mapped = _is_local_file_protocol(path) and Path(path).is_file() and _begins_as_zip(Path(path))
+        local = local_path(path)
         try:
-            if is_mapped:
-                loaded: dict[str, Any] = torch.load(
-                    path, mmap=True, map_location=map_location, weights_only=weights_only
-                )
-                return loaded
+            if local is not None and local.is_file() and _begins_as_zip(local):
+                loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
+                return _with_copies_of_small(loaded)
             return super().load_checkpoint(path, map_location, weights_only)
         except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
             explained = _explained(error, path)
@@ -68,10 +70,28 @@ class DurableCheckpointIO(TorchCheckpointIO):
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
         """Removes a file, or a folder so that it is there whole until it is not there at all."""
-        if _is_local_file_protocol(path):
-            remove_whole(Path(path))
+        local = local_path(path)
+        if local is not None:
+            remove_whole(local)
         else:
             super().remove_checkpoint(path)
+
+
+def local_path(path: _PATH) -> Path | None:
+    """Where on this machine a path or URL points to; None where that is elsewhere."""
+    filesystem, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def _with_copies_of_small(loaded: Any) -> Any:
+    """Leaves mapped what every part of Lightning copies; what callbacks may hold on to must not depend on the file."""
+    if not isinstance(loaded, dict):
+        return loaded
+    mapped = ("state_dict", "optimizer_states")
+    return {
+        key: value if key in mapped else replace_leaves(value, lambda tensor: tensor.clone())
+        for key, value in loaded.items()
+    }
 
 
 def check_is_checkpoint(checkpoint: Any, path: _PATH) -> None:
@@ -95,7 +115,9 @@ def _begins_as_zip(path: Path) -> bool:
 
 def _explained(error: Exception, path: _PATH) -> MisconfigurationException | None:
     """What is wrong with a file that could not be loaded; None where the error says it."""
-    local = Path(path)
+    local = local_path(path)
+    if local is None:
+        return None
     if local.is_dir():
         return MisconfigurationException(
             f"{path} is a folder, and not one that lightning_parstrat has written. A sharded checkpoint of Lightning's"

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -37,10 +36,10 @@ from lightning_parstrat.distributed.sharded_reading import ShardedCheckpoint, is
 from lightning_parstrat.distributed.slots import ParameterSlot
 from lightning_parstrat.distributed.state_dict import check_shapes
 from lightning_parstrat.distributed.tensor_trees import replace_leaves
-from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
+from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
 from lightning_parstrat.strategies.clipping import unwrapped
 from lightning_parstrat.strategies.faults import FaultAwareStrategy
-from lightning_parstrat.strategies.pending_save import PendingSave
+from lightning_parstrat.strategies.pending_save import FileSystemToBe, PendingSave
 from lightning_parstrat.strategies.resume import RNG, RandomNumbers, ResumePoints, from_which_training_goes_on
 
 CHECKPOINT_KEY = "lightning_parstrat"
@@ -75,7 +74,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
         self._checkpoint_policy = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
         self._placeholders = Placeholders()
         self._loaded: ShardedCheckpoint | None = None
-        self._pending: PendingSave | None = None
+        self._pending = PendingSave()
         self._random = RandomNumbers()
         self._resume_points = ResumePoints()
         self._absent: list[int] = []
@@ -181,16 +180,17 @@ class CheckpointingStrategy(FaultAwareStrategy):
         finally:
             self._placeholders = Placeholders()
         if save is not None:
-            self._pending = self._pending or PendingSave(self.is_global_zero)
             self._pending.begin(save)
 
     def _completed(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
         """With what is ours, and of the moment from which training can go on. Collective in ``control``."""
         own = {"format": FORMAT, **self._own_entries()}
-        if "optimizer_states" in checkpoint:
-            trainer = self._training_module.trainer
-            point = self._resume_points.point_of_save()
-            own[RNG] = self._random.gather(trainer, point, control)
+        trainer = self._training_module.trainer
+        point = self._resume_points.point_of_save()
+        # By all ranks in any case: a hook may have changed the checkpoint of some.
+        random = self._random.gather(trainer, point, control)
+        if "optimizer_states" in checkpoint and "loops" in checkpoint:
+            own[RNG] = random
             checkpoint = from_which_training_goes_on(checkpoint, trainer, point)
         return {**checkpoint, CHECKPOINT_KEY: own}
 
@@ -214,11 +214,12 @@ class CheckpointingStrategy(FaultAwareStrategy):
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """Removes a checkpoint, but not before its successor is whole."""
-        if self._pending is not None and self._pending.is_under_way and _is_local_file_protocol(filepath):
-            self._pending.remove_later(Path(filepath))
-        elif _is_local_file_protocol(filepath) and is_sharded_checkpoint(Path(filepath)):
+        local = local_path(filepath)
+        if self._pending.is_under_way and local is not None:
+            self._pending.remove_later(local)
+        elif local is not None and is_sharded_checkpoint(local):
             if self.is_global_zero:
-                remove_whole(Path(filepath))
+                remove_whole(local)
         else:
             super().remove_checkpoint(filepath)
 
@@ -246,10 +247,11 @@ class CheckpointingStrategy(FaultAwareStrategy):
 
     def _load(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
         self._loaded = None
-        if _is_local_file_protocol(path):
-            recover(Path(path))
-        if _is_local_file_protocol(path) and is_sharded_checkpoint(Path(path)):
-            loaded = ShardedCheckpoint(Path(path), weights_only)
+        local = local_path(path)
+        if local is not None:
+            recover(local)
+        if local is not None and is_sharded_checkpoint(local):
+            loaded = ShardedCheckpoint(local, weights_only)
             check_is_checkpoint(loaded.skeleton, path)
             states = loaded.skeleton.get("optimizer_states")
             checkpoint = loaded.filled({k: v for k, v in loaded.skeleton.items() if k != "optimizer_states"})
@@ -315,17 +317,20 @@ class CheckpointingStrategy(FaultAwareStrategy):
         """Goes on with the random numbers of the checkpoint, where training goes on within an epoch."""
         super().on_train_start()
         trainer = self._training_module.trainer
-        self._check_links(trainer.callbacks)
+        if self._checkpoint_policy.async_save:
+            self._prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)])
         self._random.before_training()
         self._resume_points.note(trainer)
 
-    def _check_links(self, callbacks: list[Any]) -> None:
-        linking = [c for c in callbacks if isinstance(c, ModelCheckpoint) and c.save_last == "link"]
-        if linking and self._checkpoint_policy.async_save:
+    def _prepare_callbacks(self, callbacks: list[ModelCheckpoint]) -> None:
+        if any(callback.save_last == "link" for callback in callbacks):
             raise MisconfigurationException(
                 "`ModelCheckpoint(save_last='link')` would make the link before the checkpoint is there that"
                 " async_save=True is still writing. Use `save_last=True`."
             )
+        for callback in callbacks:
+            if not isinstance(callback._fs, FileSystemToBe):
+                callback._fs = FileSystemToBe(callback._fs, self._pending)
 
     @override
     def on_train_end(self) -> None:
@@ -340,9 +345,9 @@ class CheckpointingStrategy(FaultAwareStrategy):
             CheckpointNotSavedError: It could not be written.
             MissingRanksError: Ranks have not written their part.
         """
-        if self._pending is not None:
+        if self._pending.is_under_way:
             with missing_ranks_named(self._roll_call, "Saving a checkpoint while training went on"):
-                self._pending.finish()
+                self._pending.finish(self.is_global_zero)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -355,9 +360,10 @@ class CheckpointingStrategy(FaultAwareStrategy):
     @override
     def teardown(self) -> None:
         """Waits for the checkpoint that is being written, if an exception has kept training from doing so."""
-        if self._pending is not None:
-            self._pending.abandon()
-            self._pending = None
+        self._pending.abandon()
+        for callback in self._training_module.trainer.callbacks:
+            if isinstance(callback, ModelCheckpoint) and isinstance(callback._fs, FileSystemToBe):
+                callback._fs = callback._fs.filesystem
         self._loaded = None
         self._random = RandomNumbers()
         self._placeholders = Placeholders()
@@ -368,9 +374,10 @@ class CheckpointingStrategy(FaultAwareStrategy):
 
 
 def _local(filepath: _PATH) -> Path:
-    if not _is_local_file_protocol(filepath):
+    local = local_path(filepath)
+    if local is None:
         raise MisconfigurationException(
             f"checkpoint_format='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
             " a local `dirpath`, or checkpoint_format='full'."
         )
-    return Path(filepath)
+    return local

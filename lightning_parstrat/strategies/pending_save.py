@@ -1,6 +1,8 @@
 """A checkpoint that is being written while training goes on."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -12,13 +14,9 @@ class PendingSave:
     """At most one save that is under way, and what is to be removed when it is done.
 
     All ranks call its methods at the same points.
-
-    Args:
-        removes: Whether this rank is the one that removes.
     """
 
-    def __init__(self, removes: bool) -> None:
-        self._removes = removes
+    def __init__(self) -> None:
         self._save: RunningSave | None = None
         self._obsolete: list[Path] = []
 
@@ -31,12 +29,19 @@ class PendingSave:
         """Whether a save has begun that nobody has waited for."""
         return self._save is not None
 
+    def will_make(self, path: str) -> bool:
+        """Whether a save that is under way is going to have that path."""
+        return self._save is not None and os.path.abspath(path) == os.path.abspath(self._save.path)
+
     def remove_later(self, path: Path) -> None:
         """Removes a checkpoint when its successor is whole, and not at all if that fails."""
         self._obsolete.append(path)
 
-    def finish(self) -> None:
+    def finish(self, removes: bool) -> None:
         """Waits for the save that is under way.
+
+        Args:
+            removes: Whether this rank is the one that removes.
 
         Raises:
             CheckpointNotSavedError: It has failed on any rank.
@@ -52,7 +57,7 @@ class PendingSave:
             if kept:
                 rank_zero_warn(f"{', '.join(kept)} would have been removed, and is kept.")
             raise
-        if self._removes:
+        if removes:
             for path in obsolete:
                 remove_whole(path)
 
@@ -65,3 +70,28 @@ class PendingSave:
                 save.wait()
             except RuntimeError as error:
                 rank_zero_warn(f"{save.path} was not saved: {error}")
+
+
+class FileSystemToBe:
+    """A file system as it will be when the save that is under way is done.
+
+    ModelCheckpoint counts a file's name up where there is one of that name.
+
+    Args:
+        filesystem: As it is.
+        pending: The save.
+    """
+
+    def __init__(self, filesystem: Any, pending: PendingSave) -> None:
+        self.filesystem = filesystem
+        self.pending = pending
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether there is or will be such a path."""
+        return self.pending.will_make(path) or bool(self.filesystem.exists(path, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("filesystem", "pending"):
+            # A copy that is not complete yet.
+            raise AttributeError(name)
+        return getattr(self.filesystem, name)

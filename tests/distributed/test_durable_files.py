@@ -25,7 +25,7 @@ def make(path: Path, kind: str, content: str) -> None:
         path.write_text(content)
     elif kind == "folder":
         path.mkdir()
-        (path / "inside").write_text(content)
+        (path / "__0_0.distcp").write_text(content)
     elif kind == "link":
         target = path.parent / f"target-of-{path.name}"
         make(target, "folder", "of the target")
@@ -33,7 +33,7 @@ def make(path: Path, kind: str, content: str) -> None:
 
 
 def content(path: Path) -> str:
-    return (path / "inside" if path.is_dir() else path).read_text()
+    return (path / "__0_0.distcp" if path.is_dir() else path).read_text()
 
 
 @pytest.fixture(params=["exchanged", "renamed twice"])
@@ -118,7 +118,7 @@ def test_what_others_left_behind_is_removed_when_it_is_surely_nobodys(tmp_path: 
     minutes = 60.0
     ages = {
         mine.name: 30 * minutes,
-        f"{PREFIX}{host}-{dead.pid}-0": 2 * minutes,
+        f"{PREFIX}{host}-{dead.pid}-0": 11 * minutes,
         f"{PREFIX}{host}-{dead.pid}-1": 0.0,
         f"{PREFIX}elsewhere-1-0": 30 * minutes,
         f"{PREFIX}elsewhere-1-1": 61 * minutes,

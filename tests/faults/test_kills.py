@@ -86,7 +86,7 @@ def test_what_was_saved_is_whole_and_training_goes_on(tmp_path: Path, expected: 
     check_all_whole(folder)
     for actual, reference in zip(torch.load(folder / "result.pt"), parameters, strict=True):
         assert torch.equal(actual, reference)
-    assert not list(folder.glob(".replaced-*"))
+    assert not list(folder.glob("*-replaced*"))
 
 
 def check_survivor(survivor: Any, victim: int) -> None:

@@ -1,5 +1,7 @@
 """Checkpoints that all ranks write: the same training state as a full one, at any world size, by any strategy."""
 
+import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,3 +174,84 @@ def test_the_state_is_the_same_key_by_key_wherever_it_goes(
 
 def read(path: Path) -> dict[str, Any]:
     return whole(path) if path.is_dir() else load(path)
+
+
+class Rising(zoo.MLP):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("rises", float(self.global_step))
+        return super().training_step(batch, batch_idx)
+
+
+def best_of_two(folder: str, strategy: str) -> list[bool]:
+    """Two callbacks save under names that are the same but for the counter; whether the best of each is there."""
+    often = {"every_n_train_steps": 1, "save_on_train_epoch_end": False, "save_top_k": 1}
+    callbacks = [ModelCheckpoint(folder, monitor="rises", mode=mode, **often) for mode in ("min", "max")]
+    trainer = make_trainer(SAVING[strategy](), callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(Rising(), zoo.loader(24, 4))
+    return [Path(callback.best_model_path).exists() for callback in callbacks]
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "async"])
+def test_names_are_counted_up_for_what_is_still_being_written(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    assert pool.run(2, best_of_two, str(tmp_path), strategy) == [[True, True]] * 2
+
+
+def saved_over_a_folder(folder: str, strategy: str) -> str:
+    trainer = make_trainer(SAVING[strategy](), max_steps=1)
+    trainer.fit(zoo.MLP(), zoo.loader(8, 2))
+    try:
+        trainer.save_checkpoint(folder)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("strategy", ["full", "sharded"])
+def test_a_folder_of_other_things_is_not_replaced(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("years of work")
+    assert all("thesis.txt" in error for error in pool.run(2, saved_over_a_folder, str(folder), strategy))
+    assert (folder / "thesis.txt").read_text() == "years of work"
+
+
+class Changed(zoo.MLP):
+    """Its hook copies what stands for the optimizers' tensors, on rank 0 alone."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["optimizer_states"] = copy.deepcopy(checkpoint["optimizer_states"])
+
+
+def saved_with_copies(path: str, strategy: str) -> str:
+    trainer = make_trainer(SAVING[strategy](), max_steps=1)
+    trainer.fit(Changed(), zoo.loader(8, 2))
+    try:
+        trainer.save_checkpoint(path)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+def test_hooks_that_copy_placeholders_are_told(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    assert all("has copied or changed" in error for error in pool.run(2, saved_with_copies, str(path), "sharded"))
+    assert not list(tmp_path.iterdir())
+    assert pool.run(2, saved_with_copies, str(path), "full") == ["no error"] * 2
+
+
+def saved_at_home(home: str, path: str, strategy: str) -> bool:
+    os.environ["HOME"] = home
+    trainer = make_trainer(SAVING[strategy](), max_steps=1)
+    trainer.fit(zoo.MLP(), zoo.loader(8, 2))
+    trainer.save_checkpoint(path)
+    again = make_trainer(SAVING[strategy](), max_steps=2, max_epochs=3)
+    again.fit(zoo.MLP(), zoo.loader(8, 2), ckpt_path=path, weights_only=True)
+    return again.global_step == 2
+
+
+@pytest.mark.parametrize("strategy", ["full", "sharded"])
+@pytest.mark.parametrize("path", ["~/a.ckpt", "file://{home}/a.ckpt"])
+def test_paths_as_lightning_writes_them(pool: RankPool, tmp_path: Path, strategy: str, path: str) -> None:
+    assert all(pool.run(2, saved_at_home, str(tmp_path), path.format(home=tmp_path), strategy))
+    assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
