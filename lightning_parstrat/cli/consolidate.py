@@ -55,8 +55,11 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError(f"{destination} is there already. Choose another name, or give --overwrite.")
     checkpoint = open_sharded(source, arguments.trusted)
     total = consolidated_bytes(checkpoint)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=destination.name, file=sys.stderr) as bar:
-        consolidate(checkpoint, destination, bar.update)
+    try:
+        with tqdm(total=total, unit="B", unit_scale=True, desc=destination.name, file=sys.stderr) as bar:
+            consolidate(checkpoint, destination, bar.update)
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
     print(f"{destination}: {destination.stat().st_size} bytes")
     return 0
 

@@ -167,5 +167,5 @@ class CheckpointPolicy:
         if self.async_save and self.checkpoint_format != "sharded":
             raise ValueError(
                 "async_save=True needs checkpoint_format='sharded': a full checkpoint is gathered on one rank, for"
-                " which all have to wait. Set that, or wrap the file's writing in Lightning's AsyncCheckpointIO plugin."
+                " which all have to wait. Set that, too."
             )

@@ -4,6 +4,7 @@ A tensor is described in terms that all ranks understand (:class:`TensorSource`)
 together stands a placeholder on the meta device, which has shape, strides and dtype but no elements.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from torch.optim import Optimizer
 from lightning_parstrat.distributed.slots import ParameterSlot
 from lightning_parstrat.distributed.state_dict import MASTER_WEIGHTS, grouped_parameters
 from lightning_parstrat.distributed.tensor_trees import in_storage_order, leaves, replace_leaves
+
+_BYTES_WORTH_SPLITTING = 2**22
 
 
 class TensorSource(NamedTuple):
@@ -65,7 +68,7 @@ class CheckpointPieces:
     """This rank's pieces of the tensors of a training.
 
     What is sharded is written by its owner. What all ranks have (parameters that no optimizer shards, state that every
-    rank keeps) is split evenly.
+    rank keeps) is split evenly where it is large, and else written by one of them.
 
     Args:
         module: Its parameters are those that sources name.
@@ -109,7 +112,7 @@ class CheckpointPieces:
         """This rank's piece; None where it has none of it."""
         parameter, slot = self._find(source)
         if slot is None:
-            return self._even_share(self._whole(source, parameter))
+            return self._share(self._whole(source, parameter), source)
         if slot.shard is None or slot.piece is None:
             return None
         if source.optimizer is None:
@@ -119,8 +122,12 @@ class CheckpointPieces:
             elements = in_storage_order(self._state_of(source, slot.shard))
         return Piece(elements, slot.piece.parameter_start, slot.place.numel)
 
-    def _even_share(self, whole: Tensor) -> Piece | None:
+    def _share(self, whole: Tensor, source: TensorSource) -> Piece | None:
         flat = in_storage_order(whole)
+        if flat.nbytes < _BYTES_WORTH_SPLITTING:
+            # Each piece has its price: such a tensor is one rank's, by turns.
+            is_own = zlib.crc32(repr(source).encode()) % self._world_size == self._rank
+            return Piece(flat, 0, flat.numel()) if is_own and flat.numel() else None
         first = flat.numel() * self._rank // self._world_size
         last = flat.numel() * (self._rank + 1) // self._world_size
         return Piece(flat[first:last], first, flat.numel()) if last > first else None

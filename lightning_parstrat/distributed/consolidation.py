@@ -1,5 +1,6 @@
 """Makes one file of a checkpoint that all ranks have written, without holding it in memory. Not collective."""
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Call
         progress: Is told of bytes that have been written since it was told last.
 
     Raises:
+        ValueError: There are tensors in objects that cannot be looked into.
         OSError: It could not be written; what was there is as it was.
     """
     with written_durably(destination) as temporary:
@@ -45,6 +47,12 @@ def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Call
                     file.seek(offset + start * elements.itemsize)
                     file.write(elements.view(torch.uint8).numpy().data)
                     progress(elements.nbytes)
+        if len(written) != _storages_in(temporary):
+            raise ValueError(
+                f"{checkpoint.folder} holds tensors in objects other than dictionaries, lists and tuples (sets, objects"
+                " of a class of somebody's): what is in them cannot be moved to one file this way. Load it in a"
+                " training with checkpoint_format='full', and save from there."
+            )
 
 
 def consolidated_bytes(checkpoint: ShardedCheckpoint) -> int:
@@ -64,6 +72,11 @@ def _room_for(checkpoint: ShardedCheckpoint) -> Callable[[Tensor], Tensor]:
         return made[id(tensor)]
 
     return room
+
+
+def _storages_in(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        return sum(name.rpartition("/data/")[2].isdecimal() for name in archive.namelist() if "/data/" in name)
 
 
 def _strides(tensor: Tensor) -> Any:

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import shutil
 import socket
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 PREFIX = ".saving-"
 """What temporary names begin with. Lightning looks for checkpoints by their names: none may be in these."""
 
+_TEMPORARY = re.compile(re.escape(PREFIX) + r".+-\d+-[0-9a-f]{12}")
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
 _SECONDS_AFTER_ITS_PROCESS = 600.0
 _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
@@ -139,7 +141,7 @@ def remove_left_behind(folder: Path) -> None:
     for an hour is nobody's; what a process of this machine was writing that is gone, is so after ten minutes.
     """
     own = f"{PREFIX}{socket.gethostname()}-"
-    for path in folder.glob(f"{PREFIX}*"):
+    for path in (one for one in folder.glob(f"{PREFIX}*") if _TEMPORARY.fullmatch(one.name)):
         try:
             seconds = time.time() - _last_change(path)
             process = path.name.removeprefix(own).split("-")[0] if path.name.startswith(own) else ""

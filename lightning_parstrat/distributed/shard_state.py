@@ -87,7 +87,7 @@ def shard_value(value: Any, slot: ParameterSlot) -> Any:
     if isinstance(value, OwnPart) and slot.shard is not None:
         part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
     elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
-        return value
+        return value.clone() if isinstance(value, Tensor) else value
     else:
         # A copy, so that what is not this rank's goes: a checkpoint may be mapped into memory, not read.
         part = slot.part_of(value).clone()

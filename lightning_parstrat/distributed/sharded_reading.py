@@ -39,7 +39,8 @@ class Run(NamedTuple):
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether a folder is, or should be, one of these checkpoints."""
-    return path.is_dir() and ((path / SKELETON).exists() or (path / METADATA).exists())
+    of_others = (path / "meta.pt").exists()
+    return path.is_dir() and ((path / SKELETON).exists() or ((path / METADATA).exists() and not of_others))
 
 
 class ShardedCheckpoint:
@@ -88,7 +89,13 @@ class ShardedCheckpoint:
         planner = _RunPlanner(wanted)
         planner.set_up_planner({name: run.target for name, run in wanted.items()}, self._metadata)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-        self._reader.read_data(planner.create_local_plan(), planner).wait()
+        try:
+            self._reader.read_data(planner.create_local_plan(), planner).wait()
+        except (RuntimeError, EOFError, KeyError, UnpicklingError) as error:
+            raise CheckpointDamagedError(
+                f"The elements of {', '.join(list(wanted)[:3])} or of others cannot be read from {self.folder}"
+                f" ({error}). {_REMEDY}"
+            ) from error
 
     def filled(self, tree: Any) -> Any:
         """A copy of a part of the skeleton with all tensors whole, in host memory."""
@@ -162,7 +169,10 @@ class ShardedCheckpoint:
         path = self.folder / SKELETON
         if not zipfile.is_zipfile(path):
             raise CheckpointDamagedError(f"{path} is damaged: it ends too early. {_REMEDY}")
-        return torch.load(path, map_location="cpu", weights_only=weights_only)
+        try:
+            return torch.load(path, map_location="cpu", weights_only=weights_only)
+        except (RuntimeError, EOFError, KeyError) as error:
+            raise CheckpointDamagedError(f"{path} is damaged ({error}). {_REMEDY}") from error
 
     def _refuse(self, names: Iterable[str], what: str) -> None:
         names = sorted(names)

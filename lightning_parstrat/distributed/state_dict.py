@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parstrat.distributed.shard_state import OwnPart, StateByShard, shard_value
 from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, OptimizerSharding, original_class
 from lightning_parstrat.distributed.slots import ParameterSlot
+from lightning_parstrat.distributed.tensor_trees import replace_leaves
 
 StateDict = dict[Any, Any]
 
@@ -111,7 +112,11 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
             kept.append(identifier)
             entries = state_dict["state"].get(identifier)
             if entries is not None:
-                part = entries if slot is None else {key: shard_value(value, slot) for key, value in entries.items()}
+                part = (
+                    replace_leaves(entries, torch.clone)
+                    if slot is None
+                    else {key: shard_value(value, slot) for key, value in entries.items()}
+                )
                 state[identifier] = part
             if slot is not None:
                 _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
@@ -153,8 +158,15 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
 @torch.no_grad()
 def _load_master_weights(slot: ParameterSlot, whole: Tensor | OwnPart | None) -> None:
     """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
-    if slot.shard is not None and slot.has_master_weights and whole is not None:
-        slot.shard.copy_(shard_value(whole, slot))
+    if slot.shard is None or whole is None:
+        return
+    part = shard_value(whole, slot)
+    if slot.has_master_weights:
+        slot.shard.copy_(part)
+    elif slot.bucket.layout.world_size == 1 and part.dtype == slot.shard.dtype:
+        # Alone, parameters do not travel, and are no longer rounded for that.
+        unchanged = part.to(torch.bfloat16).to(part.dtype) == slot.shard
+        slot.shard.copy_(torch.where(unchanged, part, slot.shard))
 
 
 def _gather_descriptions(

@@ -1,5 +1,6 @@
 """Checkpoints that survive: saved by all ranks or by none, whole or not at all, and read at any world size."""
 
+import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -63,7 +64,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             see the folder.
         async_save: Whether training goes on as soon as each rank has copied its part to host memory, while a thread
             writes the sharded checkpoint. At most one is under way; the next save, and the end of training, wait for
-            it.
+            it. ``checkpoint_io`` has no part in sharded checkpoints.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -78,6 +79,8 @@ class CheckpointingStrategy(FaultAwareStrategy):
         self._random = RandomNumbers()
         self._resume_points = ResumePoints()
         self._absent: list[int] = []
+        self._loaded_loaders: list[Any] | None = None
+        self._trains = False
         super().__init__(**kwargs)
 
     @property
@@ -131,6 +134,10 @@ class CheckpointingStrategy(FaultAwareStrategy):
         if self._absent:
             self._save_alone(checkpoint, filepath, storage_options)
             return
+        if not self._has_ranks:
+            # Processes that were spawned have ended, or have not begun: there is nobody to wait for.
+            super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
+            return
         with missing_ranks_named(self._roll_call, f"Saving {filepath}"):
             self._wait_for_all()
             checkpoint = self._completed(checkpoint, self._control)
@@ -170,10 +177,8 @@ class CheckpointingStrategy(FaultAwareStrategy):
         pieces = CheckpointPieces(self._training_module, optimizers, slots, self.global_rank, self.world_size)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
-        # Afterwards nobody would wait for it.
-        state = self._training_module.trainer.state
-        in_fit = state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
-        asynchronous = self._checkpoint_policy.async_save and in_fit
+        # Before and after training nobody would wait for it.
+        asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
         try:
             save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
@@ -240,9 +245,14 @@ class CheckpointingStrategy(FaultAwareStrategy):
             checkpoint = self._load(checkpoint_path, weights_only)
         except Exception as error:
             failure = error
-        self._raise_together(failure, f"loading {checkpoint_path}")
+        if self._has_ranks:
+            self._raise_together(failure, f"loading {checkpoint_path}")
+        elif failure is not None:
+            raise failure
         own = checkpoint.get(CHECKPOINT_KEY, {})
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
+        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._loaded_loaders = copy.deepcopy(fit_loop.get("state_dict", {}).get("combined_loader"))
         return checkpoint
 
     def _load(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
@@ -320,7 +330,9 @@ class CheckpointingStrategy(FaultAwareStrategy):
         if self._checkpoint_policy.async_save:
             self._prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)])
         self._random.before_training()
-        self._resume_points.note(trainer)
+        self._resume_points.note(trainer, self._loaded_loaders)
+        self._loaded_loaders = None
+        self._trains = True
 
     def _prepare_callbacks(self, callbacks: list[ModelCheckpoint]) -> None:
         if any(callback.save_last == "link" for callback in callbacks):
@@ -336,6 +348,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
     def on_train_end(self) -> None:
         """Waits for the checkpoint that is being written."""
         super().on_train_end()
+        self._trains = False
         self.wait_for_saves()
 
     def wait_for_saves(self) -> None:
@@ -360,6 +373,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
     @override
     def teardown(self) -> None:
         """Waits for the checkpoint that is being written, if an exception has kept training from doing so."""
+        self._trains = False
         self._pending.abandon()
         for callback in self._training_module.trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and isinstance(callback._fs, FileSystemToBe):

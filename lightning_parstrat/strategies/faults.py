@@ -62,6 +62,11 @@ class FaultAwareStrategy(SizedStrategy, ElasticStrategy):
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
+    def _has_ranks(self) -> bool:
+        """Whether this process has joined others."""
+        return self._known_roll_call is not None
+
+    @property
     def _roll_call(self) -> RollCall:
         if self._known_roll_call is None:
             raise AssertionError("ranks were asked for that have not been set up")

@@ -62,10 +62,17 @@ class ResumePoints(Callback):
         elif self._point is not None:
             self._point = self._point._replace(micro_batches=self._point.micro_batches + 1)
 
-    def note(self, trainer: Trainer) -> None:
-        """Call where no window is open and the next batch has not been fetched."""
+    def note(self, trainer: Trainer, loaders: list[Any] | None = None) -> None:
+        """Call where no window is open and the next batch has not been fetched.
+
+        Args:
+            trainer: The Trainer.
+            loaders: The states of its loaders where they cannot tell, as nothing was fetched from them yet.
+        """
         loader = trainer.fit_loop._combined_loader
-        self._point = ResumePoint(rng_state(), [] if loader is None else copy.deepcopy(loader._state_dicts()))
+        if loaders is None:
+            loaders = [] if loader is None else copy.deepcopy(loader._state_dicts())
+        self._point = ResumePoint(rng_state(), loaders)
 
     def point_of_save(self) -> ResumePoint | None:
         """What a checkpoint that is saved now is to be of; None where it is of this very moment."""
@@ -85,10 +92,16 @@ def from_which_training_goes_on(
         point: Where it is to be of; None for this moment. Then, after the last batch of an epoch, it is made to forget
             where loaders are: at their end, they would give the next epoch nothing.
     """
-    if point is None and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-        return checkpoint
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     loops = copy.deepcopy(checkpoint["loops"])
     fit_loop = loops["fit_loop"]
+    if not is_last and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        # Where training went on from the last batch of an epoch, Lightning has not counted the next one as begun.
+        for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
+            begun = counted["processed"] + 1
+            counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
+    if point is None and not is_last:
+        return {**checkpoint, "loops": loops}
     fit_loop["state_dict"].pop("combined_loader", None)
     if point is not None and point.loaders:
         fit_loop["state_dict"]["combined_loader"] = point.loaders
@@ -97,8 +110,9 @@ def from_which_training_goes_on(
             counted = fit_loop["epoch_loop.batch_progress"][counters]
             counted.update({name: number - point.micro_batches for name, number in counted.items()})
         fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
-        # Counted once more when the training goes on from the end of a window.
-        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        if counted["completed"] < counted["processed"]:
+            # Counted once more when the training goes on from the end of a batch.
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     return {**checkpoint, "loops": loops}
 
 

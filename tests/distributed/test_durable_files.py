@@ -115,13 +115,15 @@ def test_what_others_left_behind_is_removed_when_it_is_surely_nobodys(tmp_path: 
     dead.wait()
     mine = temporary_name(tmp_path)
     host = mine.name.removeprefix(PREFIX).rsplit("-", 2)[0]
+    token = "0123456789a"
     minutes = 60.0
     ages = {
         mine.name: 30 * minutes,
-        f"{PREFIX}{host}-{dead.pid}-0": 11 * minutes,
-        f"{PREFIX}{host}-{dead.pid}-1": 0.0,
-        f"{PREFIX}elsewhere-1-0": 30 * minutes,
-        f"{PREFIX}elsewhere-1-1": 61 * minutes,
+        f"{PREFIX}{host}-{dead.pid}-{token}0": 11 * minutes,
+        f"{PREFIX}{host}-{dead.pid}-{token}1": 0.0,
+        f"{PREFIX}elsewhere-1-{token}0": 30 * minutes,
+        f"{PREFIX}elsewhere-1-{token}1": 61 * minutes,
+        f"{PREFIX}notes.txt": 100 * minutes,
         "last.ckpt": 100 * minutes,
     }
     for name, age in ages.items():
@@ -129,9 +131,8 @@ def test_what_others_left_behind_is_removed_when_it_is_surely_nobodys(tmp_path: 
         for path in (tmp_path / name, *(tmp_path / name).glob("*")):
             os.utime(path, (time.time() - age,) * 2)
     remove_left_behind(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        mine.name, f"{PREFIX}{host}-{dead.pid}-1", f"{PREFIX}elsewhere-1-0", "last.ckpt"
-    }  # fmt: skip
+    removed = {f"{PREFIX}{host}-{dead.pid}-{token}0", f"{PREFIX}elsewhere-1-{token}1"}
+    assert {path.name for path in tmp_path.iterdir()} == ages.keys() - removed
 
 
 def test_no_temporary_name_is_taken_for_a_checkpoint(tmp_path: Path) -> None:
