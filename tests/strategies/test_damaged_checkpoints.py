@@ -45,6 +45,13 @@ def cut(path: Path, name: str = "", part: float = 0.5) -> None:
     file.write_bytes(content[: int(part * len(content))])
 
 
+def garble(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for position in range(0, len(content), 64):
+        content[position] ^= 0xFF
+    file.write_bytes(content)
+
+
 def newer(checkpoint: dict[str, Any]) -> None:
     checkpoint[CHECKPOINT_KEY] = {**checkpoint[CHECKPOINT_KEY], "format": 99}
 
@@ -101,6 +108,16 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "half an index": ("sharded", lambda p: cut(p, ".metadata"), r"\.metadata is damaged"),
     "no skeleton": ("sharded", lambda p: (p / "checkpoint.pt").unlink(), r"not whole: checkpoint\.pt are missing"),
     "half a skeleton": ("sharded", lambda p: cut(p, "checkpoint.pt"), r"checkpoint\.pt is damaged"),
+    "garbage in a rank": (
+        "sharded",
+        lambda p: garble(p / "__0_0.distcp"),
+        r"sharded\.ckpt .*Copy it anew",
+    ),
+    "a folder of FSDP": (
+        "sharded",
+        lambda p: ((p / "checkpoint.pt").unlink(), (p / "meta.pt").write_text("x")),
+        r"is a folder, and not one .*consolidate_checkpoint .*sharded\.ckpt",
+    ),
     "a newer folder": ("sharded", changed(newer), r"saved by a newer lightning-parstrat"),
     "another shape in a folder": ("sharded", changed(other_shape), r"'exp_avg' of shape \(7, 3\) for 'conv"),
 }

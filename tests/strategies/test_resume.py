@@ -212,3 +212,21 @@ def test_sigterm_saves_the_last_where_training_goes_on(
 ) -> None:
     """Told in a batch, agreed on in the next, saved when the one after that has been fetched, which counts not."""
     assert pool.run(2, told_to_end, str(tmp_path), arguments, batch) == [(143, True, True)] * 2
+
+
+def resumed_twice(folder: str, arguments: dict[str, Any]) -> tuple[bool, bool]:
+    """From the last batch of an epoch, and from what is saved within the next."""
+    expected, seen = fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0)
+    first = str(Path(folder) / f"step={BATCHES}.ckpt")
+    second = str(Path(folder) / "inside.ckpt")
+    save = SaveAfter(folder, BATCHES + 2)
+    fit(folder, "ZeRO1Strategy", arguments, "stateful", first, 50, callbacks=[save])
+    actual, seen_again = fit(folder, "ZeRO1Strategy", arguments, "stateful", second, 99)
+    return seen[BATCHES + 3 :] == seen_again, all(
+        torch.equal(one, other) for one, other in zip(actual, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, SHARDED], ids=["full", "sharded"])
+def test_resuming_twice_is_resuming_once(pool: RankPool, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    assert pool.run(2, resumed_twice, str(tmp_path), arguments) == [(True, True)] * 2

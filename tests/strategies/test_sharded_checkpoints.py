@@ -255,3 +255,45 @@ def saved_at_home(home: str, path: str, strategy: str) -> bool:
 def test_paths_as_lightning_writes_them(pool: RankPool, tmp_path: Path, strategy: str, path: str) -> None:
     assert all(pool.run(2, saved_at_home, str(tmp_path), path.format(home=tmp_path), strategy))
     assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+class ForgetsOnOneRank(zoo.MLP):
+    """Its hook leaves the optimizers out, on rank 0 alone."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            del checkpoint["optimizer_states"], checkpoint["loops"]
+
+
+def saved_without_optimizers(path: str, strategy: str) -> None:
+    trainer = make_trainer(SAVING[strategy](), max_steps=1)
+    trainer.fit(ForgetsOnOneRank(), zoo.loader(8, 2))
+    trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("strategy", ["full", "sharded"])
+def test_rank_0_says_what_a_checkpoint_holds(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(2, saved_without_optimizers, str(path), strategy)
+    found = whole(path) if path.is_dir() else load(path)
+    assert "optimizer_states" not in found and "state_dict" in found
+
+
+class KeepsASet(zoo.MLP):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["kept"] = {torch.ones(3)}
+
+
+def saved_with_a_set(path: str) -> None:
+    trainer = make_trainer(SAVING["sharded"](), max_steps=1)
+    trainer.fit(KeepsASet(), zoo.loader(8, 2))
+    trainer.save_checkpoint(path)
+
+
+def test_what_cannot_be_consolidated_is_refused(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.run(2, saved_with_a_set, str(tmp_path / "a.ckpt"))
+    assert main(["consolidate", "--trusted", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 2
+    assert "tensors in objects" in capsys.readouterr().err
+    assert not (tmp_path / "b.ckpt").exists()
