@@ -375,7 +375,9 @@ class CheckpointingStrategy(FaultAwareStrategy):
         """Waits for the checkpoint that is being written, if an exception has kept training from doing so."""
         self._trains = False
         self._pending.abandon()
-        for callback in self._training_module.trainer.callbacks:
+        # An exception may have come before there was a Trainer.
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        for callback in [] if trainer is None else trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and isinstance(callback._fs, FileSystemToBe):
                 callback._fs = callback._fs.filesystem
         self._loaded = None

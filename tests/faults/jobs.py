@@ -83,7 +83,7 @@ class Job:
             raise AssertionError(f"ranks {hanging} hang after {seconds} seconds:\n{shown}")
         first = min(ended.values())
         return [
-            Ended(process.exitcode or 0, output.read_text(), ended[rank] - first)
+            Ended(process.exitcode or 0, output.read_text() if output.exists() else "", ended[rank] - first)
             for rank, (process, output) in enumerate(zip(self._processes, self._outputs, strict=True))
         ]
 
