@@ -38,7 +38,7 @@ demo: install  ## train a small GPT on two local CPU processes, in two to three 
 	$(VENV)/bin/python examples/lm/demo.py $(DEMO_ARGS)
 
 test: install lint  ## lint, then all tests by two workers; PYTEST_ARGS="-k layout" is passed on, WORKERS=0 is one process
-	$(RUN) pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(RUN) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
 	tests/slurm/install.sh

@@ -4,6 +4,26 @@ import pytest
 
 from tests.pool import RankPool
 
+SLOW_FILES = (
+    "test_elastic.py",
+    "test_benchmarks.py",
+    "test_example_configs.py",
+    "test_launchers.py",
+    "test_wheel.py",
+    "test_exceptions.py",
+    "test_kills.py",
+    "test_examples.py",
+    "test_cli.py",
+    "test_job_size.py",
+    "test_registration.py",
+)
+"""Their tests start programs of their own: few, but long."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begins with what takes long: one worker would be left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+
 
 @pytest.fixture
 def own_pool() -> Iterator[RankPool]:
