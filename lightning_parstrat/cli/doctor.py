@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ between two of them. The exit code is 1 where something would go wrong.
   lightning-parstrat doctor -- python train.py fit --config c.yaml
 """
 _SECONDS = 180
+_LONGEST_PART = 400
 
 
 def make_parser() -> ArgumentParser:
@@ -52,7 +55,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
     """
     here = facts_of_this_node()
     if arguments.this_node:
-        print(json.dumps(_node_as_json(here)))
+        print(in_short_lines(json.dumps(_node_as_json(here))))
         return 0
     everywhere = _in_allocation()
     nodes, problems = _all_nodes() if everywhere else ([here], [])
@@ -113,10 +116,23 @@ def _all_nodes() -> tuple[list[NodeFacts], list[Finding]]:
     except (RuntimeError, subprocess.SubprocessError) as error:
         what = f"The nodes of this job could not be asked: {error}"
         return [facts_of_this_node()], [Finding("nodes that do not answer", what, "see the message")]
-    # srun may have been told to put the number of the task before each line.
-    told = [line[line.index('{"host"') :] for line in printed.splitlines() if '{"host"' in line]
-    nodes = [facts_from_json(json.loads(line)) for line in told] or [facts_of_this_node()]
+    nodes = [facts_from_json(json.loads(told)) for told in from_short_lines(printed)] or [facts_of_this_node()]
     return sorted(nodes, key=lambda node: node.variables.get("SLURM_NODEID", node.host)), []
+
+
+def in_short_lines(text: str) -> str:
+    """A text without line breaks as lines that srun does not mix with those of other nodes, as it does with long ones."""
+    key = uuid.uuid4().hex
+    parts = [text[start : start + _LONGEST_PART] for start in range(0, len(text), _LONGEST_PART)]
+    return "\n".join(f"parstrat:{key}:{number}:{part}:" for number, part in enumerate(parts))
+
+
+def from_short_lines(printed: str) -> list[str]:
+    """The texts of all nodes; srun may have been told to put the number of the task before each line."""
+    texts: dict[str, dict[int, str]] = {}
+    for key, number, part in re.findall(r"parstrat:([0-9a-f]{32}):(\d+):(.*):$", printed, re.MULTILINE):
+        texts.setdefault(key, {})[int(number)] = part
+    return ["".join(part for _, part in sorted(parts.items())) for parts in texts.values()]
 
 
 def _between_nodes(nodes: Sequence[NodeFacts]) -> dict[str, Any]:

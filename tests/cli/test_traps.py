@@ -1,10 +1,12 @@
 """Each trap has a case that must be found, with the line to change, and a healthy twin in which nothing is."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_parstrat.cli.doctor import from_short_lines, in_short_lines
 from lightning_parstrat.cli.facts import Interface
 from lightning_parstrat.cli.program import read_program
 from lightning_parstrat.cli.sbatch import SlurmJob, render
@@ -166,3 +168,12 @@ def test_the_commands_own_job_files_are_healthy(tmp_path: Path, program: tuple[s
     assert look(tmp_path, render(job)) == []
     found = look(tmp_path, render(job).replace("=zero1_custom", "=ddp"))
     assert found[0].trap == "checkpoint in a signal handler"
+
+
+def test_what_nodes_tell_survives_srun() -> None:
+    """Which numbers lines, and cuts long ones where those of two nodes meet."""
+    texts = [json.dumps({"host": f"node{number}", "packages": "x:y " * 700}) for number in range(2)]
+    lines = [in_short_lines(text).splitlines() for text in texts]
+    assert max(map(len, lines[0])) < 500
+    printed = "\n".join(f"{task}: {line}" for pair in zip(*lines, strict=True) for task, line in enumerate(pair))
+    assert from_short_lines("a banner\n" + printed) == texts

@@ -209,6 +209,8 @@ def test_ctrl_c_asks_whether_to_cancel(
         [sys.executable, "-m", "lightning_parstrat.cli.main", "slurm", *options],
         cwd=tmp_path,
         env=cluster.environment,
+        # A shell in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         stdin=subprocess.DEVNULL if answer is None else process_end,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
