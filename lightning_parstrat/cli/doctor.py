@@ -121,7 +121,7 @@ def _all_nodes() -> tuple[list[NodeFacts], list[Finding]]:
 
 
 def in_short_lines(text: str) -> str:
-    """A text without line breaks as lines that srun does not mix with those of other nodes, as it does with long ones."""
+    """A text without line breaks as lines so short that srun does not mix them with those of other nodes."""
     key = uuid.uuid4().hex
     parts = [text[start : start + _LONGEST_PART] for start in range(0, len(text), _LONGEST_PART)]
     return "\n".join(f"parstrat:{key}:{number}:{part}:" for number, part in enumerate(parts))
