@@ -11,8 +11,13 @@ from lightning_parstrat.distributed.collectives import Collectives, Work
 
 def told_by_first(value: Any, control: Collectives) -> Any:
     """Rank 0's value, on all ranks. Collective; pickled."""
+    return broadcast_object(value, control.group)
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """The value of the group's rank 0, on all of its ranks. Collective; pickled; works on host memory."""
     holder = [value]
-    dist.broadcast_object_list(holder, group=control.group, group_src=0)
+    dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]
 
 

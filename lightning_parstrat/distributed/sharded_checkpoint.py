@@ -5,10 +5,9 @@ them whatever the world size was. ``checkpoint.pt`` is the checkpoint as Lightni
 device in the place of those that are in the folder.
 """
 
-import dataclasses
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_parstrat.distributed.agreement import broadcast_object
 from lightning_parstrat.distributed.checkpoint_pieces import CheckpointPieces, Piece, Placeholders, sources_in
 from lightning_parstrat.distributed.durable_files import (
     check_may_be_replaced,
@@ -102,32 +102,16 @@ def save_sharded(
     Raises:
         CheckpointNotSavedError: Some rank could not write; what was at ``path`` is as it was.
     """
-    is_coordinator = dist.get_rank(group) == 0
     skeleton = io.BytesIO()
-    outline, failure = None, None
-    if is_coordinator:
-        try:
-            outline = _prepare(checkpoint, path, placeholders, skeleton)
-        except Exception as error:
-            # The others wait to be told.
-            failure = error
-    outline, told = _broadcast((outline, None if failure is None else repr(failure)), group)
-    if told is not None:
-        raise CheckpointNotSavedError(f"{path} was not saved: rank 0: {told}") from failure
+    outline = _agree_on_outline(checkpoint, path, placeholders, skeleton, group)
     found = {name: pieces.of(source) for name, source in outline.sources.items()}
     own = {name: piece for name, piece in found.items() if piece is not None}
-    temporary = Path(outline.temporary)
-
-    def finish() -> None:
-        _write(temporary / SKELETON, skeleton.getbuffer())
-        sync(temporary)
-        put_in_place(temporary, path)
-
     # Narrow: what is copied to the host is the piece, not the bucket it lies in.
     tensors = {name: with_narrow_storage(piece.elements) for name, piece in own.items()}
-    writer = _FolderWriter(temporary, finish)
-    planner = _PiecePlanner(own)
-    clean_up = remove if is_coordinator else _nothing
+    temporary = Path(outline.temporary)
+    writer, planner = _FolderWriter(temporary, path, skeleton), _PiecePlanner(own)
+    # Rank 0 has made the name, and removes what has it if something fails.
+    clean_up = remove if dist.get_rank(group) == 0 else _nothing
     if asynchronous:
         future = async_save(tensors, storage_writer=writer, planner=planner, process_group=group)
         if not isinstance(future, Future):
@@ -141,6 +125,22 @@ def save_sharded(
         clean_up(temporary)
         raise
     return None
+
+
+def _agree_on_outline(
+    checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO, group: dist.ProcessGroup
+) -> _Outline:
+    """Rank 0 prepares and tells the others, also where it has failed: they wait for it. Collective."""
+    outline, failure = None, None
+    if dist.get_rank(group) == 0:
+        try:
+            outline = _prepare(checkpoint, path, placeholders, skeleton)
+        except Exception as error:
+            failure = error
+    told: tuple[_Outline, str | None] = broadcast_object((outline, None if failure is None else repr(failure)), group)
+    if told[1] is not None:
+        raise CheckpointNotSavedError(f"{path} was not saved: rank 0: {told[1]}") from failure
+    return told[0]
 
 
 def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> _Outline:
@@ -194,9 +194,10 @@ class _PiecePlanner(DefaultSavePlanner):
 class _FolderWriter(FileSystemWriter):
     """Gives the folder its name when everything is in it."""
 
-    def __init__(self, folder: Path, finish: Callable[[], None]) -> None:
+    def __init__(self, folder: Path, name: Path, skeleton: io.BytesIO) -> None:
         super().__init__(folder)
-        self._finish = finish
+        self._name = name
+        self._skeleton = skeleton
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -212,9 +213,10 @@ class _FolderWriter(FileSystemWriter):
                 " sharded checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
                 " `default_root_dir` of the Trainer, to one."
             )
-        # Where it was written is not where it is going to be.
-        super().finish(dataclasses.replace(metadata), results)
-        self._finish()
+        super().finish(metadata, results)
+        _write(Path(self.path) / SKELETON, self._skeleton.getbuffer())
+        sync(Path(self.path))
+        put_in_place(Path(self.path), self._name)
 
 
 @contextmanager
@@ -242,9 +244,3 @@ def _write(path: Path, content: Any) -> None:
 
 def _nothing(_: Path) -> None:
     """Leaves it to rank 0."""
-
-
-def _broadcast(value: Any, group: dist.ProcessGroup) -> Any:
-    holder = [value]
-    dist.broadcast_object_list(holder, group=group, group_src=0)
-    return holder[0]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_parstrat.distributed.agreement import broadcast_object
 from lightning_parstrat.distributed.shard_state import OwnPart, StateByShard, shard_value
 from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, OptimizerSharding, original_class
 from lightning_parstrat.distributed.slots import ParameterSlot
@@ -64,7 +65,7 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
         positions = [position for position, parameter in enumerate(parameters) if parameter in sharding.slots]
         gathered = _with_stand_ins(described or [], slots, positions, stand_in)
     if destination is None:
-        gathered = _broadcast_object(gathered, group)
+        gathered = broadcast_object(gathered, group)
     by_parameter: dict[Tensor, StateDict] = {slots[index].parameter: state for index, state in gathered.items()}
     if destination is None or dist.get_rank(group) == destination:
         # Every rank has the same state for what every rank steps.
@@ -284,9 +285,3 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
 def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
     """The optimizer's parameters in the order in which its state dict counts them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    holder = [value]
-    dist.broadcast_object_list(holder, group=group, group_src=0)
-    return holder[0]

@@ -79,10 +79,14 @@ def test_what_was_saved_is_whole_and_training_goes_on(tmp_path: Path, expected: 
         assert ended[victim].exitcode == -9, ended[victim].output
     if not kill.whole_job and ended[victim].exitcode == -9:
         check_survivor(ended[1 - victim], victim)
-    check_all_whole(folder)
-    again = Job(tmp_path / "again", WORLD_SIZE, train, str(folder), ARGUMENTS[kill.saving])
+    last_step = check_all_whole(folder)
+    # On the same file system, whatever it cannot do, but not killed again.
+    spared = None if killed_at is None else (*killed_at[:2], 0)
+    again = Job(tmp_path / "again", WORLD_SIZE, train, str(folder), ARGUMENTS[kill.saving], spared)
     for rank in again.wait(SECONDS):
         assert rank.exitcode == 0, rank.output
+        # Training from the beginning would come to the same parameters.
+        assert f"begins after step {last_step}." in rank.output, rank.output
     check_all_whole(folder)
     for actual, reference in zip(torch.load(folder / "result.pt"), parameters, strict=True):
         assert torch.equal(actual, reference)
@@ -98,7 +102,9 @@ def check_survivor(survivor: Any, victim: int) -> None:
     assert f"ank {victim} did not" in survivor.output, survivor.output
 
 
-def check_all_whole(folder: Path) -> None:
+def check_all_whole(folder: Path) -> int:
+    """Every checkpoint that has its name is whole; returns the step of the last, 0 where there is none."""
+    last_step = 0
     for path in folder.glob("*.ckpt"):
         if path.is_dir():
             checkpoint = ShardedCheckpoint(path, weights_only=True)
@@ -106,3 +112,6 @@ def check_all_whole(folder: Path) -> None:
         else:
             loaded = torch.load(path, weights_only=True)
         assert 0 < loaded["global_step"] <= STEPS
+        if path.name.startswith("last"):
+            last_step = max(last_step, loaded["global_step"])
+    return last_step

@@ -65,7 +65,8 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     Args:
         folder: For the checkpoints.
         arguments: The strategy's.
-        killed_at: A point of :data:`POINTS`, which rank passes it, and at which time of passing it is killed.
+        killed_at: A point of :data:`POINTS`, which rank passes it, and at which time of passing it is killed; 0 for
+            never.
         more: Further callbacks.
     """
     torch.manual_seed(dist.get_rank())
@@ -75,7 +76,7 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     )
     trainer = make_trainer(
         lightning_parstrat.ZeRO1Strategy(timeout=TIMEOUT, bucket_cap_mb=0.001, **arguments),
-        callbacks=[saving, *more],
+        callbacks=[saving, SaysWhereItBegins(), *more],
         enable_checkpointing=True,
         use_distributed_sampler=False,
         default_root_dir=folder,
@@ -106,7 +107,8 @@ class _KillsAt:
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
+    # Nothing more is done until the signal is here.
+    signal.pause()
 
 
 def _mid_file(kills: _KillsAt) -> None:
@@ -189,6 +191,11 @@ def _after(owner: Any, name: str, act: Callable[[], Any]) -> None:
         return result
 
     setattr(owner, name, wrapped)
+
+
+class SaysWhereItBegins(Callback):
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        print(f"begins after step {trainer.global_step}.")
 
 
 class RaisesOnOneRank(Callback):

@@ -88,6 +88,13 @@ def steps(folder: Path, start: int) -> list[list[int]]:
     return [[one["step"] for one in rank] for rank in noted(folder, "train", start)]
 
 
+def check_loss(folder: Path, ranks: int) -> None:
+    """The step at which one was lost was begun by that one; whoever was slower may have been ended before it."""
+    lost = list(range(6))
+    begun = steps(folder, 0)
+    assert len(begun) == ranks and lost in begun and all(one in (lost, lost[:-1]) for one in begun)
+
+
 def write_training(folder: Path, *strategies: str) -> list[str]:
     (folder / "train.py").write_text(TRAINING)
     return ["train.py", *strategies]
@@ -125,7 +132,7 @@ def test_a_training_that_loses_a_rank_goes_on_from_its_newest_checkpoint(tmp_pat
     agents = one_node(2, "--max-restarts", "2", DIES="1")
     ended = torchrun(tmp_path, write_training(tmp_path, strategy), agents)
     assert ended.codes == [0], ended.said
-    assert steps(tmp_path / strategy, 0) == [[0, 1, 2, 3, 4, 5]] * 2
+    check_loss(tmp_path / strategy, 2)
     assert steps(tmp_path / strategy, 1) == [list(range(4, 12))] * 2
     assert steps(tmp_path / strategy, 2) == []
 
@@ -136,7 +143,7 @@ def test_a_training_that_loses_a_node_goes_on_with_the_other(tmp_path: Path) -> 
     ended = torchrun(tmp_path, write_training(tmp_path, "zero1_custom"), agents)
     assert ended.codes == [0, -signal.SIGKILL], ended.said
     folder = tmp_path / "zero1_custom"
-    assert steps(folder, 0) == [[0, 1, 2, 3, 4, 5]] * 3
+    check_loss(folder, 3)
     # An epoch of two ranks has 12 steps, one of three has 8.
     assert steps(folder, 1) == [list(range(4, 12))] * 2
     assert noted(folder, "sees", 1) == [[{"ranks": 2, "nodes": 1, "devices": 2}]] * 2
