@@ -106,7 +106,9 @@ def main() -> None:
             for name in names:
                 if dist.is_initialized():
                     dist.broadcast_object_list(holder)
-                runs[name].append(measure(name, arguments, Path(holder[0]), 0 if name == WITHOUT else arguments.every))
+                # Apart: `ddp` would move its files into the folders of sharded checkpoints.
+                folder = Path(holder[0]) / name
+                runs[name].append(measure(name, arguments, folder, 0 if name == WITHOUT else arguments.every))
         dist.barrier()
     if global_rank() != 0:
         return
