@@ -14,7 +14,7 @@ from torch import Tensor, nn
 _SMALLEST_SHARE = 0.05
 
 
-class _Sleep(torch.autograd.Function):
+class Sleep(torch.autograd.Function):
     """Takes ``seconds`` forward and twice that backward, and has gradients of zeros for ``parameters``."""
 
     @staticmethod
@@ -45,7 +45,7 @@ class _Unit(nn.Module):
             # Read anew in every step, as layers do: that is when a strategy has a parameter arrive.
             parameters = [parameter for owner in owners for parameter in owner.parameters(recurse=False)]
             seconds = self.seconds_per_parameter * sum(parameter.numel() for parameter in parameters)
-            hidden = _Sleep.apply(hidden, seconds, *parameters)
+            hidden = Sleep.apply(hidden, seconds, *parameters)
         return hidden
 
 

@@ -1,9 +1,11 @@
-"""What a reduce-scatter takes on the live process group."""
+"""What collectives take on the live process group, while nothing computes."""
 
 import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_parstrat.core.cost_model import CostFit, fit_alpha_beta
 from lightning_parstrat.distributed.collectives import Collectives
@@ -23,18 +25,55 @@ def reduce_scatter_cost(collectives: Collectives, control: Collectives, device: 
         control: Works on host memory.
         device: Where the gradients are.
     """
+    per_rank = [-(-nbytes // 4 // collectives.world_size) for nbytes in _SIZES]
+    buffers = [torch.zeros(numel * collectives.world_size, device=device) for numel in per_rank]
+
+    def reduce_scatter(buffer: Tensor) -> None:
+        shard = torch.empty(buffer.numel() // collectives.world_size, device=device)
+        collectives.reduce_scatter(buffer, shard).wait()
+
+    return _cost(reduce_scatter, buffers, [buffer.nbytes for buffer in buffers], control)
+
+
+def all_reduce_cost(
+    group: dist.ProcessGroup,
+    control: Collectives,
+    device: torch.device,
+    gradient_dtype: torch.dtype,
+    wire_dtype: torch.dtype,
+    gradient_bytes: int,
+) -> CostFit:
+    """Latency and seconds per byte of an all-reduce, the slowest rank's. Collective.
+
+    Sends up to four times what a step does, and at most some 80 MB.
+
+    Args:
+        group: To be measured; nothing is under way.
+        control: Works on host memory.
+        device: Where the gradients are.
+        gradient_dtype: What gradients are kept in; bytes are counted in it.
+        wire_dtype: What they travel in.
+        gradient_bytes: What a step sends; nothing larger than that is.
+    """
+    largest = min(max(gradient_bytes, 2**16), 2**24)
+    sizes = sorted({largest, largest // 4, largest // 16, largest // 64, min(2**14, largest // 128)})
+    buffers = [torch.zeros(nbytes // gradient_dtype.itemsize, device=device, dtype=wire_dtype) for nbytes in sizes]
+    return _cost(lambda buffer: group.allreduce([buffer]).wait(), buffers, sizes, control)
+
+
+def _cost(
+    collective: Callable[[Tensor], object], buffers: Sequence[Tensor], nbytes: Sequence[int], control: Collectives
+) -> CostFit:
     taken: list[tuple[int, float]] = []
-    for nbytes in (_SIZES[0], *_SIZES * _REPETITIONS):
-        per_rank = -(-nbytes // 4 // collectives.world_size)
-        buffer = torch.zeros(per_rank * collectives.world_size, device=device)
-        shard = torch.empty(per_rank, device=device)
+    first = (buffers[0], nbytes[0])
+    for buffer, size in (first, *list(zip(buffers, nbytes, strict=True)) * _REPETITIONS):
         control.all_reduce(torch.zeros(1)).wait()
         began = time.perf_counter()
-        collectives.reduce_scatter(buffer, shard).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append((buffer.nbytes, time.perf_counter() - began))
+        collective(buffer)
+        if buffer.device.type == "cuda":
+            torch.cuda.synchronize(buffer.device)
+        taken.append((size, time.perf_counter() - began))
     # The first one opens connections.
     slowest = torch.tensor([seconds for _, seconds in taken[1:]], dtype=torch.float64)
     control.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
-    return fit_alpha_beta(zip((nbytes for nbytes, _ in taken[1:]), slowest.tolist(), strict=True))
+    return fit_alpha_beta(zip((size for size, _ in taken[1:]), slowest.tolist(), strict=True))

@@ -1,20 +1,51 @@
-"""torch DDP under our name: gradients live in the buckets, so that they are not held twice."""
+"""``ddp_tuned``: torch DDP whose buckets are planned from measurement."""
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
+import lightning
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy
+from lightning_parstrat.core.tuning_report import TuningReport
+from lightning_parstrat.distributed.bucket_tuner import BucketTuner
+from lightning_parstrat.distributed.comm_hooks import CommHook, register_comm_hook, wire_dtype
+from lightning_parstrat.distributed.plan_cache import PlanCache
+from lightning_parstrat.distributed.read_guard import is_compiled
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.bucket_plot import can_plot, plot_buckets
+
+_LARGEST_WORLD_WITHOUT_ROUNDING = 2
+"""The sum of two numbers does not depend on who adds them; with more, buckets decide in which order it is done."""
 
 
 class TunedDDPStrategy(AccumulationAwareStrategy):
-    """Trains with torch's DistributedDataParallel, whose buckets hold the gradients themselves.
+    """Trains with torch's DistributedDataParallel, whose buckets are planned, and hold the gradients themselves.
+
+    Results are those of ``ddp``: to the last bit on two ranks; on more, up to the order in which a sum is rounded.
 
     Args:
+        bucket_cap_mb: How large buckets are. ``"auto"`` measures what the wire takes and when gradients are ready
+            during the first steps, plans the buckets that expose least, tries them in turns with torch's default, and
+            keeps what is faster; :attr:`tuning_report` says what was found. A number of MiB (2**20 bytes) is the size
+            of all buckets, a list has one for each, in the order in which they are sent.
+        tune_steps: How many steps are measured before a plan is made, and about twice as many while it is tried.
+        tune_tolerance: The smallest gain, as a share of a forward and backward, for which buckets are changed.
+        plan_cache: A folder for plans, from which later trainings of the same kind begin, after a short trial; a
+            picture of each plan is put there, too. By default none is kept.
+        comm_hook: ``"bf16"`` and ``"fp16"`` halve what gradients take on the wire; ``"powersgd"`` sends an
+            approximation of rank 1 from the 1,000th step on. Unlike in Lightning they are registered on every device,
+            and so is a ``ddp_comm_hook``.
         gradient_as_bucket_view: Whether ``param.grad`` is a view into DDP's bucket, which saves one copy of all
             gradients. torch's own default is False.
         process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
@@ -23,34 +54,189 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         start_method: How the processes are launched.
         **kwargs: Every further argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of
             :class:`~torch.nn.parallel.DistributedDataParallel`.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
     """
 
     def __init__(
         self,
+        bucket_cap_mb: CapsInMiB = "auto",
+        tune_steps: int = 10,
+        tune_tolerance: float = 0.01,
+        plan_cache: str | Path | None = None,
+        comm_hook: CommHook = None,
         gradient_as_bucket_view: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        self._tuning = TuningPolicy(
+            bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance, plan_cache=plan_cache
+        )
+        _check_comm_hook(comm_hook, kwargs)
+        self._comm_hook = comm_hook
+        self._tuner: BucketTuner | None = None
+        self._report: TuningReport | None = None
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            **_bucket_arguments(bucket_cap_mb, kwargs),
             **kwargs,
         )
+
+    @property
+    def tuning_report(self) -> TuningReport | None:
+        """What the tuning of this training, or else of the last, has found; None as long as it is under way."""
+        return self._report
+
+    def save_tuning_report(self, folder: str | Path) -> None:
+        """Writes ``plan.json``, and ``plan.png`` where matplotlib is installed (the extra ``plot``). Not collective.
+
+        Raises:
+            ValueError: Nothing has been found yet.
+        """
+        if self._report is None:
+            raise ValueError("There is no report: no training has been tuned to the end.")
+        folder = Path(folder)
+        self._report.write(folder / "plan.json")
+        if can_plot():
+            plot_buckets(self._report, folder / "plan.png")
+
+    @override
+    def configure_ddp(self) -> None:
+        """Wraps the module, and begins to tune."""
+        super().configure_ddp()
+        self._report = None
+        reason = self._reason_not_to_tune()
+        if reason is not None:
+            self._note_report(TuningReport(verdict="not tuned", reason=reason, world_size=self.world_size))
+        elif self._tuning.bucket_cap_mb == "auto" and self.world_size > 1:
+            self._begin_to_tune()
+
+    def _begin_to_tune(self) -> None:
+        self._tuner = BucketTuner(
+            self._ddp,
+            self._tuning,
+            self._control,
+            self.root_device,
+            wire_dtype(self._comm_hook),
+            PlanCache(self._tuning.plan_cache, self._kind()),
+            self._note_report,
+            lambda message: rank_zero_warn(f"{self.flag}: {message}"),
+        )
+
+    def _reason_not_to_tune(self) -> str | None:
+        """Why buckets are left alone though they were to be tuned, if they are."""
+        if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
+            return None
+        if self._comm_hook == "powersgd" or self._ddp_comm_hook is not None:
+            return "what the communication hook keeps belongs to buckets as they are"
+        if is_compiled(self._training_module):
+            return "torch.compile has cut the graph where the default's buckets end"
+        if torch.are_deterministic_algorithms_enabled() and self.world_size > _LARGEST_WORLD_WITHOUT_ROUNDING:
+            return "deterministic algorithms were asked for, and with more than two ranks buckets decide how sums round"
+        if "bucket_cap_mb_list" in self._ddp_kwargs:
+            return "`bucket_cap_mb_list` was given"
+        return None
+
+    def _kind(self) -> Mapping[str, Any]:
+        """Everything that a plan depends on and that is known before the first step."""
+        module = self._training_module
+        cuda = self.root_device.type == "cuda"
+        return {
+            "parameters": [
+                (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+                for name, parameter in module.named_parameters()
+            ],
+            "ddp": {name: repr(value) for name, value in self._ddp_kwargs.items()},
+            "comm_hook": self._comm_hook,
+            "precision": str(self.precision_plugin.precision),
+            "ranks": (self.world_size, self.num_nodes),
+            "device": torch.cuda.get_device_name(self.root_device) if cuda else self.root_device.type,
+            "backend": self.process_group_backend,
+            "versions": (torch.__version__, torch.version.cuda, lightning.__version__),
+        }
+
+    def _note_report(self, report: TuningReport) -> None:
+        self._report = report
+        for line in report.lines():
+            rank_zero_info(f"{self.flag}: {line}")
+        if self._tuner is not None and self.is_global_zero and self._tuning.plan_cache is not None and can_plot():
+            path = self._tuner.cache.path
+            if path is not None and report.gradients:
+                plot_buckets(report, path.with_suffix(".png"))
+
+    @property
+    def _ddp(self) -> DistributedDataParallel:
+        if not isinstance(self.model, DistributedDataParallel):
+            raise AssertionError("the module has no wrapper outside of training")
+        return self.model
+
+    @override
+    def _register_ddp_hooks(self) -> None:
+        """Registers communication hooks on every device; Lightning leaves them out on CPUs without a word."""
+        if self._comm_hook is not None:
+            register_comm_hook(self._ddp, self._comm_hook)
+        elif self._ddp_comm_hook is not None:
+            _register_ddp_comm_hook(self._ddp, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Changes buckets between steps, where it is time for that, then runs the user's training step."""
+        if self._tuner is not None:
+            self._tuner.begin_forward()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Looks at the clock."""
+        if self._tuner is not None and not self._accumulates:
+            self._tuner.begin_backward()
+        super().pre_backward(closure_loss)
 
     @override
     def _scale_reduced_gradients(self) -> None:
         """Multiplies all gradients where their mean over ranks is not the window's: one pass, in those steps alone."""
+        if self._tuner is not None:
+            self._tuner.end_backward()
         if self._scale is None or self._scale() == 1.0 / self.world_size:
             return
         gradients = [p.grad for p in self._training_module.parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, self._scale() * self.world_size)
 
+    @override
+    def teardown(self) -> None:
+        """Stops tuning, however far it has come."""
+        if self._tuner is not None:
+            self._tuner.close()
+            self._tuner = None
+        super().teardown()
+
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
+
+
+def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:
+    allowed = get_args(get_args(CommHook)[0])
+    if comm_hook is not None and comm_hook not in allowed:
+        raise ValueError(f"Invalid comm_hook: {comm_hook!r}. Must be one of {allowed}, or None.")
+    if comm_hook is not None and kwargs.get("ddp_comm_hook") is not None:
+        raise ValueError(f"comm_hook={comm_hook!r} and ddp_comm_hook were both given. Give one of them.")
+
+
+def _bucket_arguments(bucket_cap_mb: CapsInMiB, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of DDP by which it makes buckets of these sizes."""
+    if bucket_cap_mb == "auto":
+        return {}
+    if not isinstance(bucket_cap_mb, (list, tuple)):
+        return {"bucket_cap_mb": bucket_cap_mb}
+    # Where a backward looks for unused parameters, buckets are made from the other end.
+    from_the_end = kwargs.get("find_unused_parameters") and not kwargs.get("static_graph")
+    return {"bucket_cap_mb_list": list(reversed(bucket_cap_mb)) if from_the_end else list(bucket_cap_mb)}

@@ -1,0 +1,216 @@
+"""Buckets of DDP: torch's default, caps from 1 to 64 MB, and what `ddp_tuned` finds by itself.
+
+    python benchmarks/bucketing.py --output benchmarks/results/bucketing.json
+    sudo python benchmarks/two_nodes.py --rate 1gbit -- \\
+        python benchmarks/bucketing.py --num-nodes 2 --devices 1 --wire real --label "two nodes, 1 Gbit/s" \\
+        --output benchmarks/results/bucketing_1gbit.json
+
+Each case is a module whose layers sleep, as if an accelerator computed, on a wire of which latency and rate are given
+(`slow_wire.py`; with `--wire real`, on the one that is there). `ddp_tuned` tunes once; then all take turns, steps
+against steps. What was predicted is beside what was measured.
+"""
+
+import argparse
+import itertools
+import logging
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from emulated import Sleep
+from lightning.pytorch import Callback, LightningModule, Trainer
+from machine import write_result
+from measuring import quartiles, spread
+from ranks import become_ranks, global_rank
+from slow_wire import SlowWire
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parstrat import TunedDDPStrategy
+from lightning_parstrat.core.tuning_report import TuningReport
+
+CAPS = (1.0, 4.0, 16.0, 64.0)
+TUNING_STEPS = 40
+
+
+class Case(NamedTuple):
+    """A module and a wire: elements of each parameter in the order of forward, and what a forward takes."""
+
+    parameters: list[int]
+    forward_seconds: float
+    latency_seconds: float
+    seconds_per_byte: float
+    by_size: bool = True
+    """Whether a layer sleeps as long as it has elements, or all of them alike."""
+
+
+def gpt(width: int = 448, depth: int = 4, vocabulary: int = 1792, length: int = 128) -> list[int]:
+    """The 50 parameters of a decoder with a tied head: 10.5 million elements."""
+    square = width * width
+    norm = [width, width]
+    layer = [3 * square, 3 * width, square, width, 4 * square, 4 * width, 4 * square, width, *norm, *norm]
+    return [vocabulary * width, length * width, *layer * depth]
+
+
+CASES = {
+    "gpt": Case(gpt(), 0.33, 5e-4, 8e-9),
+    "uniform layers": Case([400_000] * 24, 0.24, 1e-3, 8e-9),
+    "late large tensor": Case([3_000_000, *[100_000] * 30], 0.12, 1e-3, 8e-9, by_size=False),
+    "many small tensors": Case([20_000] * 60, 0.06, 2e-3, 8e-9),
+    "delay per collective": Case([300_000] * 16, 0.12, 1e-2, 8e-9),
+    "bandwidth-bound": Case([1_000_000] * 12, 0.024, 1e-3, 1.6e-8),
+    "hidden anyway": Case([20_000] * 20, 0.1, 1e-4, 1e-9),
+}
+
+
+class SleepingLayers(LightningModule):
+    """Layers of one parameter each, that sleep instead of computing."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in case.parameters])
+        shares = [float(size) if case.by_size else 1.0 for size in case.parameters]
+        self.seconds = [case.forward_seconds * share / sum(shares) for share in shares]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = torch.zeros(1)
+        for parameter, seconds in zip(self.layers, self.seconds, strict=True):
+            hidden = Sleep.apply(hidden, seconds, parameter)
+        return hidden.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class StepTimes(Callback):
+    """When each step began, after the first few."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
+        self.began: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self.warm_up:
+            self.began.append(time.perf_counter())
+
+    def median(self) -> float:
+        """The median step."""
+        return statistics.median(later - earlier for earlier, later in itertools.pairwise(self.began))
+
+
+def train(case: Case, group: Any, bucket_cap_mb: Any, steps: int, warm_up: int) -> tuple[float, TuningReport | None]:
+    """The median step with these buckets, None for the default's; and what tuning has found."""
+    caps = {"bucket_cap_mb": 25.0} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+    strategy = TunedDDPStrategy(process_group=group, **caps)
+    if bucket_cap_mb is None:
+        # torch's own default is more than a number: its first bucket is smaller.
+        del strategy._ddp_kwargs["bucket_cap_mb"]
+    times = StepTimes(warm_up)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size() // NODES[0],
+        num_nodes=NODES[0],
+        strategy=strategy,
+        max_steps=warm_up + steps,
+        callbacks=[times],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    dist.barrier()
+    trainer.fit(SleepingLayers(case), DataLoader(torch.zeros((warm_up + steps) * dist.get_world_size(), 1)))
+    return times.median(), strategy.tuning_report
+
+
+NODES = [1]
+
+
+def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One row: the tuning, and the turns after it."""
+    group = None
+    if arguments.wire == "emulated":
+        group = SlowWire(dist.group.WORLD, case.latency_seconds, case.seconds_per_byte)
+    _, report = train(case, group, "auto", TUNING_STEPS, 0)
+    if report is None:
+        raise AssertionError(f"tuning was not over after {TUNING_STEPS} steps")
+    candidates: dict[str, Any] = {"default": None, **{f"{cap:g} MB": cap for cap in CAPS}}
+    candidates["tuned"] = report.bucket_cap_mb
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(arguments.pairs):
+        for name, caps in candidates.items():
+            seconds[name].append(train(case, group, caps, arguments.steps, 3)[0])
+    return summarize(seconds, report)
+
+
+def summarize(seconds: dict[str, list[float]], report: TuningReport) -> dict[str, Any]:
+    """Medians and ratios turn by turn, and the model beside what was measured."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    best = min((name for name in seconds if name.endswith(" MB")), key=lambda name: medians[name])
+
+    def ratio(other: str) -> dict[str, Any]:
+        ratios = [tuned / time for tuned, time in zip(seconds["tuned"], seconds[other], strict=True)]
+        return {"median": statistics.median(ratios), "quartiles": quartiles(ratios)}
+
+    predicted = {"default": report.predicted_default_seconds, "planned": report.predicted_planned_seconds}
+    measured = {"default": report.default, "planned": report.planned}
+    to_gain = (report.predicted_default_seconds or 0.0) - (report.predicted_planned_seconds or 0.0)
+    return {
+        "verdict": report.verdict,
+        "reason": report.reason,
+        "seconds": {name: spread(times) for name, times in seconds.items()},
+        "best_scalar": best,
+        "tuned_to_default": ratio("default"),
+        "tuned_to_best_scalar": ratio(best),
+        "predicted_exposed": predicted,
+        "measured_exposed": {name: one and one.exposed_seconds for name, one in measured.items()},
+        "bound": report.bound_seconds,
+        "predicted_gain": to_gain,
+        "realised_gain": medians["default"] - medians["tuned"],
+        "tuning_steps": report.steps,
+        "tuning_overhead_in_steps": report.overhead_seconds / medians["default"],
+        "bucket_cap_mb": report.bucket_cap_mb,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--wire", choices=["emulated", "real"], default="emulated")
+    parser.add_argument("--devices", type=int, default=2, help="ranks per node; started here unless they run already")
+    parser.add_argument("--num-nodes", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=3, help="how often they take turns")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--label", default="local processes, emulated wire", help="for the result file")
+    parser.add_argument("--output", type=Path, help="where to write the result as JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    become_ranks(arguments.num_nodes, arguments.devices)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    NODES[0] = arguments.num_nodes
+    rows = {}
+    for name in arguments.cases:
+        row = rows[name] = measure(CASES[name], arguments)
+        if global_rank() == 0:
+            seconds = {key: round(value["median"], 4) for key, value in row["seconds"].items()}
+            print(
+                f"{name:22s} {row['verdict']:18s} tuned/default {row['tuned_to_default']['median']:.3f},"
+                f" tuned/{row['best_scalar']} {row['tuned_to_best_scalar']['median']:.3f}, exposed"
+                f" {row['measured_exposed']} (model {row['predicted_exposed']}), {seconds},"
+                f" overhead {row['tuning_overhead_in_steps']:.1f} steps",
+                flush=True,
+            )
+    if global_rank() == 0:
+        write_result({"label": arguments.label, "wire": arguments.wire, "cases": rows}, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

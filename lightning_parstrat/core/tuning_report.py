@@ -1,0 +1,179 @@
+"""What the tuning of DDP's buckets has found: for the log, as JSON, and as what is drawn from it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.tuning import Caps, Plan, Problem, Verdict
+
+FORMAT = 1
+
+
+class BucketTimes(NamedTuple):
+    """A bucket on the wire according to the model; seconds are from the begin of backward."""
+
+    parameters: int
+    nbytes: int
+    ready_seconds: float
+    begin_seconds: float
+    end_seconds: float
+
+
+class Measured(NamedTuple):
+    """Medians over steps: of forward and backward together, and of what of it was exposed; the slowest rank's."""
+
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningReport:
+    """What was found about the buckets of one training. All times are in seconds.
+
+    Attributes:
+        verdict: ``"tuned"``, ``"default is best"``, ``"bandwidth-bound"`` (no buckets can help), or ``"not tuned"``.
+        reason: Why, in words.
+        caps: Bytes at which each bucket is full, in the order in which they are sent; None for the default's.
+        world_size: Number of ranks.
+        cost: Latency and time per byte of an all-reduce while the module computes; None where none was measured.
+        load: How much slower that is than while nothing computes.
+        spread: Median relative distance of the measurements from ``cost``, before the load: the fit's confidence.
+        backward_seconds: From the begin of backward to the last gradient.
+        default: What was measured with the default's buckets.
+        planned: What was measured with the planned ones; None where they were not tried.
+        predicted_default_seconds: What the model exposes with the default's buckets.
+        predicted_planned_seconds: What it exposes with the planned ones.
+        bound_seconds: What no buckets can expose less than, according to the model.
+        default_buckets: The default's buckets on the wire.
+        planned_buckets: The planned ones.
+        gradients: When each gradient is ready and its bytes, in that order.
+        steps: How many steps it took.
+        overhead_seconds: How much longer those took than as many with the default's buckets, measurements included.
+        from_cache: Whether the plan is that of an earlier training.
+    """
+
+    verdict: Verdict
+    reason: str
+    caps: Caps | None = None
+    world_size: int
+    cost: AlphaBeta | None = None
+    load: float | None = None
+    spread: float | None = None
+    backward_seconds: float | None = None
+    default: Measured | None = None
+    planned: Measured | None = None
+    predicted_default_seconds: float | None = None
+    predicted_planned_seconds: float | None = None
+    bound_seconds: float | None = None
+    default_buckets: tuple[BucketTimes, ...] = ()
+    planned_buckets: tuple[BucketTimes, ...] = ()
+    gradients: tuple[tuple[float, int], ...] = ()
+    steps: int = 0
+    overhead_seconds: float = 0.0
+    from_cache: bool = False
+
+    @property
+    def bucket_cap_mb(self) -> list[float] | None:
+        """The plan as ``bucket_cap_mb`` of :class:`~lightning_parstrat.TunedDDPStrategy`; None for the default's."""
+        return None if self.caps is None else [cap / 2**20 for cap in self.caps]
+
+    def lines(self) -> list[str]:
+        """What the user is told."""
+        lines = [f"buckets: {self.verdict}{' (from the cache)' if self.from_cache else ''}: {self.reason}"]
+        if self.cost is not None and self.backward_seconds is not None:
+            lines.append(
+                f"an all-reduce over {self.world_size} ranks takes {_ms(self.cost.latency_seconds)} and"
+                f" {1e9 * self.cost.seconds_per_byte:.3g} ns a byte beside backward, which takes"
+                f" {_ms(self.backward_seconds)}"
+            )
+        if self.default is not None:
+            lines.append(f"default: {_described(self.default, self.predicted_default_seconds, self.default_buckets)}")
+        if self.planned is not None:
+            lines.append(f"planned: {_described(self.planned, self.predicted_planned_seconds, self.planned_buckets)}")
+        if self.bound_seconds is not None:
+            lines.append(f"no buckets can expose less than {_ms(self.bound_seconds)}, by the model")
+        if self.steps:
+            lines.append(f"tuning took {self.steps} steps, which lasted {self.overhead_seconds:.2f} s longer for it")
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for ``json.dump``; :meth:`from_json` reads it."""
+        return {"format": FORMAT, "bucket_cap_mb": self.bucket_cap_mb, **asdict(self)}
+
+    def write(self, path: Path) -> None:
+        """Writes it as JSON; the folder is made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "TuningReport":
+        """Reads what :meth:`as_json` has given.
+
+        Raises:
+            ValueError: It is of another format, or is none.
+        """
+        if values.get("format") != FORMAT:
+            raise ValueError(f"a report of format {values.get('format')!r}; this version reads {FORMAT}")
+        fields = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+        try:
+            caps = fields["caps"]
+            return cls(
+                **{
+                    **fields,
+                    "caps": None if caps is None else tuple(_checked_cap(cap) for cap in caps),
+                    "cost": None if fields["cost"] is None else AlphaBeta(**fields["cost"]),
+                    "default": None if fields["default"] is None else Measured(*fields["default"]),
+                    "planned": None if fields["planned"] is None else Measured(*fields["planned"]),
+                    "default_buckets": tuple(BucketTimes(*times) for times in fields["default_buckets"]),
+                    "planned_buckets": tuple(BucketTimes(*times) for times in fields["planned_buckets"]),
+                    "gradients": tuple((seconds, nbytes) for seconds, nbytes in fields["gradients"]),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"a report that is damaged: {error!r}") from error
+
+
+def bucket_times(problem: Problem, plan: Plan, cost: AlphaBeta) -> tuple[BucketTimes, ...]:
+    """When each bucket of a plan is ready, begins and has arrived.
+
+    Args:
+        problem: What is trained.
+        plan: Its buckets.
+        cost: What a bucket takes.
+    """
+    times: list[BucketTimes] = []
+    ready = free = 0.0
+    for bucket in plan.buckets:
+        nbytes = sum(problem.nbytes[index] for index in bucket)
+        ready = max(ready, *(problem.ready_seconds[index] for index in bucket))
+        begin = max(ready, free)
+        free = begin + cost.seconds(nbytes)
+        times.append(BucketTimes(len(bucket), nbytes, ready, begin, free))
+    return tuple(times)
+
+
+def gradient_times(nbytes: Sequence[int], ready_seconds: Sequence[float]) -> tuple[tuple[float, int], ...]:
+    """When each gradient is ready, and its bytes, in that order."""
+    return tuple(sorted(zip(ready_seconds, nbytes, strict=True)))
+
+
+def _checked_cap(cap: Any) -> int:
+    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
+        raise ValueError(f"a report that is damaged: {cap!r} bytes are no size of a bucket")
+    return cap
+
+
+def _described(measured: Measured, predicted: float | None, buckets: Sequence[BucketTimes]) -> str:
+    sizes = f"{len(buckets)} bucket{'s' if len(buckets) > 1 else ''}" if buckets else "buckets as ever"
+    model = "" if predicted is None else f", {_ms(predicted)} by the model"
+    return (
+        f"{sizes}, forward and backward {_ms(measured.seconds)}, of which communication exposes"
+        f" {_ms(measured.exposed_seconds)}{model}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"

@@ -1,0 +1,48 @@
+"""Plans for buckets that outlive a training, in a folder."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_parstrat.core.tuning_report import TuningReport
+from lightning_parstrat.distributed.durable_files import written_durably
+
+
+class PlanCache:
+    """A folder with one file for each kind of training. Not collective: for rank 0.
+
+    Args:
+        folder: Made when the first plan is kept; None keeps none.
+        kind: Everything that a plan depends on and that is known beforehand.
+    """
+
+    def __init__(self, folder: str | Path | None, kind: Mapping[str, Any]) -> None:
+        content = json.dumps(kind, sort_keys=True, default=str)
+        self.key = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.path = None if folder is None else Path(folder).expanduser() / f"plan-{self.key}.json"
+
+    def load(self) -> TuningReport | None:
+        """What an earlier training of this kind has found; None where there is none.
+
+        Raises:
+            ValueError: There is one that is damaged or of another format.
+            OSError: It cannot be read.
+        """
+        if self.path is None or not self.path.exists():
+            return None
+        try:
+            return TuningReport.from_json(json.loads(self.path.read_text()))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{self.path}: {error}") from error
+
+    def save(self, report: TuningReport) -> None:
+        """Keeps what was found, in the place of what was.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        if self.path is not None:
+            with written_durably(self.path) as temporary:
+                report.write(temporary)
