@@ -96,7 +96,10 @@ class TuningReport:
         if self.bound_seconds is not None:
             lines.append(f"no buckets can expose less than {_ms(self.bound_seconds)}, by the model")
         if self.steps:
-            lines.append(f"tuning took {self.steps} steps, which lasted {self.overhead_seconds:.2f} s longer for it")
+            lines.append(
+                f"tuning took {self.steps} steps, and {self.overhead_seconds:+.2f} s against as many with the default's"
+                " buckets"
+            )
         return lines
 
     def as_json(self) -> dict[str, Any]:

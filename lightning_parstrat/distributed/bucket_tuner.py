@@ -49,6 +49,10 @@ class TuningStopped(Exception):
     """Why buckets stay, or become again, what they are by default. Raised on all ranks alike."""
 
 
+class TuningFault(Exception):
+    """What some rank could not do. Raised on all ranks alike."""
+
+
 class _Seen(NamedTuple):
     """What all ranks have seen of the default's buckets."""
 
@@ -149,7 +153,7 @@ class BucketTuner:
     def _tune(self) -> Steps[TuningReport]:
         policy = self._policy
         yield from self._steps(self._settling)
-        kept = self._told_by_first(self.cache.load)
+        kept = self._told_by_first(self._load)
         if kept is not None:
             probed = yield from self._probe(kept)
             if probed is not None:
@@ -183,7 +187,7 @@ class BucketTuner:
         )
         if decision.verdict == "tuned":
             report = yield from self._try(replace(report, caps=decision.planned.caps), measured)
-        self._told_by_first(lambda: self.cache.save(self._counted(report)))
+        self._save(self._counted(report))
         return report
 
     def _try(self, report: TuningReport, by_default: list[Timing]) -> Steps[TuningReport]:
@@ -213,6 +217,20 @@ class BucketTuner:
             return replace(kept, default=default, planned=planned, reason=reason, from_cache=True)
         yield from self._steps_with(None, 0)
         return None
+
+    def _load(self) -> TuningReport | None:
+        try:
+            return self.cache.load()
+        except (OSError, ValueError) as error:
+            self._warn(f"the plan in the cache is not used: {error}")
+            return None
+
+    def _save(self, report: TuningReport) -> None:
+        if self._control.rank == 0:
+            try:
+                self.cache.save(report)
+            except OSError as error:
+                self._warn(f"the plan is not kept: {error}")
 
     def _steps(self, count: int) -> Steps[list[Timing]]:
         timings = []
@@ -268,7 +286,7 @@ class BucketTuner:
                 failure = repr(error)
         told, failure = told_by_first((told, failure), self._control)
         if failure is not None:
-            raise TuningStopped(f"rank 0: {failure}")
+            raise TuningFault(f"rank 0: {failure}")
         result: T = told
         return result
 
@@ -282,15 +300,17 @@ class BucketTuner:
         failures = told_by_all(failure, self._control)
         failed = [rank for rank, told in enumerate(failures) if told is not None]
         if failed:
-            raise TuningStopped(f"rank {failed[0]}: {failures[failed[0]]}")
+            raise TuningFault(f"rank {failed[0]}: {failures[failed[0]]}")
 
     def _give_up(self, error: Exception) -> None:
-        reason = str(error) if isinstance(error, TuningStopped) else f"{type(error).__name__}: {error}"
+        known = isinstance(error, (TuningStopped, TuningFault))
+        reason = str(error) if known else f"{type(error).__name__}: {error}"
         try:
             if not self._is_default:
                 self._buckets.adopt(None)
         finally:
-            self._warn(f"buckets stay as `ddp` has them: {reason}")
+            if not isinstance(error, TuningStopped):
+                self._warn(f"buckets stay as `ddp` has them: {reason}")
             self._finish(TuningReport(verdict="not tuned", reason=reason, world_size=self._control.world_size))
 
     def _finish(self, report: TuningReport) -> None:

@@ -152,7 +152,11 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
                 (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
                 for name, parameter in module.named_parameters()
             ],
-            "ddp": {name: repr(value) for name, value in self._ddp_kwargs.items()},
+            # Others have addresses in what they show of themselves.
+            "ddp": {
+                name: value if isinstance(value, (int, float, str)) else type(value).__name__
+                for name, value in self._ddp_kwargs.items()
+            },
             "comm_hook": self._comm_hook,
             "precision": str(self.precision_plugin.precision),
             "ranks": (self.world_size, self.num_nodes),
