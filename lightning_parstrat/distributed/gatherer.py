@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.buckets import ParameterBucket
 from lightning_parstrat.distributed.collectives import Collectives, Work
+from lightning_parstrat.distributed.need_times import NeedClock
 from lightning_parstrat.distributed.read_guard import can_be_marked, mark, unmark
 from lightning_parstrat.distributed.streams import Streams
 
@@ -41,6 +42,7 @@ class ParameterGatherer:
         self.collectives = collectives
         self.streams = streams
         self.overlaps = False
+        self.clock: NeedClock | None = None
         self._on_the_way: dict[ParameterBucket, _Gather] = {}
         # A thread that saves a checkpoint reads parameters, too.
         self._lock = threading.RLock()
@@ -55,6 +57,8 @@ class ParameterGatherer:
         """
         late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
         buffer = bucket.parameters_to_send()
+        if self.clock is not None:
+            self.clock.send(bucket)
         work = self.collectives.all_gather(buffer, bucket.layout.bounds)
         with self._lock:
             self._on_the_way[bucket] = _Gather(work, buffer, late, self.streams.current())
@@ -95,12 +99,17 @@ class ParameterGatherer:
             gather = self._on_the_way.get(bucket)
             if gather is None:
                 return
+            if self.clock is not None:
+                self.clock.need(bucket)
+            waited = self.collectives.traffic.waited_seconds
             with self.streams.on(gather.stream):
                 self.collectives.wait(gather.work)
                 bucket.take_home(gather.buffer)
                 # Last: another thread that finds an ordinary parameter reads it at once.
                 del self._on_the_way[bucket]
                 unmark(bucket.parameters)
+            if self.clock is not None:
+                self.clock.wait(self.collectives.traffic.waited_seconds - waited)
             if self.streams.current() != gather.stream:
                 # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
                 self.streams.wait_for(gather.stream)

@@ -7,6 +7,8 @@ reduce-scatter takes, and plan. Where that gives other buckets, parameters, mast
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,6 +21,7 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.buckets import ParameterBucket
 from lightning_parstrat.distributed.calibration import reduce_scatter_cost
 from lightning_parstrat.distributed.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.need_times import NeedClock, group_gathers
 from lightning_parstrat.distributed.planning import Grouping, PlannedBucket
 from lightning_parstrat.distributed.ready_times import ReadyClock
 from lightning_parstrat.distributed.redistribution import Move, move_gradients, move_master_weights, move_state
@@ -65,6 +68,9 @@ class Replanner:
         self._rounds = 0
         self._attempts = 0
         self._clock: ReadyClock | None = None
+        self._plans_gathers = policy.bucket_cap_mb == "auto" and gatherer.collectives.world_size > 1
+        self._has_needs = False
+        self._wire: AlphaBeta | None = None
 
     @property
     def kept(self) -> Grouping:
@@ -78,6 +84,7 @@ class Replanner:
         """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
         self._rounds += 1
         self._reducer.clock = None
+        self._has_needs = self._gatherer.clock is not None and self._gatherer.clock.has_begun
         if self._measures and self._rounds == _MEASURED_ROUND:
             self._clock = self._reducer.clock = ReadyClock()
 
@@ -99,7 +106,29 @@ class Replanner:
 
     def by_readiness(self, ready: Mapping[Tensor, float]) -> Grouping:
         """The grouping whose last bucket arrives earliest. Sends some 20 MB to find out what that takes."""
-        return _ByReadiness(ready, self._policy.bucket_cap_bytes, self._cost())
+        cost = self._cost()
+        cap = self._policy.bucket_cap_bytes if cost is None else self._policy.planned_cap_bytes
+        return _ByReadiness(ready, cap, cost)
+
+    def plan_gathers(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Plans once which buckets go home together: when gradients have their buckets, and a forward was measured.
+
+        Args:
+            buckets: In the order of their reductions, which is the reverse of that in which they go home.
+        """
+        if not self._plans_gathers or self._measures:
+            return
+        clock = self._gatherer.clock
+        if clock is None:
+            overlaps = torch.tensor(int(self._gatherer.overlaps))
+            self._reducer.control.all_reduce(overlaps, op=dist.ReduceOp.MIN).wait()
+            self._wire = (self._wire or self._cost()) if overlaps else None
+            self._plans_gathers = self._wire is not None
+            self._gatherer.clock = None if self._wire is None else NeedClock()
+        elif self._has_needs and self._wire is not None:
+            homeward = list(reversed(buckets))
+            group_gathers(homeward, clock.agree(homeward, self._reducer.control), self._wire)
+            self._gatherer.clock, self._plans_gathers = None, False
 
     def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
         """Whether the plan is another one than that of ``buckets``, by more than the order within them."""
@@ -139,7 +168,10 @@ class Replanner:
         if parameter_bytes([bucket.layout for bucket in buckets]) < _SMALLEST_WORTH_TIMING:
             return None
         wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
-        return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
+        self._wire = AlphaBeta(
+            latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte
+        )
+        return self._wire
 
 
 class _AsKept(Grouping):

@@ -3,6 +3,7 @@
 import pytest
 
 from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat.distributed import replanning
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, FP32
@@ -27,6 +28,15 @@ def compare_by_flag(name: str) -> tuple[float, float]:
 
 def compare_exposed(name: str) -> tuple[float, float]:
     return compare(name, zero1(expose_gradients=True))
+
+
+def compare_planned(name: str) -> tuple[float, float]:
+    """Buckets are planned by what the wire takes, however small the module is, and so are the ways home."""
+    replanning._SMALLEST_WORTH_TIMING, smallest = 0, replanning._SMALLEST_WORTH_TIMING
+    try:
+        return compare(name, zero1(bucket_cap_mb="auto", **CASES[name].strategy))
+    finally:
+        replanning._SMALLEST_WORTH_TIMING = smallest
 
 
 # Two ranks have these buckets below, with exposed gradients, and in test_late_parameters.py.
@@ -62,6 +72,14 @@ def test_trains_as_the_oracle_does_by_flag(pool: RankPool, name: str, world_size
 def test_trains_as_the_oracle_does_with_exposed_gradients(pool: RankPool, name: str) -> None:
     case = CASES[name]
     for parameters, losses in pool.run(2, compare_exposed, name):
+        assert parameters <= case.tolerance
+        assert losses <= 10 * case.tolerance
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if 2 in case.world_sizes][::5])
+def test_trains_as_the_oracle_does_by_plan(pool: RankPool, name: str) -> None:
+    case = CASES[name]
+    for parameters, losses in pool.run(2, compare_planned, name):
         assert parameters <= case.tolerance
         assert losses <= 10 * case.tolerance
 
