@@ -123,13 +123,16 @@ class TuningReport:
         fields = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         try:
             caps = fields["caps"]
+            for name in _NUMBERS:
+                if not isinstance(fields[name], (int, float, type(None))):
+                    raise ValueError(f"a report that is damaged: {name} is {fields[name]!r}")
             return cls(
                 **{
                     **fields,
                     "caps": None if caps is None else tuple(_checked_cap(cap) for cap in caps),
                     "cost": None if fields["cost"] is None else AlphaBeta(**fields["cost"]),
-                    "default": None if fields["default"] is None else Measured(*fields["default"]),
-                    "planned": None if fields["planned"] is None else Measured(*fields["planned"]),
+                    "default": None if fields["default"] is None else Measured(*map(float, fields["default"])),
+                    "planned": None if fields["planned"] is None else Measured(*map(float, fields["planned"])),
                     "default_buckets": tuple(BucketTimes(*times) for times in fields["default_buckets"]),
                     "planned_buckets": tuple(BucketTimes(*times) for times in fields["planned_buckets"]),
                     "gradients": tuple((seconds, nbytes) for seconds, nbytes in fields["gradients"]),
@@ -137,6 +140,18 @@ class TuningReport:
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"a report that is damaged: {error!r}") from error
+
+
+_NUMBERS = (
+    "load",
+    "spread",
+    "backward_seconds",
+    "predicted_default_seconds",
+    "predicted_planned_seconds",
+    "bound_seconds",
+    "steps",
+    "overhead_seconds",
+)
 
 
 def bucket_times(problem: Problem, plan: Plan, cost: AlphaBeta) -> tuple[BucketTimes, ...]:

@@ -52,8 +52,12 @@ class BackwardClock:
         self._backward = self._now()
 
     def end_backward(self) -> None:
-        """Says that everything that the backward has sent has arrived, in the order of the device's work."""
-        self._end = self._now()
+        """Says that everything that the backward has sent has arrived, in the order of the device's work.
+
+        After a backward that was not announced it does nothing.
+        """
+        if self._backward is not None:
+            self._end = self._now()
 
     @property
     def has_measured(self) -> bool:

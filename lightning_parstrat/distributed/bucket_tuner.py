@@ -30,7 +30,7 @@ from lightning_parstrat.core.tuning import (
 from lightning_parstrat.core.tuning_report import Measured, TuningReport, bucket_times, gradient_times
 from lightning_parstrat.distributed.agreement import told_by_all, told_by_first
 from lightning_parstrat.distributed.backward_clock import BackwardClock
-from lightning_parstrat.distributed.calibration import all_reduce_cost
+from lightning_parstrat.distributed.calibration import all_reduce_buffers, all_reduce_cost
 from lightning_parstrat.distributed.collectives import Collectives
 from lightning_parstrat.distributed.ddp_buckets import DDPBuckets
 from lightning_parstrat.distributed.plan_cache import PlanCache
@@ -100,7 +100,6 @@ class BucketTuner:
         self._settling = _SETTLING_STEPS_OF_STATIC_GRAPHS if ddp.static_graph else _SETTLING_STEPS
         self._buckets = DDPBuckets(ddp)
         self._clock: BackwardClock | None = None
-        self._is_default = True
         self._step_seconds: list[float] = []
         self._measuring_seconds = 0.0
         reason = self._buckets.reason_not_to_change()
@@ -245,9 +244,7 @@ class BucketTuner:
         return (yield from self._steps(count))
 
     def _adopt(self, caps: Caps | None) -> None:
-        self._is_default = False
         self._everywhere(lambda: self._buckets.adopt(caps))
-        self._is_default = caps is None
 
     def _problem(self, timing: Timing) -> Problem:
         buckets, ready = self._buckets, timing.ready_seconds
@@ -271,7 +268,8 @@ class BucketTuner:
     def _measure_wire(self) -> CostFit:
         began = time.perf_counter()
         dtype, nbytes = self._buckets.dtype, sum(self._buckets.nbytes)
-        fit = all_reduce_cost(self._group, self._control, self._device, dtype, self._wire_dtype or dtype, nbytes)
+        buffers = self._everywhere(lambda: all_reduce_buffers(self._device, dtype, self._wire_dtype or dtype, nbytes))
+        fit = all_reduce_cost(self._group, self._control, buffers)
         self._measuring_seconds += time.perf_counter() - began
         return fit
 
@@ -290,28 +288,33 @@ class BucketTuner:
         result: T = told
         return result
 
-    def _everywhere(self, act: Callable[[], None]) -> None:
+    def _everywhere(self, act: Callable[[], T]) -> T:
         """Does something on all ranks; where one cannot, all stop."""
+        done: Any = None
         failure = None
         try:
-            act()
+            done = act()
         except Exception as error:
             failure = repr(error)
         failures = told_by_all(failure, self._control)
         failed = [rank for rank, told in enumerate(failures) if told is not None]
         if failed:
             raise TuningFault(f"rank {failed[0]}: {failures[failed[0]]}")
+        result: T = done
+        return result
 
     def _give_up(self, error: Exception) -> None:
         known = isinstance(error, (TuningStopped, TuningFault))
         reason = str(error) if known else f"{type(error).__name__}: {error}"
-        try:
-            if not self._is_default:
-                self._buckets.adopt(None)
-        finally:
-            if not isinstance(error, TuningStopped):
-                self._warn(f"buckets stay as `ddp` has them: {reason}")
-            self._finish(TuningReport(verdict="not tuned", reason=reason, world_size=self._control.world_size))
+        if not isinstance(error, TuningStopped):
+            self._warn(f"buckets are not tuned: {reason}")
+        if any(told_by_all(not self._buckets.are_default, self._control)):
+            try:
+                self._adopt(None)
+            except TuningFault as fault:
+                # Those that were tried do no harm.
+                self._warn(f"buckets stay as they were tried: {fault}")
+        self._finish(TuningReport(verdict="not tuned", reason=reason, world_size=self._control.world_size))
 
     def _finish(self, report: TuningReport) -> None:
         self.close()

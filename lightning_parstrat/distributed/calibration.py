@@ -1,7 +1,7 @@
 """What collectives take on the live process group, while nothing computes."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,14 +35,26 @@ def reduce_scatter_cost(collectives: Collectives, control: Collectives, device: 
     return _cost(reduce_scatter, buffers, [buffer.nbytes for buffer in buffers], control)
 
 
-def all_reduce_cost(
-    group: dist.ProcessGroup,
-    control: Collectives,
-    device: torch.device,
-    gradient_dtype: torch.dtype,
-    wire_dtype: torch.dtype,
-    gradient_bytes: int,
-) -> CostFit:
+def all_reduce_buffers(
+    device: torch.device, gradient_dtype: torch.dtype, wire_dtype: torch.dtype, gradient_bytes: int
+) -> dict[int, Tensor]:
+    """What :func:`all_reduce_cost` sends, by its bytes. Not collective; some 20 MB at most.
+
+    Args:
+        device: Where the gradients are.
+        gradient_dtype: What gradients are kept in; bytes are counted in it.
+        wire_dtype: What they travel in.
+        gradient_bytes: What a step sends; nothing larger than that is.
+    """
+    largest = min(max(gradient_bytes, 2**16), 2**24)
+    sizes = {largest, largest // 4, largest // 16, largest // 64, min(2**14, largest // 128)}
+    return {
+        nbytes: torch.zeros(nbytes // gradient_dtype.itemsize, device=device, dtype=wire_dtype)
+        for nbytes in sorted(sizes)
+    }
+
+
+def all_reduce_cost(group: dist.ProcessGroup, control: Collectives, buffers: Mapping[int, Tensor]) -> CostFit:
     """Latency and seconds per byte of an all-reduce, the slowest rank's. Collective.
 
     Sends up to four times what a step does, and at most some 80 MB.
@@ -50,15 +62,9 @@ def all_reduce_cost(
     Args:
         group: To be measured; nothing is under way.
         control: Works on host memory.
-        device: Where the gradients are.
-        gradient_dtype: What gradients are kept in; bytes are counted in it.
-        wire_dtype: What they travel in.
-        gradient_bytes: What a step sends; nothing larger than that is.
+        buffers: What is sent, by its bytes; see :func:`all_reduce_buffers`.
     """
-    largest = min(max(gradient_bytes, 2**16), 2**24)
-    sizes = sorted({largest, largest // 4, largest // 16, largest // 64, min(2**14, largest // 128)})
-    buffers = [torch.zeros(nbytes // gradient_dtype.itemsize, device=device, dtype=wire_dtype) for nbytes in sizes]
-    return _cost(lambda buffer: group.allreduce([buffer]).wait(), buffers, sizes, control)
+    return _cost(lambda buffer: group.allreduce([buffer]).wait(), list(buffers.values()), list(buffers), control)
 
 
 def _cost(

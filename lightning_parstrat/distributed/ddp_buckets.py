@@ -38,6 +38,9 @@ class DDPBuckets:
         self.parameters, self._expect_sparse = self._ddp._build_params_for_reducer()
         # None in versions of torch that have no caps for single buckets.
         self._default: Any = getattr(ddp, "_bucket_config", None)
+        # Asked for once: later it is refused where parameters have been unfrozen or added.
+        self._names = self._ddp._build_debug_param_to_name_mapping(self.parameters)
+        self.are_default = True
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
 
     @property
@@ -87,13 +90,33 @@ class DDPBuckets:
         buckets, _ = _torch._compute_bucket_assignment_by_size(self.parameters, limits, self._expect_sparse)
         return [list(reversed(bucket)) for bucket in reversed(buckets)]
 
+    def filled_from_the_first(self, caps: Caps) -> Caps:
+        """Caps by which buckets that are made from the other end are those that ``caps`` make from this one."""
+        first, sparse = list(reversed(self.parameters)), list(reversed(self._expect_sparse))
+        buckets, _ = _torch._compute_bucket_assignment_by_size(first, list(caps), sparse)
+        nbytes = list(reversed(self.nbytes))
+        return tuple(sum(nbytes[index] for index in bucket) for bucket in buckets)
+
     def adopt(self, caps: Caps | None) -> None:
         """Gives the wrapper a reducer with these caps, or with the default's. Between steps; all ranks must.
 
         Gradients stay, and with them the memory of the old buckets, until the next backward has moved them.
+
+        Raises:
+            ValueError: A parameter has been frozen since; everything is as it was.
         """
-        ddp = self._ddp
-        config = self._default
+        if not all(parameter.requires_grad for parameter in self.parameters):
+            raise ValueError("parameters have been frozen since training began")
+        before = dict(vars(self._ddp))
+        try:
+            self._exchange_reducer(caps)
+        except BaseException:
+            vars(self._ddp).update(before)
+            raise
+        self.are_default = caps is None
+
+    def _exchange_reducer(self, caps: Caps | None) -> None:
+        ddp, config = self._ddp, self._default
         if caps is not None:
             limits = caps if self._rebuilds else tuple(reversed(caps))
             config = _ddp._BucketCapacityConfig.create(None, [cap / _MIB for cap in limits], False)
@@ -101,10 +124,8 @@ class DDPBuckets:
         ddp.bucket_bytes_cap = config.bucket_bytes_cap
         ddp.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
         ddp.bucket_bytes_cap_default = config.first_bucket_bytes_cap < config.bucket_bytes_cap
-        # Its hooks on the parameters go with it.
-        ddp.reducer = ddp.logger = None
-        names = ddp._build_debug_param_to_name_mapping(self.parameters)
-        ddp._ddp_init_helper(self.parameters, self._expect_sparse, names, ddp.static_graph)
+        # The old one's hooks on the parameters go with it.
+        ddp._ddp_init_helper(self.parameters, self._expect_sparse, self._names, ddp.static_graph)
         ddp._has_rebuilt_buckets = False
         if ddp.static_graph:
             ddp.static_graph = False

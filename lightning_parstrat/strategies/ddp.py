@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -20,6 +21,7 @@ from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy
 from lightning_parstrat.core.tuning_report import TuningReport
 from lightning_parstrat.distributed.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.comm_hooks import CommHook, register_comm_hook, wire_dtype
+from lightning_parstrat.distributed.ddp_buckets import DDPBuckets
 from lightning_parstrat.distributed.plan_cache import PlanCache
 from lightning_parstrat.distributed.read_guard import is_compiled
 from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
@@ -76,6 +78,13 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance, plan_cache=plan_cache
         )
         _check_comm_hook(comm_hook, kwargs)
+        if kwargs.get("bucket_cap_mb_list") is None:
+            # A command line gives every argument.
+            kwargs.pop("bucket_cap_mb_list", None)
+        elif bucket_cap_mb != "auto":
+            raise ValueError(
+                f"bucket_cap_mb={bucket_cap_mb!r} and bucket_cap_mb_list were both given. Give one of them."
+            )
         self._comm_hook = comm_hook
         self._tuner: BucketTuner | None = None
         self._report: TuningReport | None = None
@@ -84,7 +93,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             timeout=timeout,
             start_method=start_method,
             gradient_as_bucket_view=gradient_as_bucket_view,
-            **_bucket_arguments(bucket_cap_mb, kwargs),
+            **_bucket_arguments(bucket_cap_mb),
             **kwargs,
         )
 
@@ -110,12 +119,22 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     def configure_ddp(self) -> None:
         """Wraps the module, and begins to tune."""
         super().configure_ddp()
+        # Lightning sends a static graph's first gradients by itself, once in a wrapper's life.
+        self._pl_static_graph_delay_done = False
         self._report = None
+        self._order_given_caps()
         reason = self._reason_not_to_tune()
         if reason is not None:
             self._note_report(TuningReport(verdict="not tuned", reason=reason, world_size=self.world_size))
         elif self._tuning.bucket_cap_mb == "auto" and self.world_size > 1:
             self._begin_to_tune()
+
+    def _order_given_caps(self) -> None:
+        """Lets a list of sizes begin with what is sent first also where torch makes buckets from the other end."""
+        caps = self._tuning.bucket_cap_mb
+        if isinstance(caps, (list, tuple)) and self._ddp.find_unused_parameters and not self._ddp.static_graph:
+            buckets = DDPBuckets(self._ddp)
+            buckets.adopt(buckets.filled_from_the_first(tuple(int(cap * 2**20) for cap in caps)))
 
     def _begin_to_tune(self) -> None:
         self._tuner = BucketTuner(
@@ -135,6 +154,8 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             return None
         if self._comm_hook == "powersgd" or self._ddp_comm_hook is not None:
             return "what the communication hook keeps belongs to buckets as they are"
+        if self._ddp.static_graph and not self._training_module.automatic_optimization:
+            return "static_graph and manual optimization do not go together with other buckets than the first"
         if is_compiled(self._training_module):
             return "torch.compile has cut the graph where the default's buckets end"
         if torch.are_deterministic_algorithms_enabled() and self.world_size > _LARGEST_WORLD_WITHOUT_ROUNDING:
@@ -152,11 +173,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
                 (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
                 for name, parameter in module.named_parameters()
             ],
-            # Others have addresses in what they show of themselves.
-            "ddp": {
-                name: value if isinstance(value, (int, float, str)) else type(value).__name__
-                for name, value in self._ddp_kwargs.items()
-            },
+            "ddp": _chosen(self._ddp_kwargs),
             "comm_hook": self._comm_hook,
             "precision": str(self.precision_plugin.precision),
             "ranks": (self.world_size, self.num_nodes),
@@ -172,7 +189,13 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         if self._tuner is not None and self.is_global_zero and self._tuning.plan_cache is not None and can_plot():
             path = self._tuner.cache.path
             if path is not None and report.gradients:
-                plot_buckets(report, path.with_suffix(".png"))
+                self._plot(report, path.with_suffix(".png"))
+
+    def _plot(self, report: TuningReport, path: Path) -> None:
+        try:
+            plot_buckets(report, path)
+        except Exception as error:
+            rank_zero_warn(f"{self.flag}: {path} was not drawn: {error!r}")
 
     @property
     def _ddp(self) -> DistributedDataParallel:
@@ -198,7 +221,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Looks at the clock."""
-        if self._tuner is not None and not self._accumulates:
+        if self._tuner is not None and not self._accumulates and self._ddp.require_backward_grad_sync:
             self._tuner.begin_backward()
         super().pre_backward(closure_loss)
 
@@ -235,12 +258,20 @@ def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:
         raise ValueError(f"comm_hook={comm_hook!r} and ddp_comm_hook were both given. Give one of them.")
 
 
-def _bucket_arguments(bucket_cap_mb: CapsInMiB, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bucket_arguments(bucket_cap_mb: CapsInMiB) -> dict[str, Any]:
     """The arguments of DDP by which it makes buckets of these sizes."""
     if bucket_cap_mb == "auto":
         return {}
-    if not isinstance(bucket_cap_mb, (list, tuple)):
-        return {"bucket_cap_mb": bucket_cap_mb}
-    # Where a backward looks for unused parameters, buckets are made from the other end.
-    from_the_end = kwargs.get("find_unused_parameters") and not kwargs.get("static_graph")
-    return {"bucket_cap_mb_list": list(reversed(bucket_cap_mb)) if from_the_end else list(bucket_cap_mb)}
+    if isinstance(bucket_cap_mb, (list, tuple)):
+        return {"bucket_cap_mb_list": list(bucket_cap_mb)}
+    return {"bucket_cap_mb": bucket_cap_mb}
+
+
+def _chosen(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are not DDP's default; of what has an address in what it shows of itself, the kind."""
+    defaults = signature(DistributedDataParallel).parameters
+    return {
+        name: value if isinstance(value, (int, float, str)) else type(value).__name__
+        for name, value in arguments.items()
+        if name not in defaults or value is not defaults[name].default
+    }

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core import tuning
 from lightning_parstrat.core.tuning_report import TuningReport
-from lightning_parstrat.distributed import bucket_tuner, ddp_buckets
+from lightning_parstrat.distributed import bucket_tuner, calibration, ddp_buckets
 from tests.pool import RankPool
 from tests.strategies import odd, zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train
@@ -273,6 +273,12 @@ def fail_on_one_rank(buckets: ddp_buckets.DDPBuckets, caps: tuning.Caps | None) 
     adopt(buckets, caps)
 
 
+def fail_on_rank_1(*arguments: Any) -> Any:
+    if dist.get_rank() == 1:
+        raise MemoryError("no room for messages")
+    return calibration.all_reduce_buffers(*arguments)
+
+
 adopt = ddp_buckets.DDPBuckets.adopt
 
 
@@ -291,6 +297,7 @@ def is_steady(stability: float, spread: float) -> str | None:
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "adopt": [(ddp_buckets.DDPBuckets, "adopt", fail_on_one_rank)],
     "measure": [(bucket_tuner, "all_reduce_cost", fail)],
+    "memory": [(bucket_tuner, "all_reduce_buffers", fail_on_rank_1)],
     "decide": [(bucket_tuner, "decide", fail)],
     "noise": [(bucket_tuner, "reason_not_to_plan", is_noise)],
     "nothing": [(bucket_tuner, "reason_not_to_plan", is_steady)],
@@ -303,7 +310,7 @@ def tune_disturbed(module: type[LightningModule], what: str, flags: dict[str, An
     with whatever_is_measured(), replaced(*FAULTS[what]), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = train(module, strategy, 100)
-    said = [str(one.message) for one in caught if "ddp_tuned: buckets stay" in str(one.message)]
+    said = [str(one.message) for one in caught if "ddp_tuned: buckets are not tuned" in str(one.message)]
     report = strategy.tuning_report
     return report.verdict, report.reason, len(said), run.trainer.global_step
 
@@ -313,6 +320,7 @@ def tune_disturbed(module: type[LightningModule], what: str, flags: dict[str, An
     [
         (zoo.MLP, "adopt", {}, "rank 1: MemoryError('no room for buckets')", 1),
         (zoo.MLP, "measure", {}, "RuntimeError: no measurement today", 1),
+        (zoo.MLP, "memory", {}, "rank 1: MemoryError('no room for messages')", 1),
         (zoo.MLP, "decide", {}, "rank 0: RuntimeError('no measurement today')", 1),
         (zoo.MLP, "noise", {}, "the times of collectives are noise", 0),
         (AnyOrder, "nothing", {}, "the order in which gradients become ready changes", 0),
@@ -345,9 +353,8 @@ def test_sizes_may_be_given(pool: RankPool) -> None:
     by_list = [small[0] / 2**20, 1.0]
     assert pool.run(2, buckets_of, zoo.MLP, by_list, {})[0] == f"{small[0]}, {total - small[0]}"
     # What is first in the list is sent first, though torch makes buckets from the other end then.
-    by_list = [(total - small[-1]) / 2**20, small[-1] / 2**20]
-    flags = {"find_unused_parameters": True}
-    assert pool.run(2, buckets_of, zoo.MLP, by_list, flags)[0] == f"{total - small[-1]}, {small[-1]}"
+    unused = pool.run(2, buckets_of, zoo.MLP, [100 / 2**20, 1.0], {"find_unused_parameters": True})[0]
+    assert unused == f"{small[0]}, {total - small[0]}"
 
 
 def compressed(name: str | None, hook: Any) -> tuple[float, torch.dtype]:
@@ -372,6 +379,8 @@ def test_hooks_compress_on_every_device(pool: RankPool, name: str | None, hook: 
         ({"tune_steps": 1}, "Must be a whole number >= 2"),
         ({"tune_tolerance": 1.0}, "Must be a number >= 0 and < 1"),
         ({"plan_cache": 3}, "Must be a folder's path"),
+        ({"plan_cache": "~nobody-of-that-name/plans"}, "There is no such user"),
+        ({"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
         ({"comm_hook": "int8"}, r"Must be one of \('bf16', 'fp16', 'powersgd'\)"),
         ({"comm_hook": "bf16", "ddp_comm_hook": default_hooks.allreduce_hook}, "Give one of them"),
     ],
