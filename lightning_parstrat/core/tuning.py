@@ -60,7 +60,8 @@ class TuningPolicy:
                 f"Invalid bucket_cap_mb: {given!r}. Must be 'auto', a positive number of MiB such as 25, or a list of"
                 " such numbers."
             )
-        if not _is_number(self.tune_steps) or self.tune_steps != int(self.tune_steps) or self.tune_steps < 2:
+        steps = self.tune_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
             raise ValueError(f"Invalid tune_steps: {self.tune_steps!r}. Must be a whole number >= 2.")
         if not _is_number(self.tune_tolerance) or not 0 <= self.tune_tolerance < 1:
             raise ValueError(f"Invalid tune_tolerance: {self.tune_tolerance!r}. Must be a number >= 0 and < 1.")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.tuning import Caps, Plan, Problem, Verdict
@@ -119,11 +119,11 @@ class TuningReport:
             raise ValueError(f"a report of format {values.get('format')!r}; this version reads {FORMAT}")
         fields = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         try:
-            caps = fields["caps"]
             return cls(
                 **{
                     **fields,
-                    "caps": None if caps is None else tuple(_checked_cap(cap) for cap in caps),
+                    "verdict": _checked_verdict(fields["verdict"]),
+                    "caps": None if fields["caps"] is None else _checked_caps(fields["caps"]),
                     "cost": None if fields["cost"] is None else AlphaBeta(**fields["cost"]),
                     "default": None if fields["default"] is None else Measured(*fields["default"]),
                     "planned": None if fields["planned"] is None else Measured(*fields["planned"]),
@@ -160,10 +160,21 @@ def gradient_times(nbytes: Sequence[int], ready_seconds: Sequence[float]) -> tup
     return tuple(sorted(zip(ready_seconds, nbytes, strict=True)))
 
 
-def _checked_cap(cap: Any) -> int:
-    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
-        raise ValueError(f"a report that is damaged: {cap!r} bytes are no size of a bucket")
-    return cap
+def _checked_verdict(verdict: Any) -> Verdict:
+    for allowed in get_args(Verdict):
+        if verdict == allowed:
+            known: Verdict = allowed
+            return known
+    raise ValueError(f"a report that is damaged: {verdict!r} is no verdict")
+
+
+def _checked_caps(caps: Sequence[Any]) -> Caps:
+    for cap in caps:
+        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
+            raise ValueError(f"a report that is damaged: {cap!r} bytes are no size of a bucket")
+    if not caps:
+        raise ValueError("a report that is damaged: its plan has no buckets")
+    return tuple(caps)
 
 
 def _described(measured: Measured, predicted: float | None, buckets: Sequence[BucketTimes]) -> str:
