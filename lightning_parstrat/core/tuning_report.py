@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from lightning_parstrat.core.cost_model import AlphaBeta
@@ -103,10 +102,9 @@ class TuningReport:
         """All of it, for ``json.dump``; :meth:`from_json` reads it."""
         return {"format": FORMAT, "bucket_cap_mb": self.bucket_cap_mb, **asdict(self)}
 
-    def write(self, path: Path) -> None:
-        """Writes it as JSON; the folder is made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+    def as_text(self) -> str:
+        """The JSON of it, as a file's content."""
+        return json.dumps(self.as_json(), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TuningReport":

@@ -102,7 +102,8 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         if self._report is None:
             raise ValueError("There is no report: no training has been tuned to the end.")
         folder = Path(folder)
-        self._report.write(folder / "plan.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(self._report.as_text())
         if can_plot():
             plot_buckets(self._report, folder / "plan.png")
 
