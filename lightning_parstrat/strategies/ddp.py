@@ -188,7 +188,8 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Changes buckets between steps, where it is time for that, then runs the user's training step."""
-        if self._tuner is not None:
+        # A new reducer of a static graph must send in its first backward.
+        if self._tuner is not None and not self._accumulates:
             self._tuner.begin_forward()
         return super().training_step(*args, **kwargs)
 
