@@ -110,7 +110,11 @@ def test_a_backward_that_sends_nothing_does_not_count() -> None:
     loss.backward()
     clock.end_backward()
     assert (clock.backwards, clock.has_measured) == (1, True)
-    assert clock.timing().ready_seconds[1] == 0.0
+    measured = clock.timing()
+    assert measured.ready_seconds[0] >= PAUSE and measured.ready_seconds[1] == 0.0
+    # Nor does one that comes after it.
+    chain(layers).backward()
+    assert clock.timing() == measured
     clock.begin_forward()
     assert (clock.backwards, clock.has_measured) == (0, False)
 
