@@ -5,14 +5,22 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from lightning_parstrat.core.bucketing import exposed_time, lower_bound, optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
 
 Caps = tuple[int, ...]
 """Bytes at which each bucket is full, in the order in which they are sent; the last one holds for all that follow."""
+
+
+@runtime_checkable
+class PathLike(Protocol):
+    """A path that is no string."""
+
+    def __fspath__(self) -> str:
+        """The path as a string."""
+
 
 CapsInMiB = float | list[float] | Literal["auto"]
 Verdict = Literal["tuned", "default is best", "bandwidth-bound", "not tuned"]
@@ -50,7 +58,7 @@ class TuningPolicy:
     bucket_cap_mb: CapsInMiB = "auto"
     tune_steps: int = 10
     tune_tolerance: float = 0.01
-    plan_cache: str | Path | None = None
+    plan_cache: str | PathLike | None = None
 
     def __post_init__(self) -> None:
         given = self.bucket_cap_mb
@@ -60,11 +68,12 @@ class TuningPolicy:
                 f"Invalid bucket_cap_mb: {given!r}. Must be 'auto', a positive number of MiB such as 25, or a list of"
                 " such numbers."
             )
-        if not _is_number(self.tune_steps) or self.tune_steps != int(self.tune_steps) or self.tune_steps < 2:
+        steps = self.tune_steps
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
             raise ValueError(f"Invalid tune_steps: {self.tune_steps!r}. Must be a whole number >= 2.")
         if not _is_number(self.tune_tolerance) or not 0 <= self.tune_tolerance < 1:
             raise ValueError(f"Invalid tune_tolerance: {self.tune_tolerance!r}. Must be a number >= 0 and < 1.")
-        if self.plan_cache is not None and not isinstance(self.plan_cache, (str, Path)):
+        if self.plan_cache is not None and not isinstance(self.plan_cache, (str, PathLike)):
             raise ValueError(f"Invalid plan_cache: {self.plan_cache!r}. Must be a folder's path, or None.")
         try:
             Path(self.plan_cache or "").expanduser()

@@ -3,8 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.tuning import Caps, Plan, Problem, Verdict
@@ -106,10 +105,9 @@ class TuningReport:
         """All of it, for ``json.dump``; :meth:`from_json` reads it."""
         return {"format": FORMAT, "bucket_cap_mb": self.bucket_cap_mb, **asdict(self)}
 
-    def write(self, path: Path) -> None:
-        """Writes it as JSON; the folder is made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+    def as_text(self) -> str:
+        """The JSON of it, as a file's content."""
+        return json.dumps(self.as_json(), indent=1) + "\n"
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TuningReport":
@@ -122,14 +120,14 @@ class TuningReport:
             raise ValueError(f"a report of format {values.get('format')!r}; this version reads {FORMAT}")
         fields = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         try:
-            caps = fields["caps"]
             for name in _NUMBERS:
                 if not isinstance(fields[name], (int, float, type(None))):
                     raise ValueError(f"a report that is damaged: {name} is {fields[name]!r}")
             return cls(
                 **{
                     **fields,
-                    "caps": None if caps is None else tuple(_checked_cap(cap) for cap in caps),
+                    "verdict": _checked_verdict(fields["verdict"]),
+                    "caps": None if fields["caps"] is None else _checked_caps(fields["caps"]),
                     "cost": None if fields["cost"] is None else AlphaBeta(**fields["cost"]),
                     "default": None if fields["default"] is None else Measured(*map(float, fields["default"])),
                     "planned": None if fields["planned"] is None else Measured(*map(float, fields["planned"])),
@@ -178,10 +176,21 @@ def gradient_times(nbytes: Sequence[int], ready_seconds: Sequence[float]) -> tup
     return tuple(sorted(zip(ready_seconds, nbytes, strict=True)))
 
 
-def _checked_cap(cap: Any) -> int:
-    if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
-        raise ValueError(f"a report that is damaged: {cap!r} bytes are no size of a bucket")
-    return cap
+def _checked_verdict(verdict: Any) -> Verdict:
+    for allowed in get_args(Verdict):
+        if verdict == allowed:
+            known: Verdict = allowed
+            return known
+    raise ValueError(f"a report that is damaged: {verdict!r} is no verdict")
+
+
+def _checked_caps(caps: Sequence[Any]) -> Caps:
+    for cap in caps:
+        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 1:
+            raise ValueError(f"a report that is damaged: {cap!r} bytes are no size of a bucket")
+    if not caps:
+        raise ValueError("a report that is damaged: its plan has no buckets")
+    return tuple(caps)
 
 
 def _described(measured: Measured, predicted: float | None, buckets: Sequence[BucketTimes]) -> str:

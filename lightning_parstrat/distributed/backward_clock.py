@@ -49,6 +49,7 @@ class BackwardClock:
         """Says that a backward begins which is going to send gradients."""
         self.backwards += 1
         self._ready.clear()
+        self._end = None
         self._backward = self._now()
 
     def end_backward(self) -> None:
@@ -84,8 +85,10 @@ class BackwardClock:
             hook.remove()
 
     def _note(self, index: int, _: Tensor) -> None:
-        # A parameter that is used again has its gradient when the last use has been gone through.
-        self._ready[index] = self._now()
+        # What comes before or after it are micro-batches that send nothing.
+        if self._backward is not None and self._end is None:
+            # A parameter that is used again has its gradient when the last use has been gone through.
+            self._ready[index] = self._now()
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":

@@ -27,10 +27,22 @@ def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tenso
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
+def powersgd_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """Is the hook of torch, with one bucket at a time where there is no NCCL.
+
+    It launches its second all-reduce when the first has ended, and waits for it in a thread of Gloo. With several
+    buckets under way ranks launch them in different orders, and all threads come to wait.
+    """
+    arrived: torch.futures.Future[Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
+    if bucket.buffer().device.type == "cpu" or dist.get_backend(state.process_group) == "gloo":
+        arrived.wait()
+    return arrived
+
+
 _HOOKS: dict[str, NamedHook] = {
     "bf16": NamedHook(bf16_hook, torch.bfloat16),
     "fp16": NamedHook(default_hooks.fp16_compress_hook, torch.float16),
-    "powersgd": NamedHook(powerSGD_hook.powerSGD_hook, None),
+    "powersgd": NamedHook(powersgd_hook, None),
 }
 
 

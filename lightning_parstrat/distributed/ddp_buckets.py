@@ -138,7 +138,10 @@ class DDPBuckets:
     def _all_in_order(self, ready_seconds: Sequence[float]) -> list[int]:
         positions = range(len(self.parameters))
         if self._rebuilds:
-            return sorted(positions, key=lambda index: (ready_seconds[index], -index))
+            with_gradient = [index for index in reversed(positions) if ready_seconds[index] > 0]
+            # What a static graph leaves out comes last.
+            without = [index for index in positions if not ready_seconds[index] > 0]
+            return sorted(with_gradient, key=lambda index: ready_seconds[index]) + without
         return list(reversed(positions))
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class PlanCache:
         kind: Everything that a plan depends on and that is known beforehand.
     """
 
-    def __init__(self, folder: str | Path | None, kind: Mapping[str, Any]) -> None:
+    def __init__(self, folder: str | PathLike[str] | None, kind: Mapping[str, Any]) -> None:
         content = json.dumps(kind, sort_keys=True, default=str)
         self.key = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.path = None if folder is None else Path(folder).expanduser() / f"plan-{self.key}.json"
@@ -45,4 +46,4 @@ class PlanCache:
         """
         if self.path is not None:
             with written_durably(self.path) as temporary:
-                report.write(temporary)
+                temporary.write_text(report.as_text())

@@ -111,7 +111,8 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         if self._report is None:
             raise ValueError("There is no report: no training has been tuned to the end.")
         folder = Path(folder)
-        self._report.write(folder / "plan.json")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(self._report.as_text())
         if can_plot():
             plot_buckets(self._report, folder / "plan.png")
 
@@ -214,7 +215,8 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Changes buckets between steps, where it is time for that, then runs the user's training step."""
-        if self._tuner is not None:
+        # A new reducer of a static graph must send in its first backward.
+        if self._tuner is not None and not self._accumulates:
             self._tuner.begin_forward()
         return super().training_step(*args, **kwargs)
 
