@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from emulated import Sleep
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from machine import write_result
 from measuring import quartiles, spread
 from ranks import become_ranks, global_rank
@@ -103,11 +104,11 @@ class StepTimes(Callback):
 
 def train(case: Case, group: Any, bucket_cap_mb: Any, steps: int, warm_up: int) -> tuple[float, TuningReport | None]:
     """The median step with these buckets, None for the default's; and what tuning has found."""
-    caps = {"bucket_cap_mb": 25.0} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
-    strategy = TunedDDPStrategy(process_group=group, **caps)
+    strategy: Strategy
     if bucket_cap_mb is None:
-        # torch's own default is more than a number: its first bucket is smaller.
-        del strategy._ddp_kwargs["bucket_cap_mb"]
+        strategy = DDPStrategy(process_group=group, gradient_as_bucket_view=True)
+    else:
+        strategy = TunedDDPStrategy(process_group=group, bucket_cap_mb=bucket_cap_mb)
     times = StepTimes(warm_up)
     trainer = Trainer(
         accelerator="cpu",
@@ -123,7 +124,7 @@ def train(case: Case, group: Any, bucket_cap_mb: Any, steps: int, warm_up: int) 
     )
     dist.barrier()
     trainer.fit(SleepingLayers(case), DataLoader(torch.zeros((warm_up + steps) * dist.get_world_size(), 1)))
-    return times.median(), strategy.tuning_report
+    return times.median(), getattr(strategy, "tuning_report", None)
 
 
 NODES = [1]
@@ -131,7 +132,12 @@ NODES = [1]
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """One row: the tuning, and the turns after it."""
-    group = None
+    factor, group = arguments.scale, None
+    case = case._replace(
+        forward_seconds=factor * case.forward_seconds,
+        latency_seconds=factor * case.latency_seconds,
+        seconds_per_byte=factor * case.seconds_per_byte,
+    )
     if arguments.wire == "emulated":
         group = SlowWire(dist.group.WORLD, case.latency_seconds, case.seconds_per_byte)
     _, report = train(case, group, "auto", TUNING_STEPS, 0)
@@ -184,6 +190,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--num-nodes", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=3, help="how often they take turns")
     parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--scale", type=float, default=1.0, help="what all seconds of a case are multiplied by")
     parser.add_argument("--label", default="local processes, emulated wire", help="for the result file")
     parser.add_argument("--output", type=Path, help="where to write the result as JSON")
     return parser.parse_args()

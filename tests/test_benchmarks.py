@@ -79,6 +79,15 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert all(cost["stall"]["min"] > 0 and cost["ratio_to_synchronous"]["median"] > 0 for cost in costs.values())
 
 
+def test_bucketing(tmp_path: Path) -> None:
+    options = ["--cases", "delay per collective", "bandwidth-bound", "--scale", "0.2", "--pairs", "1", "--steps", "2"]
+    result = run_benchmark("bucketing.py", options, tmp_path)
+    delayed, bound = result["cases"]["delay per collective"], result["cases"]["bandwidth-bound"]
+    assert delayed["verdict"] == "tuned" and delayed["bucket_cap_mb"]
+    assert set(delayed["seconds"]) == {"default", "1 MB", "4 MB", "16 MB", "64 MB", "tuned"}
+    assert bound["bucket_cap_mb"] is None
+
+
 def test_overlap(tmp_path: Path) -> None:
     result = run_benchmark("overlap.py", TINY, tmp_path)
     communicating = {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)"}

@@ -75,10 +75,6 @@ class TuningPolicy:
             raise ValueError(f"Invalid tune_tolerance: {self.tune_tolerance!r}. Must be a number >= 0 and < 1.")
         if self.plan_cache is not None and not isinstance(self.plan_cache, (str, PathLike)):
             raise ValueError(f"Invalid plan_cache: {self.plan_cache!r}. Must be a folder's path, or None.")
-        try:
-            Path(self.plan_cache or "").expanduser()
-        except RuntimeError as error:
-            raise ValueError(f"Invalid plan_cache: {str(self.plan_cache)!r}. There is no such user's home.") from error
 
 
 class Timing(NamedTuple):

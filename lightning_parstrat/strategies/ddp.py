@@ -77,6 +77,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         self._tuning = TuningPolicy(
             bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance, plan_cache=plan_cache
         )
+        _check_folder(plan_cache)
         _check_comm_hook(comm_hook, kwargs)
         if kwargs.get("bucket_cap_mb_list") is None:
             # A command line gives every argument.
@@ -215,8 +216,9 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Changes buckets between steps, where it is time for that, then runs the user's training step."""
-        # A new reducer of a static graph must send in its first backward.
-        if self._tuner is not None and not self._accumulates:
+        # At the begin of a window: a reducer knows what was used in it. But a static graph's must send in its first
+        # backward.
+        if self._tuner is not None and not (self._accumulates and self._ddp.static_graph):
             self._tuner.begin_forward()
         return super().training_step(*args, **kwargs)
 
@@ -250,6 +252,13 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
+
+
+def _check_folder(plan_cache: str | Path | None) -> None:
+    try:
+        Path(plan_cache or "").expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"Invalid plan_cache: {str(plan_cache)!r}. There is no such user's home.") from error
 
 
 def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -94,11 +95,41 @@ def tune_with_tiny_buckets(
     look = LookAtWrapper()
     strategy = TunedDDPStrategy(tune_steps=4, tune_tolerance=0.0, partial_window="lightning", **flags)
     samples = 100 * arguments.get("accumulate_grad_batches", 1)
+    callbacks = arguments.get("callbacks", [])
     with whatever_is_measured():
-        actual = train(lambda: module(), strategy, samples, callbacks=[look], **arguments)
+        actual = train(lambda: module(), strategy, samples, **{**arguments, "callbacks": [look, *callbacks]})
     expected = train(lambda: module(), DDPStrategy(**flags), samples, **arguments)
     assert strategy.tuning_report is not None
     return largest_difference(actual, expected), len(set(look.buckets)), strategy.tuning_report.verdict
+
+
+class UsedOnceInAWindow(zoo.MLP):
+    """A part of it is used in the first micro-batch of a window alone."""
+
+    def build(self) -> None:
+        super().build()
+        self.once = nn.Linear(zoo.FEATURES, 5)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.compute_loss(batch)
+        return loss + self.once(batch).square().mean() if batch_idx % 3 == 0 else loss
+
+
+class FrozenInTheMiddle(zoo.MLP):
+    frozen_at = 9
+    trained_after = False
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == self.frozen_at:
+            next(self.parameters()).requires_grad_(self.trained_after)
+
+
+class UnfrozenInTheMiddle(FrozenInTheMiddle):
+    trained_after = True
+
+    def build(self) -> None:
+        super().build()
+        next(self.parameters()).requires_grad_(False)
 
 
 class SteppedByHand(odd.Manual):
@@ -119,6 +150,20 @@ class SteppedByHand(odd.Manual):
         (zoo.MLP, {}, {"precision": "bf16-mixed"}),
         (zoo.MLP, {}, {"validate": True, "val_check_interval": 3}),
         (zoo.MLP, {"static_graph": True}, {}),
+        # torch lets a static graph accumulate only after its first step.
+        (
+            zoo.MLP,
+            {"static_graph": True},
+            {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2},
+        ),
+        (UsedOnceInAWindow, {"find_unused_parameters": True}, {"accumulate_grad_batches": 3}),
+        (
+            UsedOnceInAWindow,
+            {"find_unused_parameters": True, "gradient_as_bucket_view": False},
+            {"accumulate_grad_batches": 3},
+        ),
+        (FrozenInTheMiddle, {"find_unused_parameters": True}, {}),
+        (UnfrozenInTheMiddle, {}, {}),
         (zoo.MLP, {"gradient_as_bucket_view": False}, {}),
         (zoo.BatchNormalised, {}, {}),
         (zoo.Unused, {"find_unused_parameters": True}, {}),
@@ -133,7 +178,8 @@ def test_parameters_are_those_of_ddp_whatever_buckets_are_tried(
 ) -> None:
     for difference, kinds, verdict in pool.run(2, tune_with_tiny_buckets, module, flags, arguments):
         assert difference == 0.0 and kinds > 1
-        assert verdict in ("tuned", "default is best")
+        # What was frozen meanwhile has no place in other buckets.
+        assert (verdict == "not tuned") if module is FrozenInTheMiddle else (verdict in ("tuned", "default is best"))
 
 
 def test_three_ranks_round_sums_in_another_order_at_most(pool: RankPool) -> None:
@@ -151,6 +197,8 @@ class Tuned(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if trainer.strategy.tuning_report is None:
             self.over_after = trainer.global_step
+        # A new reducer needs two steps until it is what it will be.
+        trainer.should_stop = self.over_after < trainer.global_step - 2
         facts = trainer.strategy.model._get_ddp_logging_data()
         self.buckets = facts.get("rebuilt_bucket_sizes") or facts["bucket_sizes"]
 
