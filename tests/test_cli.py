@@ -123,6 +123,25 @@ def test_the_command_line_comes_before_the_file(strategy: Any, arguments: tuple[
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"bucket_cap_mb": "auto", "tune_steps": 4, "comm_hook": "bf16"}, {}),
+        ({"bucket_cap_mb": 8}, {"bucket_cap_mb": 8.0}),
+        ({"bucket_cap_mb": [1.0, 4.0]}, {"bucket_cap_mb_list": [1.0, 4.0]}),
+    ],
+)
+def test_sizes_of_buckets_may_be_given_in_all_ways(
+    given: dict[str, Any], expected: dict[str, Any], parse: Parse
+) -> None:
+    built = parse({"class_path": "lightning_parstrat.TunedDDPStrategy", "init_args": given}).trainer.strategy
+    assert isinstance(built, TunedDDPStrategy)
+    # The parser gives every argument of DDP: what is no choice must not look like one.
+    names = ("bucket_cap_mb", "bucket_cap_mb_list")
+    assert {name: built._ddp_kwargs[name] for name in names if name in built._ddp_kwargs} == expected
+
+
+@pytest.mark.parametrize(
     ("strategy", "arguments", "message"),
     [
         pytest.param(class_path(bucket_cap=2), (), "bucket_cap", id="an unknown argument"),

@@ -241,6 +241,13 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             torch._foreach_mul_(gradients, self._scale() * self.world_size)
 
     @override
+    def on_train_end(self) -> None:
+        """Says so if the training was too short to be tuned."""
+        super().on_train_end()
+        if self._tuner is not None and self._report is None:
+            rank_zero_info(f"{self.flag}: buckets: the training was over before they were tuned")
+
+    @override
     def teardown(self) -> None:
         """Stops tuning, however far it has come."""
         if self._tuner is not None:
