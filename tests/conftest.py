@@ -6,6 +6,7 @@ from tests.pool import RankPool
 
 SLOW_FILES = (
     "test_elastic.py",
+    "test_ddp.py",
     "test_benchmarks.py",
     "test_example_configs.py",
     "test_launchers.py",
@@ -17,7 +18,7 @@ SLOW_FILES = (
     "test_job_size.py",
     "test_registration.py",
 )
-"""Their tests start programs of their own: few, but long."""
+"""Few tests, but long: most start programs of their own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
