@@ -1,5 +1,6 @@
 """``ddp_tuned`` is torch's DDP, with the gradients in its buckets, and with buckets that are planned."""
 
+import functools
 import json
 import random
 import warnings
@@ -24,7 +25,7 @@ from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core import tuning
 from lightning_parstrat.core.tuning_report import TuningReport
 from lightning_parstrat.distributed import bucket_tuner, calibration, ddp_buckets
-from tests.pool import RankPool
+from tests.pool import RankError, RankPool
 from tests.strategies import odd, zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train
 from tests.strategies.sleeping import CASES, SleepingLayers, slow_wire
@@ -187,6 +188,26 @@ def test_three_ranks_round_sums_in_another_order_at_most(pool: RankPool) -> None
         assert difference < 1e-5 and kinds > 1
 
 
+def undisturbed(test: Callable[..., None]) -> Callable[..., None]:
+    """What is measured is disturbed by other programs: it must hold in one of three trainings."""
+
+    @functools.wraps(test)
+    def attempt(*args: Any, tmp_path: Path, **kwargs: Any) -> None:
+        for number in range(3):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            try:
+                return test(*args, tmp_path=folder, **kwargs)
+            except RankError:
+                raise
+            except AssertionError:
+                if number == 2:
+                    raise
+        return None
+
+    return attempt
+
+
 class Tuned(Callback):
     """When tuning was over, and what the steps after it had."""
 
@@ -213,7 +234,8 @@ def tune_sleeping(name: str, steps: int = 30, **arguments: Any) -> tuple[TuningR
 
 
 @pytest.mark.parametrize("name", ["many small tensors", "late large tensor", "delay per collective"])
-def test_buckets_are_changed_where_that_pays(pool: RankPool, name: str) -> None:
+@undisturbed
+def test_buckets_are_changed_where_that_pays(pool: RankPool, name: str, tmp_path: Path) -> None:
     (report, _, buckets), (of_rank_1, *_) = pool.run(2, tune_sleeping, name)
     # All but what this rank has waited.
     assert replace(of_rank_1, overhead_seconds=report.overhead_seconds) == report
@@ -229,15 +251,16 @@ def test_buckets_are_changed_where_that_pays(pool: RankPool, name: str) -> None:
 
 
 def tune_generously(name: str) -> tuple[TuningReport | None, int, str]:
-    return tune_sleeping(name, 10, tune_tolerance=0.05)
+    return tune_sleeping(name, tune_tolerance=0.05)
 
 
 @pytest.mark.parametrize(
     ("name", "verdict", "said"),
     [("bandwidth-bound", "bandwidth-bound", "zero1_custom"), ("hidden anyway", "default is best", "less than")],
 )
+@undisturbed
 def test_the_default_is_left_alone_where_nothing_is_to_be_gained(
-    pool: RankPool, name: str, verdict: str, said: str
+    pool: RankPool, name: str, verdict: str, said: str, tmp_path: Path
 ) -> None:
     report, over_after, buckets = pool.run(2, tune_generously, name)[0]
     assert (report.verdict, report.caps) == (verdict, None) and said in report.reason
@@ -251,7 +274,8 @@ def tune_by_a_wrong_model(name: str) -> TuningReport | None:
         return tune_sleeping(name)[0]
 
 
-def test_what_turns_out_slower_is_taken_back(pool: RankPool) -> None:
+@undisturbed
+def test_what_turns_out_slower_is_taken_back(pool: RankPool, tmp_path: Path) -> None:
     report = pool.run(2, tune_by_a_wrong_model, "delay per collective")[0]
     assert report.verdict == "default is best" and report.caps is None
     assert report.planned.seconds > report.default.seconds and "tried out" in report.reason
@@ -270,6 +294,7 @@ def tune_twice(folder: str, name: str, disturb: Callable[[Path], None] | None) -
     return [*found, sorted(path.suffix for path in Path(folder).iterdir()), len(said)]
 
 
+@undisturbed
 def test_a_later_training_begins_with_the_plan_of_an_earlier_one(pool: RankPool, tmp_path: Path) -> None:
     (first, *_), (again, over_after, buckets), kept, _ = pool.run(
         2, tune_twice, str(tmp_path), "delay per collective", None
@@ -291,6 +316,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("disturb", "warned"), [(make_slow, 0), (damage, 1)])
+@undisturbed
 def test_a_plan_that_is_no_good_any_more_is_made_anew(
     pool: RankPool, tmp_path: Path, disturb: Callable[[Path], None], warned: int
 ) -> None:
@@ -448,13 +474,14 @@ def test_there_is_no_report_before_there_was_a_training(tmp_path: Path) -> None:
 def save_report(folder: str) -> list[str]:
     case = CASES["bandwidth-bound"]
     strategy = TunedDDPStrategy(process_group=slow_wire(case), tune_steps=2, tune_tolerance=0.1)
-    trainer = make_trainer(strategy, max_steps=6, max_epochs=-1)
-    trainer.fit(SleepingLayers(case), DataLoader(torch.zeros(12, 1)))
+    trainer = make_trainer(strategy, callbacks=[Tuned()], max_steps=20, max_epochs=-1)
+    trainer.fit(SleepingLayers(case), DataLoader(torch.zeros(40, 1)))
     if dist.get_rank() == 0:
         strategy.save_tuning_report(folder)
     return strategy.tuning_report.lines()
 
 
+@undisturbed
 def test_the_report_is_saved_as_it_is_told(pool: RankPool, tmp_path: Path) -> None:
     lines = pool.run(2, save_report, str(tmp_path))[0]
     saved = json.loads((tmp_path / "plan.json").read_text())
