@@ -80,7 +80,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_bucketing(tmp_path: Path) -> None:
-    options = ["--cases", "delay per collective", "hidden anyway", "--scale", "0.2", "--pairs", "1", "--steps", "2"]
+    options = ["--cases", "delay per collective", "--scale", "0.1", "--pairs", "1", "--steps", "2"]
     result = run_benchmark("bucketing.py", options, tmp_path)
     for case in result["cases"].values():
         assert set(case["seconds"]) == {"default", "1 MB", "4 MB", "16 MB", "64 MB", "tuned"}
