@@ -215,7 +215,9 @@ def decide(problem: Problem, cost: AlphaBeta, step_seconds: float, smallest_gain
     if gain > smallest_gain and planned.buckets != default.buckets:
         return Decision(default, planned, bound, "tuned", f"{_ms(gain)} a step are to be gained")
     limit = f"the best plan gains {_ms(max(gain, 0.0))} a step, which is less than {_ms(smallest_gain)}"
-    if bound > _BANDWIDTH_BOUND * step_seconds:
+    # A tensor that is large and ready last exposes much, too, but more bandwidth is not what is missing then.
+    saturated = cost.seconds(sum(problem.nbytes)) > max(problem.ready_seconds)
+    if saturated and bound > _BANDWIDTH_BOUND * step_seconds:
         return Decision(
             default,
             default,

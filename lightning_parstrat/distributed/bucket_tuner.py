@@ -228,7 +228,8 @@ class BucketTuner:
         if self._control.rank == 0:
             try:
                 self.cache.save(report)
-            except OSError as error:
+            except Exception as error:
+                # The others are done with tuning by now, and would not hear of it.
                 self._warn(f"the plan is not kept: {error}")
 
     def _steps(self, count: int) -> Steps[list[Timing]]:

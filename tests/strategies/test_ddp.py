@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core import tuning
 from lightning_parstrat.core.tuning_report import TuningReport
-from lightning_parstrat.distributed import bucket_tuner, calibration, ddp_buckets
+from lightning_parstrat.distributed import bucket_tuner, calibration, ddp_buckets, plan_cache
 from tests.pool import RankError, RankPool
 from tests.strategies import odd, zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train
@@ -373,6 +373,7 @@ FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
     "measure": [(bucket_tuner, "all_reduce_cost", fail)],
     "memory": [(bucket_tuner, "all_reduce_buffers", fail_on_rank_1)],
     "decide": [(bucket_tuner, "decide", fail)],
+    "save": [(plan_cache.PlanCache, "save", fail)],
     "noise": [(bucket_tuner, "reason_not_to_plan", is_noise)],
     "nothing": [(bucket_tuner, "reason_not_to_plan", is_steady)],
 }
@@ -410,6 +411,12 @@ def test_no_fault_in_tuning_ends_a_training(
     for rank, (verdict, why, said, steps) in enumerate(pool.run(2, tune_disturbed, module, what, flags)):
         assert verdict == "not tuned" and reason in why
         assert steps == 25 and said == (warned if rank == 0 else 0)
+
+
+def test_a_plan_that_cannot_be_kept_is_used_all_the_same(pool: RankPool, tmp_path: Path) -> None:
+    flags = {"plan_cache": str(tmp_path)}
+    for verdict, _, _, steps in pool.run(2, tune_disturbed, zoo.MLP, "save", flags):
+        assert verdict in ("tuned", "default is best") and steps == 25
 
 
 def buckets_of(module: type[zoo.Zoo], bucket_cap_mb: Any, flags: dict[str, Any]) -> str:
