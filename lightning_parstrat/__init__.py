@@ -12,13 +12,13 @@ from lightning_parstrat._version import __version__
 
 if TYPE_CHECKING:
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
-    from lightning_parstrat.strategies.grad_norm_monitor import GradNormMonitor
+    from lightning_parstrat.strategies.gradients.grad_norm_monitor import GradNormMonitor
     from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
 
 __all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "__version__"]
 
 _LAZY = {
-    "GradNormMonitor": "lightning_parstrat.strategies.grad_norm_monitor",
+    "GradNormMonitor": "lightning_parstrat.strategies.gradients.grad_norm_monitor",
     "TunedDDPStrategy": "lightning_parstrat.strategies.ddp",
     "ZeRO1Strategy": "lightning_parstrat.strategies.zero1",
 }

@@ -1,9 +1,9 @@
-"""Imports point down only. The package's files are parsed, not imported."""
+"""Imports point down only, between floors and between their rooms. The package's files are parsed, not imported."""
 
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,20 @@ FORBIDDEN = {
     "strategies": ("torch.distributed",),
     "cli": ("torch.distributed",),
 }
+ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
+    "distributed": {
+        "comm": (),
+        "zero1": ("comm",),
+        "ddp": ("comm",),
+        "gradients": ("comm", "zero1"),
+        "checkpoint": ("comm", "zero1"),
+    },
+    "strategies": {"launch": (), "checkpoint": ("launch",), "gradients": ("launch", "checkpoint")},
+}
+"""Of each floor, its rooms, and which of its other rooms each may import."""
+
+COMMON = {"distributed": ("durable_files", "torch_compat"), "strategies": ("lightning_compat",)}
+"""Files of a floor that all of its rooms may import, and that import none of them."""
 
 
 class Import(NamedTuple):
@@ -67,7 +81,11 @@ def breaches(package: Path) -> list[str]:
         name = path.relative_to(package).as_posix()
         floor = name.split("/")[0]
         for imported in imports_of(path, package):
-            reason = _reason_from_floor(floor, imported, package.name) if "/" in name else _reason_from_root(imported)
+            if "/" in name:
+                reason = _reason_from_floor(floor, imported, package.name)
+                reason = reason or _reason_from_room(name, imported, package.name)
+            else:
+                reason = _reason_from_root(imported)
             if reason:
                 found.append(f"{name}:{imported.line} imports {imported.module}: {reason}")
     return found
@@ -91,6 +109,55 @@ def _reason_from_floor(floor: str, imported: Import, package: str) -> str | None
     return None
 
 
+def _reason_from_room(file: str, imported: Import, package: str) -> str | None:
+    """Within a floor: a room imports those that it may, and what is common to all; what is common imports no room."""
+    floor, *inside = file.removesuffix(".py").split("/")
+    _, *target = imported.module.split(".")
+    if imported.module.split(".")[0] != package or floor not in ROOMS or target[:1] != [floor] or len(target) < 2:
+        return None
+    room = inside[0] if len(inside) > 1 else None
+    if room is None:
+        is_common = inside[0] in COMMON[floor]
+        return f"{inside[0]} is there for all rooms" if is_common and target[1] not in COMMON[floor] else None
+    if room not in ROOMS[floor]:
+        return f"{room} is not one of the rooms {tuple(ROOMS[floor])}"
+    allowed = (room, *ROOMS[floor][room], *COMMON[floor])
+    return None if target[1] in allowed else f"{room} may import {allowed} of {floor}"
+
+
+def circles(package: Path) -> list[str]:
+    """Modules that import each other in a circle, those within functions and for type checkers included."""
+    files = {_module_of(path, package): path for path in package.rglob("*.py")}
+    edges = {
+        module: {target for one in imports_of(path, package) if (target := _known(one.module, files)) is not None}
+        for module, path in files.items()
+    }
+    found: list[str] = []
+    done: set[str] = set()
+
+    def visit(module: str, way: list[str]) -> None:
+        if module in way:
+            found.append(" -> ".join([*way[way.index(module) :], module]))
+        elif module not in done:
+            for target in sorted(edges[module] - {module}):
+                visit(target, [*way, module])
+            done.add(module)
+
+    for module in sorted(edges):
+        visit(module, [])
+    return found
+
+
+def _module_of(path: Path, package: Path) -> str:
+    parts = (package.name, *path.relative_to(package).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _known(imported: str, files: Mapping[str, Path]) -> str | None:
+    """The module of the package that an import is of: itself, or what it is a name in."""
+    return next((name for name in (imported, imported.rpartition(".")[0]) if name in files), None)
+
+
 def _reason_from_root(imported: Import) -> str | None:
     """The package's own files are imported with torch: what they need at once has to be light."""
     top, _, rest = imported.module.partition(".")
@@ -102,12 +169,38 @@ def test_no_import_points_up() -> None:
     assert breaches(ROOT) == []
 
 
+def test_no_imports_go_in_a_circle() -> None:
+    assert circles(ROOT) == []
+
+
+def test_every_room_is_there_and_has_a_place_in_the_plan() -> None:
+    for floor, rooms in ROOMS.items():
+        assert {path.parent.name for path in ROOT.glob(f"{floor}/*/__init__.py")} == set(rooms)
+        assert all((ROOT / floor / f"{file}.py").exists() for file in COMMON[floor])
+
+
+@pytest.mark.parametrize(
+    ("files", "circle"),
+    [
+        ({"core/a.py": "from . import b", "core/b.py": "from .a import x"}, "core.a -> lightning_parstrat.core.b"),
+        (
+            {"core/a.py": "if TYPE_CHECKING:\n    from .b import B", "core/b.py": "def f():\n    from .a import A"},
+            "core.a -> lightning_parstrat.core.b",
+        ),
+        ({"core/a.py": "from .b import x", "core/b.py": "import math"}, ""),
+    ],
+)
+def test_a_circle_is_found(tmp_path: Path, files: dict[str, str], circle: str) -> None:
+    found = circles(write_package(tmp_path, files))
+    assert (circle in found[0]) if circle else (found == [])
+
+
 def test_every_floor_there_is_was_read() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and list(path.glob("*.py"))}
     assert {"core", "distributed", "strategies"} <= folders <= set(FLOORS)
     edges = {
         (path.relative_to(ROOT).parts[0], imported.module.split(".")[1])
-        for path in ROOT.glob("*/*.py")
+        for path in ROOT.glob("*/**/*.py")
         for imported in imports_of(path, ROOT)
         if imported.module.startswith(f"{PACKAGE}.")
     }
@@ -117,7 +210,7 @@ def test_every_floor_there_is_was_read() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "reason"),
     [
-        ("core/a.py", "import lightning_parstrat.distributed.engine", "distributed lies above core"),
+        ("core/a.py", "import lightning_parstrat.distributed.zero1.engine", "distributed lies above core"),
         ("core/a.py", "from lightning_parstrat import strategies", "strategies lies above core"),
         ("core/a.py", "from ..distributed import engine", "distributed lies above core"),
         ("core/a.py", "from .. import distributed", "distributed lies above core"),
@@ -137,6 +230,14 @@ def test_every_floor_there_is_was_read() -> None:
         ("strategies/a.py", "def f():\n    import lightning_parstrat.cli.main", "cli lies above strategies"),
         ("strategies/a.py", "import_module('lightning_parstrat.cli')", "cli lies above strategies"),
         ("strategies/a.py", "import torch.distributed", "strategies must not know of torch.distributed"),
+        ("distributed/comm/a.py", "from ..zero1 import engine", "comm may import"),
+        ("distributed/zero1/a.py", "from ..gradients.clipping import x", "zero1 may import"),
+        ("distributed/ddp/a.py", "from lightning_parstrat.distributed.zero1 import x", "ddp may import"),
+        ("distributed/comm/a.py", "if TYPE_CHECKING:\n    from ..ddp.x import y", "comm may import"),
+        ("distributed/cellar/a.py", "from ..comm import x", "cellar is not one of the rooms"),
+        ("distributed/durable_files.py", "from .comm import x", "durable_files is there for all rooms"),
+        ("strategies/launch/a.py", "from ..checkpoint import resume", "launch may import"),
+        ("strategies/gradients/a.py", "from ..zero1 import ZeRO1Strategy", "gradients may import"),
         ("attic/a.py", "import math", "attic is not one of the floors"),
         ("__init__.py", "import torch", "only the standard library"),
         ("__init__.py", "from .strategies.ddp import TunedDDPStrategy", "only the standard library"),
@@ -157,8 +258,12 @@ def test_a_breach_is_found(tmp_path: Path, file: str, source: str, reason: str) 
         ("distributed/a.py", "import torch.distributed as dist\nfrom ..core.layout import plan\nimport os"),
         (
             "strategies/a.py",
-            "from lightning.pytorch import Trainer\nfrom lightning_parstrat.distributed.engine import x",
+            "from lightning.pytorch import Trainer\nfrom lightning_parstrat.distributed.zero1.engine import x",
         ),
+        ("distributed/gradients/a.py", "from ..zero1.optimizer import x\nfrom ..comm import y\nfrom . import b"),
+        ("distributed/checkpoint/a.py", "from ..durable_files import x\nfrom lightning_parstrat.core import layout"),
+        ("strategies/checkpoint/a.py", "from ..launch.faults import x\nfrom ..lightning_compat import unwrapped"),
+        ("strategies/zero1.py", "from .gradients.accumulation import x\nfrom .report import y"),
         ("cli/a.py", "from ..strategies import zero1\nfrom ..core import layout"),
         ("__init__.py", "from ._autoload import x\nif TYPE_CHECKING:\n    from .strategies.ddp import y"),
         ("_autoload.py", "import sys\ndef f():\n    from lightning_parstrat.strategies.registry import g"),

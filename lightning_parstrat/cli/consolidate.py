@@ -10,8 +10,8 @@ from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
 from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.distributed.consolidation import consolidate, consolidated_bytes
-from lightning_parstrat.distributed.sharded_reading import (
+from lightning_parstrat.distributed.checkpoint.consolidation import consolidate, consolidated_bytes
+from lightning_parstrat.distributed.checkpoint.reading import (
     CheckpointDamagedError,
     ShardedCheckpoint,
     is_sharded_checkpoint,

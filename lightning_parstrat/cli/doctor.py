@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning_parstrat.cli.facts import NodeFacts, facts_from_json, facts_of_this_node
 from lightning_parstrat.cli.program import Program, read_program
 from lightning_parstrat.cli.traps import TRAPS, Finding, Situation, look_for_traps, program_of, read_job_file
-from lightning_parstrat.distributed.wire import between_two_processes, read_result
+from lightning_parstrat.distributed.comm.link_probe import between_two_processes, read_result
 
 _DESCRIPTION = """
 Tells what this machine has, measures an all-reduce between two ranks, and looks for what is known to go wrong: in the
@@ -148,7 +148,7 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> dict[str, Any]:
             "--ntasks-per-node=1",
             sys.executable,
             "-m",
-            "lightning_parstrat.distributed.wire",
+            "lightning_parstrat.distributed.comm.link_probe",
             f"tcp://{hosts[0]}:{port}",
             "cuda" if all(node.devices for node in nodes) else "cpu",
         )

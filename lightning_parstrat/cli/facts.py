@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_parstrat.distributed.wire import backends
+from lightning_parstrat.distributed.comm.link_probe import backends
 
 _INTERFACES = Path("/sys/class/net")
 _PACKAGES = ("torch", "lightning", "torchmetrics", "jsonargparse", "lightning-parstrat")

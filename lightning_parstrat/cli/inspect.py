@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_parstrat.cli.consolidate import add_trust, loaded, open_sharded
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import amount, table
-from lightning_parstrat.distributed.sharded_reading import is_sharded_checkpoint
-from lightning_parstrat.distributed.tensor_trees import leaves
-from lightning_parstrat.strategies.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
-from lightning_parstrat.strategies.checkpoints import CHECKPOINT_KEY
-from lightning_parstrat.strategies.resume import RNG
+from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.distributed.checkpoint.reading import is_sharded_checkpoint
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
+from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from lightning_parstrat.strategies.checkpoint.resume import RNG
 
 _DESCRIPTION = """
 Tells what is in a checkpoint of Lightning, a file or a folder, without reading the tensors.

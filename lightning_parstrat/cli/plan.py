@@ -20,8 +20,8 @@ from lightning_parstrat.cli.text import amount, import_class, table
 from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.distributed.sharding import ELEMENTWISE_OPTIMIZERS, original_class
-from lightning_parstrat.distributed.summary import state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class
+from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 
 _DESCRIPTION = """
 Makes the module of a LightningCLI configuration without memory for its parameters (on the meta device), and tells for

@@ -36,7 +36,7 @@ def _wrong_job_size(connector: Any, registry: Any) -> Exception | None:
     # Here, as this module is imported while Lightning is.
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lightning_parstrat.strategies.job_size import SizedStrategy, wrong_job_size
+    from lightning_parstrat.strategies.launch.job_size import SizedStrategy, wrong_job_size
     from lightning_parstrat.strategies.registry import create_tuned_ddp, create_zero1
 
     asked_for = connector._strategy_flag

@@ -15,8 +15,8 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_parstrat.distributed.checks import extremes_over_ranks
-from lightning_parstrat.distributed.collectives import Collectives
+from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
+from lightning_parstrat.distributed.comm.collectives import Collectives
 
 _NO_BATCH = object()
 

@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy
 from lightning_parstrat.core.tuning_report import TuningReport
-from lightning_parstrat.distributed.bucket_tuner import BucketTuner
-from lightning_parstrat.distributed.comm_hooks import CommHook, register_comm_hook, wire_dtype
-from lightning_parstrat.distributed.ddp_buckets import DDPBuckets
-from lightning_parstrat.distributed.plan_cache import PlanCache
-from lightning_parstrat.distributed.read_guard import is_compiled
-from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
+from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook, wire_dtype
+from lightning_parstrat.distributed.ddp.plan_cache import PlanCache
+from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
+from lightning_parstrat.distributed.torch_compat import is_compiled
 from lightning_parstrat.strategies.bucket_plot import can_plot, plot_buckets
+from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 
 _LARGEST_WORLD_WITHOUT_ROUNDING = 2
 """The sum of two numbers does not depend on who adds them; with more, buckets decide in which order it is done."""

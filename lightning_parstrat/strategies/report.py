@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_parstrat.distributed.collectives import Traffic
-from lightning_parstrat.distributed.summary import ShardingSummary
+from lightning_parstrat.distributed.comm.collectives import Traffic
+from lightning_parstrat.distributed.zero1.summary import ShardingSummary
 
 _STEPS_THAT_SETTLE = 3
 """The first allocate and plan buckets; they count only where there are no others."""

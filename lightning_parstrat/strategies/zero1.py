@@ -28,18 +28,18 @@ from lightning_parstrat.core.policy import (
     ShardingPolicy,
     WireDtype,
 )
-from lightning_parstrat.distributed.backends import make_collectives
-from lightning_parstrat.distributed.broadcast import broadcast_buffers, broadcast_module
-from lightning_parstrat.distributed.checks import check_same_module, extremes_over_ranks
-from lightning_parstrat.distributed.engine import ShardedDataParallel
-from lightning_parstrat.distributed.process_groups import ProcessGroups, process_groups
-from lightning_parstrat.strategies.accumulation import AccumulationAwareStrategy
-from lightning_parstrat.strategies.clipping import unwrapped
+from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, broadcast_module, check_same_module
+from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.strategies.checkpoint.sharded_state import ShardedStateStrategy
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
-from lightning_parstrat.strategies.observers import observers_of_gradients
-from lightning_parstrat.strategies.processes import ProcessStrategy
+from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
+from lightning_parstrat.strategies.launch.processes import ProcessStrategy
+from lightning_parstrat.strategies.lightning_compat import unwrapped
 from lightning_parstrat.strategies.report import StepMeter, describe
-from lightning_parstrat.strategies.sharded_state import ShardedStateStrategy
 
 
 class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStrategy):

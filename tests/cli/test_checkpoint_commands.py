@@ -9,7 +9,7 @@ import torch
 
 from lightning_parstrat.cli.main import main
 from tests.pool import RankPool
-from tests.strategies.test_sharded_checkpoints import write
+from tests.strategies.checkpoint.test_sharded_checkpoints import write
 
 
 @pytest.fixture(scope="module")

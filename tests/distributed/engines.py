@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.distributed.backends import make_collectives
-from lightning_parstrat.distributed.collectives import Collectives, Work
-from lightning_parstrat.distributed.engine import ShardedDataParallel
-from lightning_parstrat.distributed.process_groups import process_groups
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 
 Log = list[tuple[str, int]]
 

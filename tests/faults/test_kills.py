@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from lightning_parstrat.distributed.sharded_reading import ShardedCheckpoint
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.faults.jobs import TIMEOUT, Job
 from tests.faults.trainings import POINTS, STEPS, train
 

@@ -16,7 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 import lightning_parstrat
-from lightning_parstrat.distributed import durable_files, roll_call
+from lightning_parstrat.distributed import durable_files
+from lightning_parstrat.distributed.comm import liveness as roll_call
 from tests.faults.jobs import TIMEOUT
 from tests.strategies.parity import make_trainer
 
@@ -167,7 +168,7 @@ POINTS: dict[str, Callable[[_KillsAt], None]] = {
 
 
 def _modules_that_name(name: str) -> list[Any]:
-    from lightning_parstrat.distributed import sharded_checkpoint
+    from lightning_parstrat.distributed.checkpoint import writing as sharded_checkpoint
 
     return [module for module in (durable_files, sharded_checkpoint) if hasattr(module, name)]
 

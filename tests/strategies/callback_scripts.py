@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.strategies import zoo
-from tests.strategies.parity import (
-    Recorder,
-)
+from tests.strategies.parity import Recorder
 
 
 class Plateau(zoo.MLP):

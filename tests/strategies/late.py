@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat import ZeRO1Strategy
-from lightning_parstrat.distributed.collectives import Work
-from lightning_parstrat.distributed.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.collectives import Work
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from tests.strategies.parity import zero1
 
 

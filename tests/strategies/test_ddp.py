@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core import tuning
 from lightning_parstrat.core.tuning_report import TuningReport
-from lightning_parstrat.distributed import bucket_tuner, calibration, ddp_buckets, plan_cache
+from lightning_parstrat.distributed.comm import calibration
+from lightning_parstrat.distributed.ddp import bucket_tuner, plan_cache
+from lightning_parstrat.distributed.ddp import reducer_buckets as ddp_buckets
 from tests.pool import RankError, RankPool
 from tests.strategies import odd, zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train

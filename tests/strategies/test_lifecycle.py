@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parstrat.distributed.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, zero1

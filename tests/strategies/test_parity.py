@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_parstrat import ZeRO1Strategy
-from lightning_parstrat.distributed import replanning
+from lightning_parstrat.distributed.zero1 import replanning
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, FP32

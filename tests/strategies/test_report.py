@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from lightning_parstrat.distributed.collectives import Traffic
+from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.strategies.report import StepMeter
 from tests.pool import RankPool
 from tests.strategies import zoo

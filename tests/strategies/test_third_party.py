@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_parstrat import ZeRO1Strategy
-from lightning_parstrat.distributed.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32, FP64

@@ -1,0 +1,104 @@
+"""Makes one file of a checkpoint that all ranks have written, without holding it in memory. Not collective."""
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
+from lightning_parstrat.distributed.checkpoint.reading import Run, ShardedCheckpoint
+from lightning_parstrat.distributed.durable_files import written_durably
+
+
+def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Callable[[int], object]) -> None:
+    """Writes an ordinary checkpoint, as ``torch.save`` would.
+
+    The file is laid out without its tensors' elements, which are then filled in, one piece of one rank after the other.
+    Host peak: twice the largest piece, and what is not in the ranks' files (loops, callbacks, random numbers).
+
+    Args:
+        checkpoint: What is to be in one file.
+        destination: The file; what is there is replaced when all is written.
+        progress: Is told of bytes that have been written since it was told last.
+
+    Raises:
+        ValueError: There are tensors in objects that cannot be looked into.
+        OSError: It could not be written; what was there is as it was.
+    """
+    with written_durably(destination) as temporary:
+        with open(temporary, "xb") as file, torch.serialization.skip_data():
+            torch.save(replace_leaves(checkpoint.skeleton, _room_for(checkpoint)), file)
+        with FakeTensorMode():
+            laid_out = torch.load(temporary, weights_only=False)
+        with open(temporary, "r+b") as file:
+            # Both trees are walked alike, so that each tensor of the one finds its place in the other.
+            places = {leaf.path: leaf.tensor for leaf in leaves(laid_out)}
+            written: set[int] = set()
+            for leaf in leaves(checkpoint.skeleton):
+                offset = _offset_of(places[leaf.path])
+                if offset in written:
+                    continue
+                written.add(offset)
+                for start, elements in _pieces_of(checkpoint, leaf.tensor):
+                    file.seek(offset + start * elements.itemsize)
+                    file.write(elements.view(torch.uint8).numpy().data)
+                    progress(elements.nbytes)
+        if len(written) != _storages_in(temporary):
+            raise ValueError(
+                f"{checkpoint.folder} holds tensors in objects other than dictionaries, lists and tuples (sets, objects"
+                " of a class of somebody's): what is in them cannot be moved to one file this way. Load it in a"
+                " training with checkpoint_format='full', and save from there."
+            )
+
+
+def consolidated_bytes(checkpoint: ShardedCheckpoint) -> int:
+    """What there is to write, in bytes."""
+    return sum({id(leaf.tensor): leaf.tensor.nbytes for leaf in leaves(checkpoint.skeleton)}.values())
+
+
+def _room_for(checkpoint: ShardedCheckpoint) -> Callable[[Tensor], Tensor]:
+    """Memory that is only asked for, never touched: nothing of it is used."""
+    made: dict[int, Tensor] = {}
+
+    def room(tensor: Tensor) -> Tensor:
+        if checkpoint.name_of(tensor) is None:
+            return in_storage_order(tensor.detach()).clone().as_strided(tensor.shape, _strides(tensor))
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return made[id(tensor)]
+
+    return room
+
+
+def _storages_in(path: Path) -> int:
+    with zipfile.ZipFile(path) as archive:
+        return sum(name.rpartition("/data/")[2].isdecimal() for name in archive.namelist() if "/data/" in name)
+
+
+def _strides(tensor: Tensor) -> Any:
+    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+
+
+def _offset_of(tensor: Tensor) -> int:
+    """Where in the file its elements begin; torch notes that where it loads without them."""
+    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if offset is None:
+        raise AssertionError("torch has not noted where in the file a tensor is")
+    return offset + int(tensor.storage_offset()) * tensor.itemsize
+
+
+def _pieces_of(checkpoint: ShardedCheckpoint, tensor: Tensor) -> Any:
+    """First position and elements, 1-D, of each piece."""
+    name = checkpoint.name_of(tensor)
+    if name is None:
+        yield 0, in_storage_order(tensor.detach()).clone()
+        return
+    for start, numel in checkpoint.pieces_of(name):
+        elements = torch.empty(numel, dtype=tensor.dtype)
+        checkpoint.read({name: Run(elements, start)})
+        yield start, elements

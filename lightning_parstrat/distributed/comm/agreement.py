@@ -1,0 +1,107 @@
+"""What ranks tell each other: values of any kind, and numbers while they do something else."""
+
+import hashlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+
+
+def told_by_first(value: Any, control: Collectives) -> Any:
+    """Rank 0's value, on all ranks. Collective; pickled."""
+    return broadcast_object(value, control.group)
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """The value of the group's rank 0, on all of its ranks. Collective; pickled; works on host memory."""
+    holder = [value]
+    dist.broadcast_object_list(holder, group=group, group_src=0)
+    return holder[0]
+
+
+def told_by_all(value: Any, control: Collectives) -> list[Any]:
+    """Each rank's value, on all ranks. Collective; pickled."""
+    values: list[Any] = [None] * control.world_size
+    dist.all_gather_object(values, value, group=control.group)
+    return values
+
+
+def told_to_first(value: Any, control: Collectives) -> list[Any]:
+    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled."""
+    values: list[Any] | None = [None] * control.world_size if control.rank == 0 else None
+    dist.gather_object(value, values, group=control.group, group_dst=0)
+    return values or []
+
+
+class RunningAgreement:
+    """The largest of the numbers that ranks have, asked for now and answered later.
+
+    Collective: all ranks must call :meth:`ask` equally often. A question is a non-blocking all-reduce of 4 bytes on the
+    host, whose latency grows with the logarithm of the world size.
+
+    Args:
+        control: Its group works on host memory.
+    """
+
+    def __init__(self, control: Collectives) -> None:
+        self._control = control
+        self._asked: tuple[Tensor, Work] | None = None
+
+    def ask(self, number: int) -> None:
+        """Sends this rank's number; the answer to an earlier question must have been taken."""
+        sent = torch.tensor(number, dtype=torch.int32)
+        self._asked = sent, self._control.all_reduce(sent, op=dist.ReduceOp.MAX)
+
+    def answer(self, default: int = 0) -> int:
+        """The largest number of those that were asked for last; ``default`` before anything was asked."""
+        if self._asked is None:
+            return default
+        (received, work), self._asked = self._asked, None
+        work.wait()
+        return int(received)
+
+
+def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
+    """The largest and the smallest of all ranks' numbers. Collective; one all-reduce of 16 bytes."""
+    extremes = torch.tensor([number, -number], dtype=torch.int64)
+    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
+    largest, smallest = extremes.tolist()
+    return largest, -smallest
+
+
+def check_agreement(control: Collectives, number: int) -> None:
+    """Compares a number over all ranks. Collective; one all-reduce of 16 bytes.
+
+    Raises:
+        ValueError: The ranks have different numbers, that is, different parameters or plans.
+    """
+    largest, smallest = extremes_over_ranks(number, control)
+    if largest != smallest:
+        raise ValueError(
+            "The ranks do not have the same parameters in the same order, so they cannot share their optimizer state."
+            " Build the same module and the same optimizers on every rank (check code that depends on the rank)."
+        )
+
+
+def topology_of_ranks(node: str, control: Collectives) -> Topology:
+    """Which ranks share a node. Collective; one all-reduce of 8 bytes per rank.
+
+    Args:
+        node: What this rank's node is called: the same on its ranks, different on all others.
+        control: Works on host memory.
+    """
+    keys = torch.zeros(control.world_size, dtype=torch.int64)
+    keys[control.rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "big") >> 2
+    control.all_reduce(keys).wait()
+    return Topology.of(keys.tolist())
+
+
+def any_rank(flag: bool, control: Collectives) -> bool:
+    """Whether any rank says so. Collective, and waited for on the host."""
+    flags = torch.tensor(int(flag))
+    control.all_reduce(flags, op=dist.ReduceOp.MAX).wait()
+    return bool(flags)

@@ -1,0 +1,84 @@
+"""Which collectives suit a process group and a device: torch's own, pieces that the ranks exchange, or none."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.comm.collectives import DONE, Collectives, Work, as_work, real_view
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, SummedPieces, Transfers
+from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
+
+
+def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: Topology | None = None) -> Collectives:
+    """The collectives that suit the group's size, its ranks' nodes, and the device the tensors live on.
+
+    Not collective.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        topology: Which ranks share a node; by default all do.
+    """
+    if dist.get_world_size(group) == 1:
+        return LocalCollectives(group)
+    if device.type != "cpu":
+        return NativeCollectives(group, topology)
+    if topology is not None and topology.has_two_levels:
+        return TwoLevelCollectives(group, topology)
+    return PairwiseCollectives(group, topology)
+
+
+class LocalCollectives(Collectives):
+    """World size 1: the ordinary path, with nothing to send."""
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        shard.copy_(buffer)
+        return DONE
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        return DONE
+
+
+class NativeCollectives(PairwiseCollectives):
+    """torch's own collectives, as NCCL wants them, where all parts are equal; else the ranks exchange pieces.
+
+    Gradients that are summed in a wider dtype than they travel in take an all-to-all, of as many bytes as the
+    reduce-scatter, and a sum on this rank: one more buffer of the bucket's size until it is made.
+    """
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        if not isinstance(bounds, range):
+            return super()._reduce_scatter(buffer, shard, bounds)
+        self.traffic.reduce_scatter_bytes += buffer.nbytes - shard.numel() * buffer.element_size()
+        if shard.dtype != buffer.dtype:
+            return self._exchange_and_sum(buffer, shard)
+        work = _reduce_scatter_single(real_view(shard), real_view(buffer), group=self.group, async_op=True)
+        return as_work(work)
+
+    def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Work:
+        """A sum that is wider than what travels; torch's would be rounded at every rank that it passes."""
+        received = torch.empty_like(buffer)
+        work = dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True)
+        by_rank = list(received.view(self.world_size, -1))
+        return SummedPieces(Transfers([as_work(work)], buffer, received), by_rank, shard)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        if not isinstance(bounds, range):
+            return super()._all_gather(buffer, bounds)
+        self.traffic.all_gather_bytes += buffer.nbytes - buffer.nbytes // self.world_size
+        whole = real_view(buffer)
+        own = whole.view(self.world_size, -1)[self.rank]
+        return as_work(_all_gather_single(whole, own, group=self.group, async_op=True))
+
+
+# torch 2.13 renamed the two collectives of single tensors and deprecated the old names.
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,0 +1,66 @@
+"""The same module on all ranks: compared first, then given rank 0's tensors, when DDP would give them."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parstrat.core.layout import ParameterSpec, fingerprint
+from lightning_parstrat.distributed.comm.agreement import check_agreement
+from lightning_parstrat.distributed.comm.backends import make_collectives
+
+
+@torch.no_grad()
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Copies tensors from one rank to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
+    detached = [tensor.detach() for tensor in tensors]
+    if detached and dist.get_world_size(group) > 1:
+        dist._broadcast_coalesced(  # type: ignore[attr-defined]
+            group, detached, 250 * 2**20, source
+        )
+
+
+def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives all ranks rank 0's parameters and buffers, as DDP does when it is created. Collective.
+
+    Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as by DDP.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    named = [*module.named_parameters(), *module.named_buffers()]
+    broadcast_tensors((tensor for name, tensor in named if name not in ignored), group)
+
+
+def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives all ranks rank 0's buffers, as DDP does before each synchronised forward. Collective."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    broadcast_tensors((buffer for name, buffer in module.named_buffers() if name not in ignored), group)
+
+
+def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compares names, shapes and dtypes of parameters and buffers over all ranks, before any of them is broadcast.
+
+    Collective; one all-reduce of 16 bytes. Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.
+
+    Args:
+        module: The module.
+        group: A group that works on host memory.
+
+    Raises:
+        ValueError: The modules differ, so that a broadcast between them would hang; or a parameter has no shape yet.
+    """
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"{name!r} of a lazy module has no shape yet, so that ranks could not agree on it. Run a batch through"
+                " the module before `fit`, for instance in `configure_model`."
+            )
+    specs = [
+        ParameterSpec(
+            name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype), itemsize=tensor.element_size(), group=None
+        )
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name not in ignored
+    ]
+    check_agreement(make_collectives(group, torch.device("cpu")), fingerprint(specs, ()))

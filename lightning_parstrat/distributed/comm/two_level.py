@@ -1,0 +1,124 @@
+"""Exchange in two levels, where nodes hold several ranks: within a node, then between counterparts on different nodes.
+
+Counterparts are the ranks at the same place of their nodes. In a reduce-scatter each rank first sums, over its node,
+what belongs to its counterparts and itself, then sends each counterpart one such sum. So with K nodes a node sends
+(K - 1) / K of a bucket per phase, whatever its number of ranks R, where flat exchange sends R times as much and a ring
+all-reduce up to 2 (N - 1) / N in both phases together; every rank of the node sends the same share of it. A gather
+takes the same way back.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.comm.collectives import Work
+from lightning_parstrat.distributed.comm.exchange import (
+    ExchangedWork,
+    ExchangeThread,
+    PairwiseCollectives,
+    Transfers,
+    split,
+    sum_in_order,
+)
+
+_SECOND_LEVEL_OF_REDUCTION, _SECOND_LEVEL_OF_GATHER = 1, 2
+"""Tags of what threads launch; the first levels are launched by the caller."""
+
+
+class TwoLevelCollectives(PairwiseCollectives):
+    """Exchanges within nodes and between counterparts; needs a topology that has two levels.
+
+    Beside its bucket a reduce-scatter holds (R - 1) / R of it as it is received, then one piece for each other node.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
+        super().__init__(group, topology)
+        self._node_mates = topology.node_mates(self.rank)
+        self._counterparts = topology.counterparts(self.rank)
+        self._columns = {mate: topology.counterparts(mate) for mate in self._node_mates}
+        self._within = ExchangeThread("exchange within nodes")
+        self._between = ExchangeThread("exchange between nodes")
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        pieces = split(buffer, bounds)
+        arriving = {mate: [torch.empty_like(pieces[rank]) for rank in self._counterparts] for mate in self._node_mates}
+        arriving[self.rank] = [pieces[rank] for rank in self._counterparts]
+        transfers = self._exchange(
+            self._node_mates,
+            lambda target: [pieces[rank] for rank in self._columns[target]],
+            arriving.__getitem__,
+            self._count_reduced,
+        )
+        work = ExchangedWork()
+
+        def sum_within_node() -> None:
+            Transfers(transfers).wait()
+            self._reduce_between_nodes(self._sums_of_node(arriving, shard.dtype), shard, work)
+
+        self._within.run(work, sum_within_node)
+        return work
+
+    def _sums_of_node(self, arriving: dict[int, list[Tensor]], dtype: torch.dtype) -> list[Tensor]:
+        """What belongs to this rank's counterparts and itself, summed over the node in ``dtype``, as it is sent on."""
+        sums = []
+        for rank, *of_mates in zip(self._counterparts, *(arriving[mate] for mate in self._node_mates), strict=True):
+            narrow = of_mates[0].dtype
+            total = of_mates[0] if dtype == narrow else torch.empty_like(of_mates[0], dtype=dtype)
+            sum_in_order(of_mates, total)
+            sums.append(total if rank == self.rank else total.to(narrow))
+        return sums
+
+    def _reduce_between_nodes(self, sums: list[Tensor], shard: Tensor, work: ExchangedWork) -> None:
+        by_counterpart = dict(zip(self._counterparts, sums, strict=True))
+        arriving = {
+            rank: own if rank == self.rank else torch.empty_like(shard, dtype=own.dtype)
+            for rank, own in by_counterpart.items()
+        }
+        transfers = self._exchange(
+            self._counterparts,
+            lambda target: [by_counterpart[target]],
+            lambda source: [arriving[source]],
+            self._count_reduced,
+            _SECOND_LEVEL_OF_REDUCTION,
+        )
+
+        def sum_between_nodes() -> None:
+            Transfers(transfers, *sums).wait()
+            sum_in_order(list(arriving.values()), shard)
+            work.finish()
+
+        self._between.run(work, sum_between_nodes)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        pieces = split(buffer, bounds)
+        transfers = self._exchange(
+            self._counterparts,
+            lambda target: [pieces[self.rank]],
+            lambda source: [pieces[source]],
+            self._count_gathered,
+        )
+        work = ExchangedWork()
+
+        def gather_within_node() -> None:
+            Transfers(transfers).wait()
+            within = self._exchange(
+                self._node_mates,
+                lambda target: [pieces[rank] for rank in self._counterparts],
+                lambda source: [pieces[rank] for rank in self._columns[source]],
+                self._count_gathered,
+                _SECOND_LEVEL_OF_GATHER,
+            )
+            self._within.run(work, lambda: self._finish_gather(within, work))
+
+        self._between.run(work, gather_within_node)
+        return work
+
+    def _finish_gather(self, within_node: Sequence[Work], work: ExchangedWork) -> None:
+        Transfers(within_node).wait()
+        work.finish()

@@ -1,0 +1,167 @@
+"""Clipping by the norm of whole gradients, wherever they are: in shards (one scalar all-reduce) or on every rank."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
+
+_WIDE = (torch.float32, torch.float64)
+
+
+class StepGradients(NamedTuple):
+    """The gradients that this rank is about to step with.
+
+    Attributes:
+        stepped: All of them; scaling them clips.
+        counted: Those this rank adds to the norm, so that each element of the whole is counted once.
+        dtype: What norms are summed in, the same on all ranks.
+        device: Where they are.
+        collectives: What combines the norms of all ranks; None where every rank counts all there is.
+    """
+
+    stepped: list[Tensor]
+    counted: list[Tensor]
+    dtype: torch.dtype
+    device: torch.device
+    collectives: Collectives | None
+
+
+def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
+    """Finds the gradients of ``optimizers``; a parameter in several of them counts once.
+
+    Collective where the state of any is sharded: the reductions are waited for.
+    """
+    parameters = list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
+    shardings = [sharding for sharding in map(hidden_sharding, optimizers) if sharding is not None]
+    for sharding in shardings:
+        sharding.finish_gradients()
+    slots = {parameter: slot for sharding in shardings for parameter, slot in sharding.slots.items()}
+    whole = [parameter for parameter in parameters if parameter not in slots]
+    shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
+    own = _gradients(shard for shard in shards if shard is not None)
+    collectives = shardings[0].reducer.collectives if shardings else None
+    # What every rank steps whole is counted once.
+    counts_whole = collectives is None or collectives.rank == 0
+    replicated = _gradients(whole)
+    return StepGradients(
+        stepped=own + replicated,
+        counted=own + (replicated if counts_whole else []),
+        dtype=accumulation_dtype(parameter.dtype for parameter in parameters),
+        device=parameters[0].device if parameters else torch.device("cpu"),
+        collectives=collectives,
+    )
+
+
+def has_gradients(optimizer: Optimizer) -> bool:
+    """Whether there is anything to step with; of sharded gradients, the same on all ranks.
+
+    Collective where gradients are sharded: the reductions are waited for.
+    """
+    sharding = hidden_sharding(optimizer)
+    if sharding is not None:
+        sharding.finish_gradients()
+        if any(bucket.has_gradients for bucket in sharding.buckets):
+            return True
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+@torch.no_grad()
+def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
+    """The norm of the whole gradient, on every rank; nothing waits on the host.
+
+    Equal to ``torch.nn.utils.get_total_norm`` of the full gradients, to the last bit where every rank has them; but
+    sums of 16 bits are made in fp32. One pass over what this rank counts. Collective where gradients are sharded: one
+    all-reduce of 8 bytes, or of 16 for the maximum norm.
+
+    Args:
+        gradients: See :func:`step_gradients`.
+        norm_type: p > 0, or ``math.inf``.
+
+    Returns:
+        A 0-d tensor on the gradients' device.
+    """
+    counted = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients.counted]
+    if gradients.collectives is None and all(gradient.dtype in _WIDE for gradient in counted):
+        return torch.nn.utils.get_total_norm(counted, norm_type).to(gradients.device)
+    combined = partial_norm(counted, norm_type, gradients.dtype, gradients.device)
+    if gradients.collectives is None:
+        return total_norm(combined, norm_type, gradients.dtype)
+    op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+    gradients.collectives.all_reduce(combined, op=op).wait()
+    return total_norm(combined, norm_type, gradients.dtype)
+
+
+@torch.no_grad()
+def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Tensor:
+    """Scales the gradients by the factor that brings ``norm`` down to ``max_norm``, at most by 1. Not collective.
+
+    One pass over what this rank steps, as ``torch.nn.utils.clip_grads_with_norm_`` makes it.
+
+    Args:
+        gradients: See :func:`step_gradients`.
+        norm: A 0-d tensor, of these gradients or of more.
+        max_norm: The largest norm allowed.
+
+    Returns:
+        The factor, a 0-d tensor.
+    """
+    coefficient = clip_coefficient(norm, max_norm)
+    if gradients.stepped:
+        torch._foreach_mul_(gradients.stepped, coefficient)
+    return coefficient
+
+
+def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales an optimizer's gradients so that the norm of the whole is at most ``max_norm``. Collective.
+
+    Equal to ``torch.nn.utils.clip_grad_norm_`` over the optimizer's full parameters, on every rank.
+
+    Args:
+        optimizer: An optimizer after its backward.
+        max_norm: The largest norm allowed.
+        norm_type: p > 0, or ``math.inf``.
+
+    Returns:
+        The norm before clipping, a 0-d tensor on the parameters' device.
+    """
+    gradients = step_gradients([optimizer])
+    norm = gradient_norm(gradients, norm_type)
+    scale_to_norm(gradients, norm, max_norm)
+    return norm
+
+
+@torch.no_grad()
+def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
+    """Clamps every element to ``[-max_value, max_value]``, as ``torch.nn.utils.clip_grad_value_`` does. Not collective.
+
+    Args:
+        gradients: See :func:`step_gradients`.
+        max_value: The largest absolute value allowed.
+    """
+    if gradients.stepped:
+        torch._foreach_clamp_min_(gradients.stepped, -max_value)
+        torch._foreach_clamp_max_(gradients.stepped, max_value)
+
+
+def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:
+    """What holds an optimizer's gradients, where they are in shards alone.
+
+    Exposed gradients are in ``param.grad`` on every rank, for users to change: what they left there is what counts.
+    """
+    if not isinstance(optimizer, ShardedOptimizer):
+        return None
+    sharding = optimizer._sharding
+    return sharding if sharding.attached and not sharding.exposes_gradients else None
+
+
+def _gradients(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]

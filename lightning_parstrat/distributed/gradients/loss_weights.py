@@ -1,0 +1,208 @@
+"""Weights of micro-batches: what each loss is multiplied by, and the total over all ranks that it is divided by.
+
+The ranks meet once in the first step of a training (do all of them give weights, and of what size?) and once in every
+step after that, for the total; each time 24 bytes on the control group.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.core.accumulation import reference_weight
+from lightning_parstrat.distributed.comm.collectives import Collectives
+
+
+class InconsistentWeightsError(ValueError):
+    """``loss_weight`` was given by some ranks or steps only, or is no weight."""
+
+
+class WindowWeight(NamedTuple):
+    """The total weight of a window over all ranks, and the reference that its losses' weights were divided by."""
+
+    weight: float
+    reference: float
+
+
+class _Sum(NamedTuple):
+    """What all ranks' weights add up to: the weights, how many there were, and how many ranks got none."""
+
+    weight: float
+    given: float
+    faults: float
+
+
+class LossWeights:
+    """Turns a window's sum of gradients into their weighted mean.
+
+    Every micro-batch's loss is multiplied by its weight over a reference that all ranks share. On a GPU nothing waits
+    for weights that are there, but in the training's first step; the total is wanted after backward has been queued.
+
+    Args:
+        control: Adds up weights; its group works on host memory.
+    """
+
+    def __init__(self, control: Collectives) -> None:
+        self.reference = 1.0
+        self._control = control
+        self._used: bool | None = None
+        self._reference_known = False
+        self._window: dict[int, float | _HostCopy] = {}
+        self._fault: str | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether micro-batches have weights; False until the first one is known."""
+        return bool(self._used)
+
+    def begin_window(self) -> None:
+        """Forgets the weights of micro-batches whose gradients have been used, or dropped."""
+        self._window.clear()
+
+    def add(self, micro_batch: int, weight: Any) -> float | Tensor | None:
+        """Takes the weight of the micro-batch whose backward comes next.
+
+        Collective in the first step of a training.
+
+        Args:
+            micro_batch: Which one of the window; the same again (a closure evaluated again) replaces its weight.
+            weight: A number, a tensor of one element, or None where the module gives none.
+
+        Returns:
+            What its loss is to be multiplied by, or None where losses stay as they are. A tensor only on a GPU.
+
+        Raises:
+            InconsistentWeightsError: In the first step, on all ranks: only some give weights, or one that is none. In a
+                later one, on this rank: it gives one where none did.
+        """
+        if self._used is False:
+            if weight is None:
+                return None
+            raise InconsistentWeightsError(
+                "`training_step` returned a `loss_weight` now and none before. Return it in every step, from the first."
+            )
+        value = self._read(weight)
+        if not self._reference_known:
+            self._agree(float(value), weight is not None)
+        if not self._used:
+            return None
+        self._window[micro_batch] = value
+        if isinstance(value, _HostCopy):
+            return value.on_device / self.reference
+        return value / self.reference
+
+    def total(self) -> WindowWeight:
+        """The sum of the window's weights over all ranks. Collective. The next window's reference follows it.
+
+        Raises:
+            InconsistentWeightsError: A weight on any rank was negative, not finite or missing; raised on all ranks.
+        """
+        summed = self._sum_over_ranks(sum(map(float, self._window.values())), float(len(self._window)))
+        total = WindowWeight(summed.weight, self.reference)
+        if summed.weight > 0:
+            self.reference = reference_weight(summed.weight / summed.given)
+        return total
+
+    def _agree(self, weight: float, given: bool) -> None:
+        """Finds out whether micro-batches have weights, and their size once any is not 0."""
+        summed = self._sum_over_ranks(weight, float(given))
+        ranks = self._control.world_size
+        if 0 < summed.given < ranks:
+            raise InconsistentWeightsError(
+                f"`training_step` returned a `loss_weight` on {summed.given:.0f} of {ranks} ranks; this one"
+                f" {'did' if given else 'did not'}. Return it on all ranks, 0 where there is nothing to learn from."
+            )
+        self._used = given
+        self._reference_known = not given or summed.weight > 0
+        if summed.weight > 0:
+            self.reference = reference_weight(summed.weight / ranks)
+
+    def _sum_over_ranks(self, weight: float, given: float) -> _Sum:
+        values = torch.tensor([weight, given, 0.0 if self._fault is None else 1.0], dtype=torch.float64)
+        self._control.all_reduce(values).wait()
+        summed = _Sum(*values.tolist())
+        if summed.faults:
+            raise InconsistentWeightsError(self._fault or "Another rank got a `loss_weight` that is none; see there.")
+        if not math.isfinite(summed.weight):
+            raise InconsistentWeightsError("The `loss_weight`s of all ranks add up to more than a float can hold.")
+        return summed
+
+    def _read(self, weight: Any) -> "float | _HostCopy":
+        """A weight as a number; one that is none counts 0, and is an error on all ranks when they next meet."""
+        if weight is None:
+            if self._used:
+                self._fault = (
+                    "`training_step` returned a `loss_weight` before and none now. Return it in every step, 0 where"
+                    " there is nothing to learn from."
+                )
+            return 0.0
+        if isinstance(weight, Tensor) and weight.numel() == 1 and weight.is_cuda:
+            return _HostCopy(weight, self)
+        try:
+            return self.checked(float("nan" if isinstance(weight, (str, bytes)) else weight))
+        except (TypeError, ValueError, ArithmeticError, RuntimeError):
+            self._fault = f"Invalid loss_weight: {weight!r}. Must be a number or a tensor of one element."
+            return 0.0
+
+    def checked(self, value: float) -> float:
+        """The value where it is a weight, else 0, and an error on all ranks when they next meet."""
+        if math.isfinite(value) and value >= 0:
+            return value
+        self._fault = f"Invalid loss_weight: {value}. Must be finite and at least 0."
+        return 0.0
+
+
+class _HostCopy:
+    """A GPU's number on its way to the host, which waits for it only when it asks.
+
+    Args:
+        weight: One element on a CUDA device.
+        weights: Checks it once it is there.
+    """
+
+    def __init__(self, weight: Tensor, weights: LossWeights) -> None:
+        self.on_device = weight.detach().reshape(()).float()
+        self._weights = weights
+        self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        self._host.copy_(self.on_device, non_blocking=True)
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._arrived.record()
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return self._weights.checked(float(self._host))
+
+
+@contextmanager
+def without_weightless(parameters: Iterable[Tensor], factor: float | Tensor | None) -> Iterator[None]:
+    """Within it a backward whose ``factor`` is 0 adds zeros to gradients, whatever it comes to.
+
+    The mean over a micro-batch that is all padding is 0 / 0, and its gradient is NaN, also when multiplied by 0.
+
+    Args:
+        parameters: Those that a backward may reach.
+        factor: What the loss is multiplied by. A tensor is not looked at by the host: each gradient is filtered.
+    """
+    if factor is None or (not isinstance(factor, Tensor) and factor != 0):
+        yield
+        return
+    counts = factor > 0 if isinstance(factor, Tensor) else torch.tensor(False)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    hooks = [p.register_hook(partial(_keep_if, counts)) for p in trained]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _keep_if(counts: Tensor, gradient: Tensor) -> Tensor:
+    counts = counts.to(gradient.device)
+    if gradient.is_sparse:
+        values = torch.where(counts, gradient._values(), 0)
+        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
+    return torch.where(counts, gradient, 0)

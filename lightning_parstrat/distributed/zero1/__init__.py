@@ -1,0 +1,1 @@
+"""ZeRO-1: buckets, their reductions and all-gathers, and optimizers that step shards."""

@@ -1,0 +1,394 @@
+"""ZeRO-1 for a module and its optimizers: buckets, reducer, gatherer and sharded optimizers, put together.
+
+Every rank keeps all parameters, reduces gradients to the shard it owns, holds optimizer state and steps for that shard
+alone, and gathers what the others stepped. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered as in section 5.2.
+"""
+
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.layout import Partition
+from lightning_parstrat.core.memory import (
+    BucketMemory,
+    HeldBytes,
+    StepTraffic,
+    held_bytes,
+    owned_bytes,
+    parameter_bytes,
+    step_traffic,
+)
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.tensor_trees import with_own_storage
+from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
+from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
+from lightning_parstrat.distributed.comm.streams import streams_of
+from lightning_parstrat.distributed.torch_compat import is_compiled
+from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.optimizer import make_whole, shard_optimizer
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
+from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
+from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.zero1.reducer import GradientReducer
+from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients
+from lightning_parstrat.distributed.zero1.replanning import Replanner
+from lightning_parstrat.distributed.zero1.shardability import (
+    Treatment,
+    check_parameters,
+    choose_treatment,
+    parameters_kept_whole,
+)
+from lightning_parstrat.distributed.zero1.state_dict import shard_existing_state
+from lightning_parstrat.distributed.zero1.summary import ShardingSummary, state_bytes_per_parameter_byte
+
+
+class ShardedDataParallel:
+    """Shards the state of ``optimizers`` over all ranks.
+
+    Creating it is collective: the ranks compare their plans. The module and the optimizers keep their identity; the
+    parameters' storage moves into buckets (peak: one bucket more), the optimizers' classes are swapped. Closing it
+    gives the parameters ordinary storage again.
+
+    What cannot be sharded trains as under DDP: optimizers that do not step each parameter alone, parameters that share
+    memory with others, and parameters in no optimizer, whose gradients are averaged and shown on every rank.
+
+    Args:
+        module: The module; its parameters are the same on all ranks (see :func:`broadcast_module`).
+        optimizers: Its optimizers.
+        policy: How to bucket and partition.
+        groups: The process groups.
+        node: What this rank's node is called; by default by its host name.
+        plan: The plan of an earlier training of the same module, see :meth:`plan`.
+
+    Raises:
+        ValueError: Something cannot be sharded; the message says what and what to do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        policy: ShardingPolicy,
+        groups: ProcessGroups,
+        node: str | None = None,
+        plan: Sequence[Sequence[str]] = (),
+    ) -> None:
+        self.module = module
+        self.policy = policy
+        self.optimizers = list(optimizers)
+        earlier = [make_whole(optimizer) for optimizer in self.optimizers]
+        parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
+        check_parameters(module, parameters)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        control = make_collectives(groups.control, torch.device("cpu"))
+        self.topology = topology_of_ranks(node or socket.gethostname(), control)
+        gradients = make_collectives(groups.gradients, device, self.topology)
+        self.reducer = GradientReducer(gradients, control, policy.max_inflight_buckets)
+        self.gatherer = ParameterGatherer(
+            make_collectives(groups.parameters, device, self.topology), streams_of(device)
+        )
+        self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
+        measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
+        self.replanner = Replanner(self.reducer, self.gatherer, policy, plan, measures)
+        self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])
+        self._shard_optimizers()
+        for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
+            if state_dict is not None:
+                optimizer.load_state_dict(state_dict)
+        callback_handler.register_start_callback(self.gatherer.stop_overlapping)
+
+    @property
+    def buckets(self) -> list[ParameterBucket]:
+        """The buckets of sharded parameters, in the order of their reductions."""
+        return [bucket for bucket in self.reducer.buckets if isinstance(bucket, ParameterBucket)]
+
+    @property
+    def slots(self) -> dict[Tensor, ParameterSlot]:
+        """Where each sharded parameter lies."""
+        return {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+
+    @property
+    def sharded_optimizers(self) -> list[Optimizer]:
+        """The optimizers that step shards."""
+        return [
+            optimizer
+            for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True)
+            if treatment.partition is not None
+        ]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward accumulates gradients locally and sends nothing."""
+        with self.reducer.no_sync():
+            yield
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a backward that began now would send gradients."""
+        return self.reducer.synchronize
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Within it ``param.grad`` shows the mean gradients, to read or to change. Collective."""
+        self.reducer.finish(self.buckets)
+        if self.reducer.exposes_gradients:
+            yield
+            return
+        with full_gradients(self.buckets, self.reducer.collectives):
+            yield
+
+    @property
+    def plan(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, in the order of reductions."""
+        return self._planner().names(self.buckets)
+
+    def prepare_forward(self) -> None:
+        """Call before the forward of a training step, on all ranks: where buckets are planned anew.
+
+        Once, when a backward has been measured: then it takes a few reductions of small messages and, where the plan
+        changes, moves parameters on this rank (peak: as many buckets more as an old one has become) and optimizer state
+        between ranks.
+        """
+        ready = self.replanner.ready_seconds()
+        if ready is None:
+            self.replanner.plan_gathers(self.buckets)
+            return
+        owners = {p: numbers for p, numbers in self._owners().items() if p in ready}
+        if len(owners) < len(ready):
+            # A parameter has left its optimizer, and what the optimizer knew of it with it.
+            return
+        grouping = self.replanner.by_readiness(ready)
+        planned = self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
+        if self.replanner.differs(planned, self.buckets):
+            shardings = {optimizer: _sharding_of(optimizer) for optimizer in self.sharded_optimizers}
+            self.replanner.adopt(planned, self.buckets, shardings)
+
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
+        """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
+
+        Args:
+            loss: What backward is called on.
+            scale: See :meth:`GradientReducer.prepare_backward`.
+        """
+        if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
+            self._bucket_parameters()
+        self.gatherer.finish()
+        if self.reducer.synchronize:
+            self.replanner.begin_round()
+        self.reducer.prepare_backward(loss, scale)
+
+    def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
+        """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.
+
+        Args:
+            scale: See :meth:`GradientReducer.prepare_backward`.
+        """
+        self.replanner.begin_round()
+        self.reducer.reduce_left_over(self.reducer.buckets, scale)
+
+    def zero_gradients(self) -> None:
+        """Forgets all reduced gradients. Collective where some are still under way."""
+        self.reducer.zero({slot for bucket in self.buckets for slot in bucket.slots})
+
+    def collect_unannounced_gradients(self, wanted: bool) -> None:
+        """Whether a step also reduces gradients of backwards that :meth:`prepare_backward` did not announce."""
+        self.reducer.collects_unannounced = wanted
+
+    def expose_gradients(self, wanted: bool) -> bool:
+        """Shows reduced gradients in ``param.grad`` from now on where any rank wants them. Collective.
+
+        Returns:
+            Whether they will be shown, the same on all ranks: a callback may be there on one rank only.
+        """
+        flag = torch.tensor(int(wanted))
+        self.reducer.control.all_reduce(flag, op=dist.ReduceOp.MAX).wait()
+        self.reducer.exposes_gradients = bool(flag)
+        return self.reducer.exposes_gradients
+
+    def summary(self) -> ShardingSummary:
+        """What was sharded, as this rank sees it."""
+        layouts = [bucket.layout for bucket in self.buckets]
+        rank = self.reducer.collectives.rank
+        return ShardingSummary(
+            parameters=sum(slot.numel for layout in layouts for slot in layout.slots),
+            parameter_bytes=parameter_bytes(layouts),
+            buckets=len(layouts),
+            padding_bytes=sum(layout.padding * layout.itemsize for layout in layouts),
+            owned_bytes=owned_bytes(layouts, rank),
+            world_size=self.reducer.collectives.world_size,
+            state_bytes=self._state_bytes(rank),
+            master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
+            kept_whole=tuple(
+                f"{type(optimizer).__name__}: {treatment.reason}"
+                for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True)
+                if treatment.partition is None
+            ),
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and waited for so far, gradients and parameters together."""
+        away, home = self.reducer.collectives.traffic, self.gatherer.collectives.traffic
+        return Traffic(*(getattr(away, field.name) + getattr(home, field.name) for field in fields(Traffic)))
+
+    def step_traffic(self) -> StepTraffic:
+        """What this rank sends in a step that uses all parameters and exposes no gradients."""
+        away = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
+        home = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
+        return step_traffic(away, self.reducer.collectives.rank, self.topology, home)
+
+    def held_bytes(self) -> HeldBytes | None:
+        """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
+        per_element = dict.fromkeys(self.buckets, 0.0)
+        for optimizer in self.sharded_optimizers:
+            ratio = state_bytes_per_parameter_byte(optimizer)
+            if ratio is None:
+                return None
+            for bucket in _sharding_of(optimizer).buckets:
+                per_element[bucket] += ratio * bucket.shard_dtype.itemsize
+        memory = [
+            BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
+            for bucket, state in per_element.items()
+        ]
+        return held_bytes(memory, self.reducer.collectives.rank)
+
+    def with_own_storage(self, value: Any) -> Any:
+        """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.
+
+        A file that holds a view holds all of its storage: one small tensor would bring its whole bucket along.
+        """
+        return with_own_storage(value, self._storages())
+
+    def close(self, failed: bool = False) -> None:
+        """Removes the hooks and gives the parameters ordinary storage again.
+
+        Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
+        sharded: their ``state_dict()`` still gathers the whole state, so that a checkpoint can be saved after training.
+        """
+        callback_handler.remove_start_callback(self.gatherer.stop_overlapping)
+        if failed:
+            self.gatherer.abandon()
+        else:
+            self.gatherer.finish()
+        self.reducer.remove(failed)
+        storages = self._storages()
+        for bucket in self.buckets:
+            bucket.move_out(storages)
+        for optimizer in self.sharded_optimizers:
+            _sharding_of(optimizer).attached = False
+
+    def _storages(self) -> set[int]:
+        return {address for bucket in self.buckets for address in bucket.storages}
+
+    def _state_bytes(self, rank: int) -> tuple[int, int] | None:
+        whole = own = 0.0
+        for optimizer in self.sharded_optimizers:
+            ratio = state_bytes_per_parameter_byte(optimizer)
+            if ratio is None:
+                return None
+            for bucket in _sharding_of(optimizer).buckets:
+                # An optimizer keeps its state in the dtype that it steps.
+                width = ratio * bucket.shard_dtype.itemsize / bucket.dtype.itemsize
+                whole += width * parameter_bytes([bucket.layout])
+                own += width * owned_bytes([bucket.layout], rank)
+        return round(whole), round(own)
+
+    def _shard_optimizers(self) -> None:
+        for optimizer in self.sharded_optimizers:
+            sharding = shard_optimizer(optimizer, self.reducer, self.gatherer)
+            sharding.adopt_added_parameters = self._bucket_parameters
+        self._bucket_parameters()
+        if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
+            raise ValueError(
+                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
+                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
+            )
+
+    def _bucket_parameters(self) -> None:
+        """Creates buckets for all parameters that are in none yet. Collective."""
+        self.gatherer.finish()
+        sharded = {slot.parameter for bucket in self.buckets for slot in bucket.slots}
+        owners = self._owners()
+        check_parameters(self.module, list(owners))
+        # What was in no optimizer may be in one now; its gradients must not travel twice.
+        self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.keeps_parameters_whole])
+        planner = self._planner()
+        new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
+        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.kept):
+            bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.rank)
+            self.reducer.add_buckets([bucket])
+            for number in planned.owners:
+                _sharding_of(self.optimizers[number]).add_buckets([bucket])
+        self._share_buckets(owners)
+        for optimizer in self.sharded_optimizers:
+            optimizer.state = shard_existing_state(optimizer.state, _sharding_of(optimizer).slots)
+        outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
+        self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
+
+    def _planner(self) -> BucketPlanner:
+        return BucketPlanner(self.module, self.policy, self.reducer.control)
+
+    @property
+    def _partitions(self) -> dict[int, Partition]:
+        return {n: one.partition for n, one in enumerate(self.treatments) if one.partition is not None}
+
+    def _share_buckets(self, owners: Mapping[Tensor, Owners]) -> None:
+        """Gives optimizers the buckets of parameters that they got while those were another's already."""
+        slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        for parameter, numbers in owners.items():
+            for number in numbers:
+                sharding = _sharding_of(self.optimizers[number])
+                bucket = slots[parameter].bucket
+                if parameter not in sharding.slots and isinstance(bucket, ParameterBucket):
+                    sharding.add_slot(slots[parameter], bucket)
+
+    def _owners(self) -> dict[Tensor, Owners]:
+        """The parameters to shard, each with the optimizers it is in; tells the optimizers which are kept whole."""
+        kept_whole = parameters_kept_whole(self.module, self.optimizers)
+        for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True):
+            if treatment.partition is None:
+                kept_whole |= set(_parameters_of(optimizer))
+        owners: dict[Tensor, Owners] = {}
+        for number, optimizer in enumerate(self.optimizers):
+            if self.treatments[number].partition is None:
+                continue
+            sharding = _sharding_of(optimizer)
+            for parameter in _parameters_of(optimizer):
+                if parameter in kept_whole and parameter not in sharding.slots:
+                    sharding.whole.add(parameter)
+                else:
+                    owners[parameter] = (*owners.get(parameter, ()), number)
+        return owners
+
+
+def _agree(control: Collectives, treatments: list[Treatment]) -> list[Treatment]:
+    """Where any rank would keep an optimizer whole, all do: trying it out may round differently. Collective."""
+    if not treatments:
+        return []
+    whole = torch.tensor([treatment.partition is None for treatment in treatments], dtype=torch.int32)
+    control.all_reduce(whole, op=dist.ReduceOp.MAX).wait()
+    return [
+        Treatment(None, treatment.reason or "so it is on another rank") if flag else treatment
+        for treatment, flag in zip(treatments, whole.tolist(), strict=True)
+    ]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _sharding_of(optimizer: Optimizer) -> OptimizerSharding:
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    return sharding

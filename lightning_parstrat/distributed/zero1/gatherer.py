@@ -1,0 +1,115 @@
+"""Updated parameters come home: every rank sends the shard it stepped, and receives the others'.
+
+Gathers run on while the next buckets step, the next batch is loaded and the next forward begins; whoever reads a
+parameter waits for its bucket (``read_guard.py``). All are home before the next backward.
+"""
+
+import threading
+from collections.abc import Hashable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm.streams import Streams
+from lightning_parstrat.distributed.zero1.clocks import NeedClock
+from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
+from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark, unmark
+
+
+class _Gather(NamedTuple):
+    """A bucket on the way; ``stream`` is the one it was launched from."""
+
+    work: Work
+    buffer: Tensor
+    can_be_late: bool
+    stream: Hashable
+
+
+class ParameterGatherer:
+    """All-gathers flat buckets in place.
+
+    Launching is collective, waiting is not: a rank may wait earlier than others.
+
+    Args:
+        collectives: Carry the parameters.
+        streams: Those of the parameters' device.
+    """
+
+    def __init__(self, collectives: Collectives, streams: Streams) -> None:
+        self.collectives = collectives
+        self.streams = streams
+        self.overlaps = False
+        self.clock: NeedClock | None = None
+        self._on_the_way: dict[ParameterBucket, _Gather] = {}
+        # A thread that saves a checkpoint reads parameters, too.
+        self._lock = threading.RLock()
+
+    def launch(self, bucket: ParameterBucket) -> None:
+        """Sends this rank's shard of ``bucket``, in which some rank has stepped, and begins to receive the others'.
+
+        Collective: all ranks launch the same buckets in the same order. :meth:`finish_prompt` is to follow.
+
+        Args:
+            bucket: The bucket.
+        """
+        late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
+        buffer = bucket.parameters_to_send()
+        if self.clock is not None:
+            self.clock.send(bucket)
+        work = self.collectives.all_gather(buffer, bucket.layout.bounds)
+        with self._lock:
+            self._on_the_way[bucket] = _Gather(work, buffer, late, self.streams.current())
+        # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
+        stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
+        if late:
+            mark(bucket.parameters, partial(self._arrive, bucket))
+
+    def finish_prompt(self) -> None:
+        """Waits for buckets that somebody could read without being noticed."""
+        with self._lock:
+            prompt = [bucket for bucket, gather in self._on_the_way.items() if not gather.can_be_late]
+        for bucket in prompt:
+            self._arrive(bucket)
+
+    def finish(self) -> None:
+        """Waits for all that is on the way. Not collective."""
+        for bucket in list(self._on_the_way):
+            self._arrive(bucket)
+
+    def stop_overlapping(self, *_: object) -> None:
+        """Has all buckets arrive within their step from now on, as before a compiler looks at parameters."""
+        self.overlaps = False
+        self.finish()
+
+    def abandon(self) -> None:
+        """Waits as :meth:`finish` does after an exception, when other ranks may not be there any more."""
+        try:
+            self.finish()
+        except RuntimeError:
+            for bucket in list(self._on_the_way):
+                self._on_the_way.pop(bucket)
+                unmark(bucket.parameters)
+
+    def _arrive(self, bucket: ParameterBucket) -> None:
+        with self._lock:
+            gather = self._on_the_way.get(bucket)
+            if gather is None:
+                return
+            if self.clock is not None:
+                self.clock.need(bucket)
+            waited = self.collectives.traffic.waited_seconds
+            with self.streams.on(gather.stream):
+                self.collectives.wait(gather.work)
+                bucket.take_home(gather.buffer)
+                # Last: another thread that finds an ordinary parameter reads it at once.
+                del self._on_the_way[bucket]
+                unmark(bucket.parameters)
+            if self.clock is not None:
+                self.clock.wait(self.collectives.traffic.waited_seconds - waited)
+            if self.streams.current() != gather.stream:
+                # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
+                self.streams.wait_for(gather.stream)

@@ -1,0 +1,225 @@
+"""Gradients that travel together: one parameter's place in a bucket, and the life of the bucket's gradients.
+
+A gradient buffer is allocated when a bucket's gradients are packed and freed with its reduce-scatter; what remains is
+the shard. In a plain ``GradientBucket`` the parameters stay where they are, every rank steps them (or none), and the
+mean gradient is shown to all, as under DDP; in a ``ParameterBucket`` (``parameter_bucket.py``) they live in one buffer.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
+
+
+class ParameterSlot:
+    """One parameter's place in its bucket, and what is known of its gradient.
+
+    Attributes:
+        parameter: The user's parameter, whose data is a view into the bucket.
+        bucket: The bucket it lies in.
+        place: Where it lies.
+        strides: The strides it has there: its own where it is dense (channels_last is kept), else row-major.
+        piece: Which part of it this rank owns, or None.
+        shard: That part as a parameter for the optimizer, or None.
+        expected: Whether the next bucket launch waits for its gradient.
+        fresh: Whether autograd has accumulated into ``param.grad`` since it was last packed.
+        arrived: Whether this rank had a gradient for it in the current backward.
+        reduced: Whether any rank had a gradient for it in the last backward that was reduced.
+        used: Whether any rank has had a gradient for it since gradients were zeroed.
+        is_stranger: Whether its user has given it other data, of which the bucket holds a copy.
+        trainable: Whether it required a gradient when the last backward began.
+        idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
+    """
+
+    __slots__ = (
+        "arrived",
+        "bucket",
+        "expected",
+        "fresh",
+        "idle_backwards",
+        "is_stranger",
+        "parameter",
+        "piece",
+        "place",
+        "reduced",
+        "shard",
+        "strides",
+        "trainable",
+        "used",
+    )
+
+    def __init__(self, parameter: Tensor, bucket: "GradientBucket", place: Slot) -> None:
+        self.parameter = parameter
+        self.bucket = bucket
+        self.place = place
+        self.strides = torch.empty_like(parameter, device="meta").stride()
+        self.piece = bucket.layout.slice_of(place, bucket.rank)
+        self.shard: nn.Parameter | None = None
+        self.expected = False
+        self.fresh = False
+        self.arrived = False
+        self.reduced = False
+        self.used = False
+        self.is_stranger = False
+        self.trainable = False
+        self.idle_backwards = 0
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether what this rank steps for it is a copy that is kept in fp32."""
+        return self.shard is not None and self.bucket.has_master_weights
+
+    def take_over(self, earlier: "ParameterSlot") -> None:
+        """What is known of the gradient stays known in another bucket."""
+        for name in ("arrived", "fresh", "idle_backwards", "reduced", "trainable", "used"):
+            setattr(self, name, getattr(earlier, name))
+
+    def view_into(self, flat: Tensor) -> Tensor:
+        """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
+        return flat.as_strided(self.parameter.shape, self.strides, flat.storage_offset() + self.place.offset)
+
+    def view_into_shard(self, flat_shard: Tensor) -> Tensor:
+        """The part this rank owns, in a buffer of the shard's length: 1-D, or all of the parameter in its shape."""
+        if self.piece is None:
+            raise AssertionError("a view of a shard was asked for on a rank that owns nothing of it")
+        start = flat_shard.storage_offset() + self.piece.shard_start
+        if self.piece.numel == self.place.numel:
+            # An optimizer that looks at shapes (Muon, Adafactor) must see the parameter's own.
+            return flat_shard.as_strided(self.parameter.shape, self.strides, start)
+        return flat_shard.as_strided((self.piece.numel,), (1,), start)
+
+    def storage_order(self, whole: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as 1-D, its elements in the order in which they lie in the bucket."""
+        if whole.stride() != self.strides:
+            whole = torch.empty_strided(whole.shape, self.strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+        return whole.as_strided((whole.numel(),), (1,))
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The part this rank owns of a tensor of the parameter's shape: a view where its strides are the bucket's."""
+        if self.piece is None or self.shard is None:
+            raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
+        start = self.piece.parameter_start
+        part = self.storage_order(whole)[start : start + self.piece.numel]
+        return part.as_strided(self.shard.shape, self.strides) if self.piece.numel == self.place.numel else part
+
+    def owned_by(self, rank: int) -> ShardSlice:
+        """Which part of it ``rank`` owns.
+
+        Raises:
+            AssertionError: ``rank`` owns nothing of it.
+        """
+        piece = self.bucket.layout.slice_of(self.place, rank)
+        if piece is None:
+            raise AssertionError(f"rank {rank} owns nothing of a parameter it has state for")
+        return piece
+
+
+class GradientBucket:
+    """Parameters whose gradients travel together; the parameters themselves are left where they are.
+
+    Args:
+        index: Position in the order of reductions.
+        layout: The plan; its slots refer to positions in ``parameters``.
+        parameters: The parameters of the whole plan, at least one of which is in this bucket.
+        rank: Whose shard of the gradient is this process's.
+        reduce_dtype: What the gradients travel in; by default their own dtype.
+    """
+
+    keeps_parameters_whole = True
+    """Whether every rank steps all of every parameter, so that ``param.grad`` must hold the mean on all of them."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        rank: int,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.rank = rank
+        first = parameters[layout.slots[0].parameter]
+        self.dtype = first.dtype
+        self.device = first.device
+        self.reduce_dtype = reduce_dtype or first.dtype
+        self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
+        self.shard_gradient: Tensor | None = None
+        self.whole_gradient: Tensor | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any rank had a gradient for any of its parameters; the same on all ranks."""
+        return any(slot.used for slot in self.slots)
+
+    @property
+    def shard_dtype(self) -> torch.dtype:
+        """What the shard's gradient, and so its optimizer state, is kept in."""
+        return self.dtype
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether this rank steps a copy of its shard, not the parameters themselves."""
+        return False
+
+    def shard_of(self, whole: Tensor) -> Tensor:
+        """This rank's part of a buffer of the bucket's length: 1-D, a view."""
+        return whole[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
+
+    def pack_gradients(self, exposed: bool, again: bool) -> Tensor:
+        """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
+
+        Args:
+            exposed: Whether ``param.grad`` may hold the mean of an earlier backward. That is packed, because another
+                rank may have accumulated into it since, and stays, because none may have.
+            again: Whether the bucket has been packed in this backward: then only what came since is.
+
+        Returns:
+            1-D, ``layout.numel`` elements of ``reduce_dtype``; zero where there was no gradient.
+
+        Raises:
+            ValueError: A gradient is sparse.
+        """
+        buffer = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
+        places, gradients = [], []
+        for slot in self.slots:
+            earlier, slot.fresh = exposed and not slot.fresh, False
+            gradient = None if earlier and again else slot.parameter.grad
+            place = slot.view_into(buffer)
+            if gradient is None:
+                place.zero_()
+                continue
+            if gradient.layout != torch.strided:
+                raise ValueError(
+                    f"A parameter of shape {tuple(slot.parameter.shape)} got a sparse gradient ({gradient.layout});"
+                    " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
+                )
+            if not earlier:
+                slot.arrived = True
+                slot.parameter.grad = None
+            places.append(place)
+            gradients.append(gradient.detach())
+        if places:
+            torch._foreach_copy_(places, gradients)
+        return buffer
+
+    def attach_exposed_gradients(self) -> None:
+        """Takes over what users have made of ``param.grad``; here that is where gradients are."""
+
+    def attach_gradients(self) -> None:
+        """Hands the reduced gradient to the owners of shards; here there are none."""
+
+    def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients of ``slots``, or fills them with zeros."""
+        mine = [slot for slot in self.slots if slot in slots]
+        if set_to_none and len(mine) == len(self.slots):
+            self.shard_gradient = self.whole_gradient = None
+        for slot in mine:
+            if self.shard_gradient is not None and slot.piece is not None:
+                slot.view_into_shard(self.shard_gradient).zero_()
+            if set_to_none:
+                slot.used = False
+                if slot.shard is not None:
+                    slot.shard.grad = None

@@ -1,0 +1,265 @@
+"""Parameters that travel together: they live in one flat buffer, as views that keep their strides.
+
+So a bucket's shards can be all-gathered in place, and each rank's optimizer steps a view of its own shard.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
+
+
+class WireFormat(NamedTuple):
+    """What a bucket's gradients and parameters travel in, and its shard is kept in; None for the parameters' dtype."""
+
+    reduce_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+
+
+class ParameterBucket(GradientBucket):
+    """Parameters that live in one flat buffer, of which each rank owns and steps a shard.
+
+    Creating it moves the parameters' storage: while it runs, the bucket's parameters exist twice, so that setting up
+    many buckets one after the other peaks at one bucket. Not collective.
+
+    Args:
+        index: Position in the order of reductions.
+        layout: The plan; its slots refer to positions in ``parameters``.
+        parameters: The parameters of the whole plan.
+        rank: Whose shard is this process's.
+        wire: What gradients and parameters travel in, and what this rank's shard is kept in.
+    """
+
+    keeps_parameters_whole = False
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        rank: int,
+        wire: WireFormat | None = None,
+    ) -> None:
+        wire = wire or WireFormat()
+        super().__init__(index, layout, parameters, rank, wire.reduce_dtype)
+        self.gather_dtype = wire.gather_dtype or self.dtype
+        # Neighbours with the same number are stepped and sent home together.
+        self.gather_group: int | None = None
+        self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self._left_behind: set[int] = set()
+        self._move_in(self.slots)
+        self.master = None if wire.master_dtype is None else self.shard.to(wire.master_dtype, copy=True)
+        stepped = self.shard if self.master is None else self.master
+        for slot in self.slots:
+            if slot.piece is not None:
+                slot.shard = nn.Parameter(slot.view_into_shard(stepped))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which hold what is owned but not the parameters of the whole bucket."""
+        return {**vars(self), "flat": self.flat.new_empty(0), "shard_gradient": None, "whole_gradient": None}
+
+    @property
+    @override
+    def shard_dtype(self) -> torch.dtype:
+        return self.dtype if self.master is None else self.master.dtype
+
+    @property
+    @override
+    def has_master_weights(self) -> bool:
+        return self.master is not None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the flat buffer: 1-D, a view."""
+        return self.shard_of(self.flat)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The users' parameters that lie here."""
+        return [slot.parameter for slot in self.slots]
+
+    @property
+    def is_read_through_parameters(self) -> bool:
+        """Whether nothing but the parameters themselves shows what is in the buffer: no view, detached or other."""
+        return not any(slot.is_stranger for slot in self.slots) and not self._is_held_by_others(self.slots)
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the buffer, and of those it has left to others: a view of one brings all of it along."""
+        return self._left_behind | {self.flat.untyped_storage().data_ptr()}
+
+    @torch.no_grad()
+    def take_in_strangers(self) -> None:
+        """Copies in what users have put in the place of parameters' data: other tensors, which stay theirs.
+
+        The tensor goes on being the parameter's storage, as under DDP where its user may hold on to it; the bucket
+        works on a copy of it from then on. And the memory that the parameter had in the bucket is left to whoever
+        holds it now (two parameters may have swapped data): the bucket moves.
+
+        Raises:
+            ValueError: A parameter has changed its shape, dtype or device since the plan was made.
+        """
+        strangers = [slot for slot in self.slots if slot.place.numel and not self._lies_in(slot)]
+        if not strangers:
+            return
+        self._check_unchanged(strangers)
+        if not all(slot.is_stranger for slot in strangers):
+            self._leave_memory_that_others_hold(strangers)
+        for slot in strangers:
+            slot.is_stranger = True
+            slot.view_into(self.flat).copy_(slot.parameter.data)
+
+    def _copy_out_to_strangers(self) -> None:
+        for slot in self.slots:
+            if slot.is_stranger:
+                slot.parameter.data.copy_(slot.view_into(self.flat))
+
+    @torch.no_grad()
+    def _move_in(self, slots: Sequence[ParameterSlot]) -> None:
+        for slot in slots:
+            if slot.place.numel:
+                view = slot.view_into(self.flat)
+                view.copy_(slot.parameter.data)
+                slot.parameter.data = view
+
+    def _lies_in(self, slot: ParameterSlot) -> bool:
+        data = slot.parameter.data
+        home = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
+        return data.data_ptr() == home and data.stride() == slot.strides and data.dtype == self.dtype
+
+    def _check_unchanged(self, slots: Sequence[ParameterSlot]) -> None:
+        for slot in slots:
+            data = slot.parameter.data
+            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
+                raise ValueError(
+                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
+                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
+                    " before `fit`, not during it."
+                )
+
+    def _leave_memory_that_others_hold(self, strangers: Sequence[ParameterSlot]) -> None:
+        """Moves to a new buffer where tensors other than the parameters at home and the shards lie in this one."""
+        at_home = [slot for slot in self.slots if slot not in strangers]
+        if not self._is_held_by_others(at_home):
+            return
+        self._left_behind.add(self.flat.untyped_storage().data_ptr())
+        self.flat = self.flat.clone()
+        self._move_in(at_home)
+        if self.master is None:
+            for slot in self.slots:
+                if slot.shard is not None:
+                    slot.shard.data = slot.view_into_shard(self.shard)
+
+    def _is_held_by_others(self, at_home: Sequence[ParameterSlot]) -> bool:
+        """Whether tensors other than the parameters ``at_home`` and the shards lie in the buffer."""
+        shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
+        own = 2 + sum(slot.place.numel > 0 for slot in at_home) + shards  # The buffer itself, and the handle asked.
+        count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        return count > own
+
+    @torch.no_grad()
+    def move_out(self, storages: Collection[int]) -> None:
+        """Gives every parameter storage of its own again and frees the bucket's.
+
+        Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
+
+        Args:
+            storages: Addresses of all buckets' storages; parameters may have traded data.
+        """
+        for slot in self.slots:
+            if not slot.is_stranger or slot.parameter.data.untyped_storage().data_ptr() in storages:
+                slot.parameter.data = slot.parameter.data.clone()
+            if slot.shard is not None:
+                slot.shard.grad = None
+                if self.master is None:
+                    slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
+        self.shard_gradient = self.whole_gradient = None
+        self.flat = self.flat.new_empty(0)
+
+    @torch.no_grad()
+    def release_if_left(self) -> None:
+        """Frees the buffer when all parameters have moved to other buckets; master weights stay."""
+        if not self.flat.numel() or any(slot.place.numel and self._lies_in(slot) for slot in self.slots):
+            return
+        if self.master is None:
+            # Their state is still known by the shards.
+            for slot in self.slots:
+                if slot.shard is not None:
+                    slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
+        self.flat = self.flat.new_empty(0)
+
+    def let_go(self) -> None:
+        """Frees what is left when everything has moved: bucket and slots hold each other until they are collected."""
+        self.shard_gradient = self.whole_gradient = self.master = None
+        for slot in self.slots:
+            if slot.shard is not None:
+                slot.shard.grad = None
+                slot.shard = None
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""
+        if self.master is not None:
+            take_where_changed(self.master, self.shard, self._rounded(self.master))
+
+    @torch.no_grad()
+    def publish_master_weights(self) -> None:
+        """Rounds the stepped master weights into the parameters."""
+        if self.master is not None:
+            self.shard.copy_(self._rounded(self.master))
+
+    @torch.no_grad()
+    def parameters_to_send(self) -> Tensor:
+        """The buffer to gather in, of which this rank's part is filled: the parameters' own, or a narrow one."""
+        if self.gather_dtype == self.dtype:
+            return self.flat
+        buffer = self.flat.new_empty(self.layout.numel, dtype=self.gather_dtype)
+        self.shard_of(buffer).copy_(self.shard)
+        return buffer
+
+    @torch.no_grad()
+    def take_home(self, gathered: Tensor) -> None:
+        """Puts what was gathered where the parameters are, and where they have storage outside of the bucket."""
+        if gathered is not self.flat:
+            self.flat.copy_(gathered)
+        self._copy_out_to_strangers()
+
+    def _rounded(self, master: Tensor) -> Tensor:
+        return master.to(self.gather_dtype).to(self.dtype)
+
+    @override
+    def attach_exposed_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
+        for slot in self.slots:
+            if slot.shard is not None:
+                gradient = slot.parameter.grad
+                slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
+
+    @override
+    def attach_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` a view of the reduced gradient, or None where no rank had one."""
+        for slot in self.slots:
+            if slot.shard is None:
+                continue
+            if self.shard_gradient is None or not slot.used:
+                slot.shard.grad = None
+            else:
+                slot.shard.grad = slot.view_into_shard(self.shard_gradient)
+
+
+def take_where_changed(wide: Tensor, narrow: Tensor, rounded: Tensor | None = None) -> None:
+    """Writes the elements of ``narrow`` into ``wide`` that are not what ``wide`` rounds to; the others keep their bits.
+
+    Args:
+        wide: Any shape, the wider dtype.
+        narrow: The same shape.
+        rounded: What ``wide`` rounds to; by default to the dtype of ``narrow``.
+    """
+    rounded = wide.to(narrow.dtype) if rounded is None else rounded
+    torch.where(rounded == narrow, wide, narrow.to(wide.dtype), out=wide)

@@ -1,0 +1,195 @@
+"""From parameters and optimizers to buckets: the same plan on every rank."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.layout import (
+    BucketLayout,
+    LayoutPolicy,
+    ParameterSpec,
+    Partition,
+    fingerprint,
+    plan_buckets,
+)
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm.agreement import check_agreement
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
+from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, WireFormat
+from lightning_parstrat.distributed.zero1.shardability import update_cost
+
+Owners = tuple[int, ...]
+"""The positions of the optimizers that a parameter belongs to."""
+
+
+class Grouping:
+    """Chooses which parameters share a bucket, and which bucket goes first; this one knows no more than their order.
+
+    All ranks choose alike. A bucket of parameters that stay whole on one rank and one of parameters that are cut are
+    grouped apart, but leave in one order.
+    """
+
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+        """The positions of the parameters of each bucket; None for as many as fit under the cap.
+
+        Args:
+            parameters: In the reverse order of registration.
+            specs: What the plan knows of each.
+        """
+        return None
+
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        """When a parameter's gradient is expected; a bucket leaves with the last of its own.
+
+        Args:
+            parameter: The parameter.
+            name: Its name.
+            position: Its place in the reverse order of registration.
+        """
+        return position
+
+
+class PlannedBucket(NamedTuple):
+    """A bucket that has not been made.
+
+    Attributes:
+        layout: Its slots refer to positions in ``parameters``.
+        parameters: Those of the whole plan.
+        owners: The positions of the optimizers that step all of its parameters.
+        wire: What its gradients and parameters travel in.
+    """
+
+    layout: BucketLayout
+    parameters: list[Tensor]
+    owners: Owners
+    wire: WireFormat
+
+    @property
+    def members(self) -> list[Tensor]:
+        """The parameters that are in the bucket, in their order."""
+        return [self.parameters[slot.parameter] for slot in self.layout.slots]
+
+    def make(self, index: int, rank: int) -> ParameterBucket:
+        """Moves the parameters in."""
+        return ParameterBucket(index, self.layout, self.parameters, rank, self.wire)
+
+
+class BucketPlanner:
+    """Plans buckets. Collective: the ranks compare each plan before anything is moved.
+
+    Args:
+        module: Gives the parameters names, and their order.
+        policy: How to bucket.
+        control: Compares plans; its group works on host memory.
+    """
+
+    def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives) -> None:
+        # Alone, a rank sends nothing, and so rounds nothing for the way.
+        alone = control.world_size == 1
+        self._policy = replace(policy, reduce_dtype=None, gather_dtype=None) if alone else policy
+        self._control = control
+        self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        self._position = {parameter: index for index, parameter in enumerate(self._names)}
+
+    def sharded_buckets(
+        self,
+        owners: Mapping[Tensor, Owners],
+        optimizers: Sequence[Optimizer],
+        partitions: Mapping[int, Partition],
+        grouping: Grouping,
+    ) -> list[PlannedBucket]:
+        """Buckets of parameters whose ranks each step a shard.
+
+        Args:
+            owners: The parameters, each with its optimizers.
+            optimizers: All optimizers.
+            partitions: Per position of an optimizer, how its parameters may be cut.
+            grouping: Chooses which share a bucket.
+
+        Returns:
+            The buckets in the order of their reductions.
+        """
+        planned: list[PlannedBucket] = []
+        by_partition: dict[Partition, list[Tensor]] = {"element": [], "parameter": []}
+        turns: dict[Tensor, float] = {}
+        for position, parameter in enumerate(self._in_order_of_gradients(owners)):
+            turns[parameter] = grouping.turn(parameter, self._name(parameter), position)
+            whole = any(partitions[number] == "parameter" for number in owners[parameter])
+            by_partition["parameter" if whole else "element"].append(parameter)
+        for partition, parameters in by_partition.items():
+            specs = [
+                self._spec(
+                    parameter,
+                    owners[parameter],
+                    sum(update_cost(optimizers[number], parameter) for number in owners[parameter]),
+                )
+                for parameter in parameters
+            ]
+            for layout in self._plan(specs, partition, grouping.groups(parameters, specs)):
+                first = parameters[layout.slots[0].parameter]
+                planned.append(PlannedBucket(layout, parameters, owners[first], self._wire_format(first.dtype)))
+        return sorted(planned, key=lambda bucket: max(turns[parameter] for parameter in bucket.members))
+
+    def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
+        """The parameters of each bucket by name, for a plan that is kept."""
+        return [[self._name(slot.parameter) for slot in bucket.slots] for bucket in buckets]
+
+    def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
+        """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
+        ordered = self._in_order_of_gradients(parameters)
+        layouts = self._plan([self._spec(parameter, ()) for parameter in ordered], "element")
+        made = []
+        for index, layout in enumerate(layouts):
+            reduce_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
+            made.append(GradientBucket(first + index, layout, ordered, self._control.rank, reduce_dtype))
+        return made
+
+    def _wire_format(self, dtype: torch.dtype) -> WireFormat:
+        policy = self._policy
+        return WireFormat(policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype))
+
+    def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
+        """Gradients become ready roughly in the reverse order of registration."""
+        unregistered = len(self._position)
+        return sorted(parameters, key=lambda parameter: -self._position.get(parameter, unregistered))
+
+    def _plan(
+        self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
+    ) -> tuple[BucketLayout, ...]:
+        policy = LayoutPolicy(
+            world_size=self._control.world_size, bucket_cap_bytes=self._policy.bucket_cap_bytes, partition=partition
+        )
+        layouts = plan_buckets(specs, policy, groups)
+        check_agreement(self._control, fingerprint(specs, layouts))
+        return layouts
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(parameter, "<not in the module>")
+
+    def _spec(self, parameter: Tensor, owners: Owners, update_cost: float | None = None) -> ParameterSpec:
+        return ParameterSpec(
+            name=self._name(parameter),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype),
+            itemsize=parameter.element_size(),
+            group=(str(parameter.dtype), str(parameter.device), owners),
+            update_cost=update_cost,
+        )
+
+
+def trained_outside(module: nn.Module, sharded: Mapping[Tensor, Owners]) -> list[Tensor]:
+    """Parameters of ``module`` that can have gradients and are in no sharded optimizer, without those DDP ignores."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [
+        parameter
+        for name, parameter in module.named_parameters()
+        if name not in ignored
+        and parameter not in sharded
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and parameter.layout == torch.strided
+    ]

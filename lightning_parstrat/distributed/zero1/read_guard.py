@@ -1,0 +1,126 @@
+"""Parameters that are still on the wire look like any other, and are waited for when somebody reads them.
+
+While a bucket is gathered, its parameters are of a subclass of ``nn.Parameter`` whose ``__torch_function__`` waits for
+the bucket before it lets the operation go on, and gives the parameters their own class back. Whoever holds a reference
+is served: modules, penalties over a list of weights, ``state_dict``, optimizers, callbacks, copies. What asks for
+shape, dtype, or gradient alone does not wait. Nothing is paid once a parameter is home; to mark and unmark one takes
+some tenths of a microsecond.
+
+Only C++ code that takes a parameter without asking torch could read one early, such as an extension called by its
+module: so modules that are called wait for what they hold.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+_ON_THE_WAY: dict[int, Callable[[], None]] = {}
+"""What brings a marked parameter home, by its identity; marked parameters are held by their buckets."""
+
+_WATCH: list[RemovableHandle] = []
+"""The hook that has modules wait for what they hold: one for the process, while any parameter is marked."""
+
+
+_KNOWN = "shape dtype device layout ndim grad requires_grad is_leaf grad_fn itemsize nbytes is_cuda is_meta is_sparse"
+_HOOKS = "_backward_hooks _post_accumulate_grad_hooks"
+_NEEDS_NO_CONTENT: set[Any] = {
+    *(getattr(Tensor, name).__get__ for name in f"{_KNOWN} {_HOOKS}".split()),
+    *(getattr(Tensor, name).__set__ for name in f"grad requires_grad {_HOOKS}".split()),
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.is_contiguous,
+    Tensor.requires_grad_,
+    Tensor.register_hook,
+    Tensor.register_post_accumulate_grad_hook,
+    Tensor.__hash__,
+    Tensor.__len__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+}
+
+
+class ParameterOnTheWay(nn.Parameter):
+    """A parameter whose new values are being gathered. Never instantiated: :func:`mark` swaps classes."""
+
+    @classmethod
+    @override
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _NEEDS_NO_CONTENT:
+            found = _marked_in([args, kwargs or {}])
+            if found:
+                bring_home(found)
+            else:
+                # One is hidden in an object of the caller's.
+                for arrive in list(_ON_THE_WAY.values()):
+                    arrive()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy is of the class that this has once it is home.
+        bring_home([self])
+        return copy.deepcopy(self, memo)
+
+
+def can_be_marked(parameter: Tensor) -> bool:
+    """Whether its class can be swapped: a parameter of a subclass may have a ``__torch_function__`` of its own."""
+    return type(parameter) is nn.Parameter
+
+
+def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
+    """Has ``arrive`` called before anyone reads one of ``parameters``; it calls :func:`unmark`."""
+    if not _WATCH:
+        _WATCH.append(register_module_forward_pre_hook(_bring_home_parameters_of))
+    for parameter in parameters:
+        _ON_THE_WAY[id(parameter)] = arrive
+        parameter.__class__ = ParameterOnTheWay
+
+
+def unmark(parameters: Iterable[Tensor]) -> None:
+    """Makes of ``parameters`` ordinary ones again."""
+    for parameter in parameters:
+        _ON_THE_WAY.pop(id(parameter), None)
+        parameter.__class__ = nn.Parameter
+    while _WATCH and not _ON_THE_WAY:
+        _WATCH.pop().remove()
+
+
+def bring_home(parameters: Iterable[Tensor]) -> None:
+    """Waits for those of ``parameters`` that are on the way."""
+    for parameter in parameters:
+        arrive = _ON_THE_WAY.get(id(parameter))
+        if arrive is not None:
+            arrive()
+        elif type(parameter) is ParameterOnTheWay:
+            # A copy that something made of the class as it was.
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def _bring_home_parameters_of(module: nn.Module, _: Any) -> None:
+    bring_home(p for p in module._parameters.values() if type(p) is ParameterOnTheWay)
+
+
+def _marked_in(values: Any) -> list[Tensor]:
+    """All marked parameters in nested arguments."""
+    if isinstance(values, ParameterOnTheWay):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (list, tuple)):
+        return []
+    return [found for value in values for found in _marked_in(value)]

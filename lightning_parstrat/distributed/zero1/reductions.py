@@ -1,0 +1,191 @@
+"""Reduce-scatters under way, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
+from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, take_where_changed
+
+GradientScale = Callable[[], float]
+"""What makes a mean of the sum over ranks; asked for after the sum is under way. Collective, as its sources may be."""
+
+_TRANSFERS_UNDER_WAY: list[Work] = []
+"""What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
+must stay posted: else the next training on these process groups would receive what was meant for this one."""
+
+
+class Launch(NamedTuple):
+    """How a bucket is to be reduced.
+
+    Attributes:
+        exposes: Whether the gradient will be shown in ``param.grad``.
+        again: Whether the bucket has been sent in this backward before: then the result is added.
+        scale: Turns the sum into a mean.
+        backward: The number of the backward, for :meth:`Reductions.set_aside`.
+    """
+
+    exposes: bool
+    again: bool
+    scale: GradientScale
+    backward: int
+
+
+class _Reduction(NamedTuple):
+    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
+
+    ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
+    What ``scale`` is divided by, ``applied``, has been done before the sum.
+    """
+
+    bucket: GradientBucket
+    shard: Tensor
+    whole: Tensor | None
+    work: Work
+    applied: float
+    launch: Launch
+
+
+class Reductions:
+    """Launches reduce-scatters and completes them.
+
+    A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
+
+    Args:
+        max_inflight: How many may be on their way before :meth:`launch` waits for the first of them; None for any
+            number. Only where every rank sends all buckets it is expected to, whether or not it has their gradients:
+            else a rank that waits in backward may wait for one that waits for the flags of all.
+    """
+
+    def __init__(self, max_inflight: int | None = None) -> None:
+        self.max_inflight = max_inflight
+        self._under_way: list[_Reduction] = []
+        self._not_waited_for: deque[Work] = deque()
+
+    @torch.no_grad()
+    def launch(self, bucket: GradientBucket, how: Launch, collectives: Collectives) -> None:
+        """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
+        self._hold_back(collectives)
+        buffer = bucket.pack_gradients(how.exposes, how.again)
+        applied = 1.0
+        if buffer.dtype == torch.float16 and collectives.world_size > 1:
+            # A sum over ranks overflows in float16 where the mean does not.
+            applied = 1.0 / collectives.world_size
+            buffer.mul_(applied)
+        whole = None
+        if how.exposes:
+            whole = torch.empty_like(buffer, dtype=bucket.dtype)
+            shard = bucket.shard_of(whole)
+        else:
+            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
+        work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
+        self._under_way.append(_Reduction(bucket, shard, whole, work, applied, how))
+        self._not_waited_for.append(work)
+
+    def _hold_back(self, collectives: Collectives) -> None:
+        waiting = self._not_waited_for
+        # Only who waits for a work makes it let go of its buffers.
+        while waiting and (waiting[0].is_completed() or len(waiting) == self.max_inflight):
+            collectives.wait(waiting.popleft())
+
+    def complete(self, buckets: Collection[GradientBucket], collectives: Collectives) -> None:
+        """Waits for the reductions of ``buckets`` and leaves the mean gradients in their shards."""
+        pending = [reduction for reduction in self._under_way if reduction.bucket in buckets]
+        self._under_way = [reduction for reduction in self._under_way if reduction.bucket not in buckets]
+        self._not_waited_for = deque(reduction.work for reduction in self._under_way)
+        for reduction in pending:
+            collectives.wait(reduction.work)
+            bucket, how = reduction.bucket, reduction.launch
+            scale = how.scale() / reduction.applied
+            if scale != 1.0:
+                reduction.shard.mul_(scale)
+            # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
+            if bucket.shard_gradient is None or (how.exposes and not how.again):
+                bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
+            else:
+                bucket.shard_gradient.add_(reduction.shard)
+        for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
+            bucket.attach_gradients()
+
+    def set_aside(self, backward: int | None = None) -> None:
+        """Forgets those of one backward, or all; their memory must outlive the transfers."""
+        _TRANSFERS_UNDER_WAY[:] = [work for work in _TRANSFERS_UNDER_WAY if not work.is_completed()]
+        for reduction in self._under_way:
+            if backward in (None, reduction.launch.backward):
+                _TRANSFERS_UNDER_WAY.append(reduction.work)
+        self._under_way = [one for one in self._under_way if backward not in (None, one.launch.backward)]
+        self._not_waited_for = deque(reduction.work for reduction in self._under_way)
+
+
+def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:
+    """Gathers the reduced gradients of whole buckets and makes ``param.grad`` views of them.
+
+    Collective: one all-gather per bucket. Parameters that no rank had a gradient for keep what they have. This rank's
+    shard is a part of the gathered buffer, so what is written into ``param.grad`` in place is what steps.
+
+    Args:
+        buckets: Those reduced in this backward, in the same order on all ranks.
+        collectives: The reducer's.
+    """
+    under_way = [(bucket, collectives.all_gather(_whole_gradient(bucket), bucket.layout.bounds)) for bucket in buckets]
+    for bucket, work in under_way:
+        collectives.wait(work)
+        for slot in bucket.slots:
+            if slot.reduced:
+                slot.parameter.grad = slot.view_into(_whole_gradient(bucket))
+        if bucket.keeps_parameters_whole:
+            # From here on `param.grad` is all that holds it, and zeroing it frees it.
+            bucket.shard_gradient = bucket.whole_gradient = None
+
+
+@contextmanager
+def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> Iterator[None]:
+    """Within it ``param.grad`` holds the mean gradients; what is changed there is what steps afterwards.
+
+    Collective: one all-gather per bucket that has gradients. Needs memory for all gradients while it lasts.
+
+    Args:
+        buckets: Those to show, after the reductions have finished.
+        collectives: The reducer's.
+    """
+    shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
+    for bucket in shown:
+        bucket.whole_gradient = torch.empty_like(bucket.flat)
+        bucket.shard_of(bucket.whole_gradient).copy_(_shard_gradient(bucket))
+        for slot in bucket.slots:
+            slot.reduced = slot.used
+    expose_gradients(shown, collectives)
+    try:
+        yield
+    finally:
+        for bucket in shown:
+            _take_back(bucket)
+
+
+@torch.no_grad()
+def _take_back(bucket: ParameterBucket) -> None:
+    """Keeps this rank's part of what ``param.grad`` holds now, and frees the rest."""
+    for slot in bucket.slots:
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        slot.used = gradient is not None
+        if gradient is not None and slot.piece is not None:
+            take_where_changed(slot.view_into_shard(_shard_gradient(bucket)), slot.part_of(gradient))
+    bucket.whole_gradient = None
+    bucket.attach_gradients()
+
+
+def _whole_gradient(bucket: GradientBucket) -> torch.Tensor:
+    if bucket.whole_gradient is None:
+        raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
+    return bucket.whole_gradient
+
+
+def _shard_gradient(bucket: ParameterBucket) -> torch.Tensor:
+    if bucket.shard_gradient is None:
+        raise AssertionError(f"bucket {bucket.index} has no reduced gradient")
+    return bucket.shard_gradient

@@ -1,0 +1,218 @@
+"""Buckets planned anew by the order and the time in which gradients become ready, and the plan that is kept.
+
+Before anything is known, parameters are bucketed in the reverse order of registration. The second backward that sends
+gradients is measured (the first allocates), and before the next forward all ranks agree on the times, find out what a
+reduce-scatter takes, and plan. Where that gives other buckets, parameters, master weights and optimizer state move.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.grouping import group_as_named, group_by_readiness
+from lightning_parstrat.core.layout import ParameterSpec
+from lightning_parstrat.core.memory import parameter_bytes
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm.calibration import reduce_scatter_cost
+from lightning_parstrat.distributed.zero1.clocks import NeedClock, ReadyClock, group_gathers
+from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
+from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
+from lightning_parstrat.distributed.zero1.planning import Grouping, PlannedBucket
+from lightning_parstrat.distributed.zero1.redistribution import Move, move_gradients, move_master_weights, move_state
+from lightning_parstrat.distributed.zero1.reducer import GradientReducer
+
+_MEASURED_ROUND = 2
+_ATTEMPTS = 10
+"""As long as somebody holds a view of a parameter, its bucket cannot be changed under him."""
+
+_SMALLEST_WORTH_TIMING = 2**23
+"""Bytes of parameters; below, buckets are as large as the cap allows: what could be hidden takes no time."""
+
+_LAUNCH_SECONDS = 5e-4
+"""What a bucket more costs the processor, beside its latency on the wire: packing, launching, stepping, gathering."""
+
+
+class Replanner:
+    """Decides when buckets are planned anew, and carries it out.
+
+    Every method is collective unless it says otherwise.
+
+    Args:
+        reducer: Sends gradients, and has the hooks that see them come.
+        gatherer: Brings parameters home.
+        policy: How to bucket.
+        kept: A plan to begin with, by the parameters' names; empty for none.
+        measures: Whether buckets may be planned anew.
+    """
+
+    def __init__(
+        self,
+        reducer: GradientReducer,
+        gatherer: ParameterGatherer,
+        policy: ShardingPolicy,
+        kept: Sequence[Sequence[str]],
+        measures: bool,
+    ) -> None:
+        self._reducer = reducer
+        self._gatherer = gatherer
+        self._policy = policy
+        self._kept = kept
+        self._measures = measures
+        self._rounds = 0
+        self._attempts = 0
+        self._clock: ReadyClock | None = None
+        self._plans_gathers = policy.bucket_cap_mb == "auto" and gatherer.collectives.world_size > 1
+        self._has_needs = False
+        self._wire: AlphaBeta | None = None
+
+    @property
+    def kept(self) -> Grouping:
+        """The grouping to begin with: the plan that is kept, where it fits."""
+        return _AsKept(self._kept, self._stop_measuring)
+
+    def _stop_measuring(self) -> None:
+        self._measures = False
+
+    def begin_round(self) -> None:
+        """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
+        self._rounds += 1
+        self._reducer.clock = None
+        self._has_needs = self._gatherer.clock is not None and self._gatherer.clock.has_begun
+        if self._measures and self._rounds == _MEASURED_ROUND:
+            self._clock = self._reducer.clock = ReadyClock()
+
+    def ready_seconds(self) -> dict[Tensor, float] | None:
+        """When the gradient of each sharded parameter is ready, once: when it was measured and buckets can change."""
+        if self._clock is None or not self._measures:
+            return None
+        self._reducer.clock = None
+        self._reducer.complete()
+        self._gatherer.finish()
+        buckets = [bucket for bucket in self._reducer.buckets if isinstance(bucket, ParameterBucket)]
+        parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
+        hindered = not all(bucket.is_read_through_parameters for bucket in buckets)
+        ready = self._clock.agree(parameters, hindered, self._reducer.control)
+        self._attempts += 1
+        if ready is not None or self._attempts == _ATTEMPTS:
+            self._measures, self._clock = False, None
+        return ready
+
+    def by_readiness(self, ready: Mapping[Tensor, float]) -> Grouping:
+        """The grouping whose last bucket arrives earliest. Sends some 20 MB to find out what that takes."""
+        cost = self._cost()
+        cap = self._policy.bucket_cap_bytes if cost is None else self._policy.planned_cap_bytes
+        return _ByReadiness(ready, cap, cost)
+
+    def plan_gathers(self, buckets: Sequence[ParameterBucket]) -> None:
+        """Plans once which buckets go home together: when gradients have their buckets, and a forward was measured.
+
+        Args:
+            buckets: In the order of their reductions, which is the reverse of that in which they go home.
+        """
+        if not self._plans_gathers or self._measures:
+            return
+        clock = self._gatherer.clock
+        if clock is None:
+            overlaps = torch.tensor(int(self._gatherer.overlaps))
+            self._reducer.control.all_reduce(overlaps, op=dist.ReduceOp.MIN).wait()
+            self._wire = (self._wire or self._cost()) if overlaps else None
+            self._plans_gathers = self._wire is not None
+            self._gatherer.clock = None if self._wire is None else NeedClock()
+        elif self._has_needs and self._wire is not None:
+            homeward = list(reversed(buckets))
+            group_gathers(homeward, clock.agree(homeward, self._reducer.control), self._wire)
+            self._gatherer.clock, self._plans_gathers = None, False
+
+    def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
+        """Whether the plan is another one than that of ``buckets``, by more than the order within them."""
+        before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
+        return [set(one.members) for one in planned] != before
+
+    def adopt(
+        self,
+        planned: Sequence[PlannedBucket],
+        old: Sequence[ParameterBucket],
+        shardings: Mapping[Optimizer, OptimizerSharding],
+    ) -> None:
+        """Makes the planned buckets, and moves everything that is in the old ones."""
+        control, rank = self._reducer.control, self._reducer.collectives.rank
+        new = [_make(one, index, rank, old) for index, one in enumerate(planned)]
+        places = {slot.parameter: slot for bucket in new for slot in bucket.slots}
+        moves = {slot.parameter: Move(slot, places[slot.parameter]) for bucket in old for slot in bucket.slots}
+        move_master_weights(list(moves.values()), self._gatherer.collectives)
+        move_gradients(list(moves.values()), self._gatherer.collectives)
+        for optimizer, sharding in shardings.items():
+            of_optimizer = [moves[parameter] for parameter in sharding.slots]
+            others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+            kept_whole = {key: value for key, value in optimizer.state.items() if key in sharding.whole}
+            states = move_state(optimizer, of_optimizer, self._gatherer.collectives, control)
+            sharding.exchange_slots({parameter: places[parameter] for parameter in sharding.slots})
+            # The same dictionary: users may hold it.
+            optimizer.state.clear()
+            optimizer.state.update({**others, **kept_whole, **states})
+        self._reducer.replace_buckets(old, new)
+        for bucket in new:
+            bucket.attach_gradients()
+        for bucket in old:
+            bucket.let_go()
+
+    def _cost(self) -> AlphaBeta | None:
+        buckets = self._reducer.buckets
+        if parameter_bytes([bucket.layout for bucket in buckets]) < _SMALLEST_WORTH_TIMING:
+            return None
+        wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
+        self._wire = AlphaBeta(
+            latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte
+        )
+        return self._wire
+
+
+class _AsKept(Grouping):
+    """As an earlier plan has it; where that does not fit, as without one."""
+
+    def __init__(self, plan: Sequence[Sequence[str]], fits: Callable[[], None]) -> None:
+        self._plan = plan
+        self._fits = fits
+        self._turns = {name: turn for turn, bucket in enumerate(plan) for name in bucket}
+
+    @override
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+        groups = group_as_named(specs, self._plan) if specs else None
+        if groups is not None:
+            self._fits()
+        return groups
+
+    @override
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        return self._turns.get(name, position)
+
+
+class _ByReadiness(Grouping):
+    """The plan whose last bucket arrives earliest."""
+
+    def __init__(self, ready: Mapping[Tensor, float], cap_bytes: int, cost: AlphaBeta | None) -> None:
+        self._ready = ready
+        self._cap_bytes = cap_bytes
+        self._cost = cost
+
+    @override
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]]:
+        return group_by_readiness(specs, [self._ready[p] for p in parameters], self._cap_bytes, self._cost)
+
+    @override
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        return self._ready[parameter]
+
+
+def _make(planned: PlannedBucket, index: int, rank: int, old: Sequence[ParameterBucket]) -> ParameterBucket:
+    """Moves parameters in; an old bucket that has none left gives its memory back."""
+    made = planned.make(index, rank)
+    for bucket in old:
+        bucket.release_if_left()
+    return made

@@ -1,0 +1,374 @@
+"""What can be sharded, and how; what every rank steps whole instead, as under DDP.
+
+Nothing is refused that can be had with DDP's memory: an optimizer that looks at all parameters together is left as it
+is, on every rank, with averaged gradients in ``param.grad``.
+"""
+
+import copy
+import inspect
+import random
+import sys
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.layout import Partition
+from lightning_parstrat.core.policy import PartitionChoice
+from lightning_parstrat.core.update_cost import elementwise, newton_schulz
+from lightning_parstrat.distributed.zero1.optimizer_sharding import (
+    ELEMENTWISE_OPTIMIZERS,
+    ClosureEvaluatedAgainError,
+    OneEvaluation,
+    original_class,
+    without_step_hooks,
+)
+
+
+class Treatment(NamedTuple):
+    """How an optimizer's parameters are partitioned; None where every rank steps them whole, for ``reason``."""
+
+    partition: Partition | None
+    reason: str = ""
+
+
+def choose_treatment(optimizer: Optimizer, choice: PartitionChoice) -> Treatment:
+    """How to shard ``optimizer``, if it can be.
+
+    ``"auto"`` cuts parameters only for torch's element-wise optimizers; any other keeps them whole on one rank, and is
+    tried out first (see :func:`steps_parameters_alone`). Not collective.
+
+    Args:
+        optimizer: Not sharded yet.
+        choice: The user's; a partition by name is a promise that the optimizer's parameters can be told apart.
+
+    Raises:
+        ValueError: The optimizer evaluates its closure again or wants sparse gradients, or ``"element"`` was asked for
+            and its update of an element looks at others.
+    """
+    if not isinstance(optimizer, Optimizer):
+        return Treatment(None, "it is no torch.optim.Optimizer")
+    _check_supported(optimizer)
+    cls = original_class(optimizer)
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return Treatment(None, "its `step` was replaced on the object")
+    if cls.state_dict is not Optimizer.state_dict:
+        return Treatment(None, "it saves its state in a way of its own")
+    if hasattr(cls, "train") and hasattr(cls, "eval"):
+        return Treatment(None, "its `train` and `eval` change parameters outside of `step`")
+    if cls in ELEMENTWISE_OPTIMIZERS:
+        return Treatment("element" if choice == "auto" else choice)
+    try:
+        if choice == "element":
+            _check_elementwise(optimizer)
+        return _try_out(optimizer) if choice == "auto" else Treatment(choice)
+    except ClosureEvaluatedAgainError as error:
+        raise ValueError(str(error)) from None
+
+
+def parameters_kept_whole(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
+    """Parameters of ``optimizers`` that cannot move into a bucket, so that every rank steps them.
+
+    Those that share memory with another parameter or buffer without being the same, those that DDP is told to ignore,
+    and those of dtypes that have no gradients.
+    """
+    parameters = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored_tensors = {parameter for name, parameter in module.named_parameters() if name in ignored}
+    unmovable = {p for p in parameters if not (p.is_floating_point() or p.is_complex())}
+    sharing = _sharing_memory([*parameters, *module.parameters(), *module.buffers()])
+    return parameters & (ignored_tensors | unmovable | sharing)
+
+
+def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
+    """What stepping ``parameter`` costs, in operations, so that several optimizers' can be weighed together."""
+    if isinstance(optimizer, torch.optim.Muon):
+        steps = next(
+            group["ns_steps"] for group in optimizer.param_groups if any(p is parameter for p in group["params"])
+        )
+        return newton_schulz(parameter.shape, steps)
+    return elementwise(parameter.numel())
+
+
+def _check_supported(optimizer: Optimizer) -> None:
+    cls = original_class(optimizer)
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise ValueError(
+            f"{cls.__name__} evaluates its closure more than once per step, which sharded optimizer state does not"
+            " allow. Choose an optimizer whose `step()` works without a closure, or `strategy='ddp'`."
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"{cls.__name__} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
+            " `nn.Embedding(..., sparse=False)`, or `strategy='ddp'`."
+        )
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    if steps_elements_alone(optimizer) is False:
+        raise ValueError(
+            f"partition='element' was asked for, but {original_class(optimizer).__name__} steps a part of a parameter"
+            " otherwise than the whole: cut into shards it would train differently. Use partition='auto' or"
+            " 'parameter'."
+        )
+
+
+def _try_out(optimizer: Optimizer) -> Treatment:
+    alone = steps_parameters_alone(optimizer)
+    if alone:
+        return Treatment("parameter")
+    if alone is None:
+        return Treatment(
+            None, "it could not be tried out whether it steps each parameter alone (partition='parameter' says it does)"
+        )
+    return Treatment(None, "its step of one parameter depends on the others")
+
+
+def _sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
+    """Those of ``tensors`` whose memory overlaps that of another one among them."""
+    distinct = [tensor for tensor in dict.fromkeys(tensors) if _has_memory(tensor)]
+    extents = sorted((*_extent(tensor), number) for number, tensor in enumerate(distinct))
+    sharing: set[Tensor] = set()
+    last_stop, last = -1, -1
+    for start, stop, number in extents:
+        if start < last_stop:
+            sharing |= {distinct[last], distinct[number]}
+        if stop > last_stop:
+            last_stop, last = stop, number
+    return sharing
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First and last byte, exclusive, of what a strided tensor may read."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+
+
+_LARGEST_DIMENSION = 8
+_PARAMETERS_PER_GROUP = 16
+_GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
+"""So large once that a global clip acts, but not before steps of ordinary length have been compared."""
+_SMALLEST_LEARNING_RATE = 1e-3
+_HOOKS = tuple(
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+_SAME = 1e-3
+"""Relative to the largest step of a parameter; rounding stays far below, any dependence seen far above."""
+
+
+class _Twin(NamedTuple):
+    """A copy of an optimizer over probes, of which ``groups`` are the few that are stepped.
+
+    ``gradients`` are theirs, one for each step of each phase: of sizes that differ, in directions that change a little.
+    """
+
+    optimizer: Optimizer
+    groups: list[list[nn.Parameter]]
+    gradients: dict[Tensor, list[list[Tensor]]]
+
+
+def steps_parameters_alone(optimizer: Optimizer) -> bool | None:
+    """Whether a step of ``optimizer`` moves each parameter by its own gradient and state, whoever else is there.
+
+    The optimizer and its parameters are left as they are. Not collective. Milliseconds: at most 16 parameters per
+    group, none with a dimension beyond 8, eight steps of each copy.
+
+    Args:
+        optimizer: Any optimizer with the class its user gave it.
+
+    Returns:
+        None where that cannot be told, because it cannot be copied or does not step (on) such small parameters.
+
+    Raises:
+        ClosureEvaluatedAgainError: It evaluates its closure more than once per step.
+    """
+    return _goes_alike(optimizer, partial(_every_other_one, 0)) and _goes_alike(optimizer, partial(_every_other_one, 1))
+
+
+def steps_elements_alone(optimizer: Optimizer) -> bool | None:
+    """Whether a step moves each element by itself, as far as tiny parameters can tell; else as above."""
+    return _goes_alike(optimizer, _first_halves)
+
+
+def _goes_alike(optimizer: Optimizer, part_of: Callable[[_Twin, _Twin], list[tuple[Tensor, Tensor]]]) -> bool | None:
+    with warnings.catch_warnings(), _random_numbers_kept(optimizer):
+        warnings.simplefilter("ignore")
+        try:
+            whole, part = _copy(optimizer), _copy(optimizer)
+            watched = [pair for pair in part_of(whole, part) if pair[0].numel()]
+            starts = [view.clone() for view, _ in watched]
+            _step(whole, 0)
+            _step(part, 0)
+            alike = _moved_alike(watched, starts)
+            if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+                # What a class of its own makes of loaded state must not depend on who else is there, either.
+                part.optimizer.load_state_dict(part.optimizer.state_dict())
+            _step(whole, 1)
+            _step(part, 1)
+        except ClosureEvaluatedAgainError:
+            raise
+        except Exception:
+            # Whatever an optimizer may raise that does not expect such parameters, or cannot be copied.
+            return None
+    if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
+        return None
+    return alike and _moved_alike(watched, starts)
+
+
+def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:
+    return all(
+        bool((one - other).abs().max() <= _SAME * (one - start).abs().max())
+        for (one, other), start in zip(watched, starts, strict=True)
+    )
+
+
+def _copy(optimizer: Optimizer) -> _Twin:
+    """A deep copy in which every parameter has become a probe, wherever the optimizer refers to it."""
+    # Not `copy.deepcopy(optimizer)`: torch's own copying leaves out whatever a subclass has added.
+    twin = object.__new__(type(optimizer))
+    # A scheduler's wrapper of `step` is bound to the optimizer, whose state may fill the memory.
+    memo: dict[int, Any] = {id(optimizer): twin}
+    generator = torch.Generator().manual_seed(0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            memo[id(parameter)] = _probe(parameter, generator)
+    # Users' hooks are not meant for a copy, and may hold on to anything.
+    kept = {name: OrderedDict() if name in _HOOKS else value for name, value in vars(optimizer).items()}
+    twin.__dict__ = copy.deepcopy({**kept, "state": defaultdict(dict)}, memo)
+    for group in twin.param_groups:
+        if "lr" in group:
+            group["lr"] = _noticeable(group["lr"])
+        # Of every shape some, and the last as well as the first.
+        stride = max(1, len(group["params"]) // _PARAMETERS_PER_GROUP)
+        group["params"] = group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP]
+    groups = [list(group["params"]) for group in twin.param_groups]
+    gradients = {
+        probe: _gradients(probe, number) for number, probe in enumerate(probe for group in groups for probe in group)
+    }
+    return _Twin(twin, groups, gradients)
+
+
+def _noticeable(learning_rate: Any) -> Any:
+    """At the start of a warm-up it is often zero, and what does not move looks as if it moved alone."""
+    if isinstance(learning_rate, Tensor):
+        return learning_rate.clamp(min=_SMALLEST_LEARNING_RATE)
+    return max(learning_rate, _SMALLEST_LEARNING_RATE)
+
+
+def _gradients(probe: nn.Parameter, number: int) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(number)
+    values = probe.detach().cpu()
+    size = 4.0 ** (number % 3)
+    return [
+        [(scale * size * (values + 0.5 + torch.randn(values.shape, generator=generator))).to(probe) for scale in scales]
+        for scales in _GRADIENT_SCALES
+    ]
+
+
+def _probe(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
+    shape = [min(size, _LARGEST_DIMENSION) for size in parameter.shape]
+    values = torch.randn(*shape, 2, generator=generator)
+    # In 16 bits small steps would vanish, and large ones overflow; what depends on others does so in 32, too.
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    data = torch.view_as_complex(values) if parameter.is_complex() else values[..., 0]
+    return nn.Parameter(data.to(dtype=dtype, device=parameter.device, copy=True).contiguous())
+
+
+def _every_other_one(remainder: int, whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
+    """Lets ``part`` step only every other parameter, each replaced by a shard that is all of it."""
+    watched = []
+    number = 0
+    for group, ours, theirs in zip(part.optimizer.param_groups, whole.groups, part.groups, strict=True):
+        group["params"] = []
+        for one, other in zip(ours, theirs, strict=True):
+            number += 1
+            if number % 2 == remainder:
+                shard = nn.Parameter(other.detach().clone())
+                part.gradients[shard] = part.gradients[other]
+                group["params"].append(shard)
+                watched.append((one.detach(), shard.detach()))
+    return watched
+
+
+def _first_halves(whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
+    """Lets ``part`` step only the first half of every parameter, as one row of elements."""
+    watched = []
+    for group, ours, theirs in zip(part.optimizer.param_groups, whole.groups, part.groups, strict=True):
+        group["params"] = []
+        for one, other in zip(ours, theirs, strict=True):
+            if one.numel():
+                half = (one.numel() + 1) // 2
+                shard = nn.Parameter(other.detach().flatten()[:half].clone())
+                part.gradients[shard] = [
+                    [gradient.flatten()[:half] for gradient in phase] for phase in part.gradients[other]
+                ]
+                group["params"].append(shard)
+                watched.append((one.detach().view(-1)[:half], shard.detach()))
+    return watched
+
+
+@contextmanager
+def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
+    """What a step may draw within it is not missing from the training's."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
+    python = random.getstate()
+    # torch works without numpy.
+    numpy = sys.modules.get("numpy")
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)
+
+
+def _step(twin: _Twin, phase: int) -> None:
+    optimizer = twin.optimizer
+    for number in range(len(_GRADIENT_SCALES[phase])):
+        for probe, gradients in twin.gradients.items():
+            probe.grad = gradients[phase][number].clone()
+        # Not `optimizer.step`, which a scheduler may have wrapped.
+        with without_step_hooks(optimizer):
+            type(optimizer).step(optimizer, closure=OneEvaluation(lambda: torch.zeros(()), type(optimizer).__name__))
+
+
+def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
+    """Refuses parameters that cannot be bucketed, before anything is moved.
+
+    Raises:
+        ValueError: Several devices, a sparse layout, or a module that makes sparse gradients.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1:
+        raise ValueError(
+            f"The parameters of the optimizers are on several devices: {devices}. Each rank must hold all of them on"
+            " one: leave the placement to the Trainer, or use a model-parallel strategy."
+        )
+    for parameter in parameters:
+        if parameter.layout != torch.strided:
+            name = names.get(parameter, "<not in the module>")
+            raise ValueError(f"Parameter {name!r} has layout {parameter.layout}; only dense ones can be sharded.")
+    trained = set(parameters)
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight in trained:
+            raise ValueError(
+                f"{type(child).__name__} {name!r} makes sparse gradients, and only dense ones can be sharded."
+                " Use `sparse=False`, or `strategy='ddp'`."
+            )

@@ -1,0 +1,376 @@
+"""Sharded optimizer state to and from the ordinary torch ``state_dict``.
+
+Gathering goes over host memory, one tensor at a time, so that a device never holds more than a shard of it; loading
+takes each rank's part of a whole state. Both directions keep torch's own format, which knows nothing of ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+from typing_extensions import override
+
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.optimizer_sharding import (
+    ELEMENTWISE_OPTIMIZERS,
+    OptimizerSharding,
+    original_class,
+)
+
+State = dict[str, Any]
+StateDict = dict[Any, Any]
+
+MASTER_WEIGHTS = "master_weights"
+"""Where a state dict keeps master weights, by position as ``"state"`` is. Other strategies pass over it."""
+
+
+class OwnPart(NamedTuple):
+    """This rank's part of an entry that was not there as a whole, 1-D in storage order."""
+
+    elements: Tensor
+
+
+class _Entry(NamedTuple):
+    """One entry of a shard's state: a tensor that lies like the shard (then its dtype), or any other value."""
+
+    dtype: torch.dtype | None
+    value: Any
+
+
+StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
+"""Makes what stands for a tensor, of the parameter at a position in the optimizer and of an entry of its state."""
+
+
+def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
+    """The optimizer's whole state in torch's own format, its tensors in host memory.
+
+    Collective. Each rank sends its shard of the state once; the destination receives one tensor after the other, and
+    its host holds the whole state at the end. A device never holds more than it does anyway.
+
+    Args:
+        optimizer: A sharded optimizer.
+        destination: The rank that gets it; None for every rank, which sends the whole state to all of them.
+        stand_in: Where given, nothing is sent but what is no part of a shard (counts of steps), and what this makes
+            stands in the place of the tensors.
+
+    Returns:
+        The whole state on the destination; on other ranks the parameter groups, with an empty state.
+    """
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    group = sharding.control_group
+    parameters = grouped_parameters(optimizer)
+    slots = [sharding.slots[parameter] for parameter in parameters if parameter in sharding.slots]
+    to = 0 if destination is None else destination
+    described = _gather_descriptions(optimizer, slots, group, to)
+    if stand_in is None:
+        gathered = _gather_states(optimizer, slots, group, to, described)
+    else:
+        positions = [position for position, parameter in enumerate(parameters) if parameter in sharding.slots]
+        gathered = _with_stand_ins(described or [], slots, positions, stand_in)
+    if destination is None:
+        gathered = broadcast_object(gathered, group)
+    by_parameter: dict[Tensor, StateDict] = {slots[index].parameter: state for index, state in gathered.items()}
+    if destination is None or dist.get_rank(group) == destination:
+        # Every rank has the same state for what every rank steps.
+        kept_whole = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
+        by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in kept_whole})
+    state_dict = _pack(optimizer, by_parameter)
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = post_hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
+    """Loads the whole state, of which this rank keeps its shards.
+
+    Not collective, but for parameters that joined the groups since the last step, which are bucketed first.
+
+    Args:
+        optimizer: A sharded optimizer.
+        state_dict: In torch's own format, whole tensors, from any strategy and world size.
+        load: The original ``load_state_dict``, bound to the optimizer.
+
+    Raises:
+        ValueError: The groups do not match the optimizer's.
+    """
+    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    saved_groups = state_dict["param_groups"]
+    if sharding.attached and sharding.has_added_parameters(optimizer):
+        sharding.adopt_added_parameters()
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            "The loaded optimizer state does not match the optimizer: it has parameter groups of sizes"
+            f" {saved_sizes}, the optimizer has {sizes}."
+        )
+    of_parameters = {identifier for saved in saved_groups for identifier in saved["params"]}
+    state = {key: value for key, value in state_dict["state"].items() if key not in of_parameters}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        kept = []
+        for parameter, identifier in zip(group["params"], saved["params"], strict=True):
+            slot = sharding.slots.get(parameter)
+            if slot is not None and slot.shard is None:
+                continue
+            kept.append(identifier)
+            entries = state_dict["state"].get(identifier)
+            if entries is not None:
+                part = (
+                    replace_leaves(entries, torch.clone)
+                    if slot is None
+                    else {key: shard_value(value, slot) for key, value in entries.items()}
+                )
+                state[identifier] = part
+            if slot is not None:
+                _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
+        groups.append({**saved, "params": kept})
+    with sharding.shard_groups(optimizer):
+        load({**state_dict, "state": state, "param_groups": groups})
+    optimizer.state = StateByShard(sharding.slots, optimizer.state)
+
+
+def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
+    """Refuses state that is of other parameters, where that can be told. Not collective.
+
+    Args:
+        optimizer: Sharded or not.
+        state_dict: What it is to load, in torch's own format; tensors may be on the meta device.
+        names: What the parameters are called.
+
+    Raises:
+        ValueError: A tensor has another shape than its parameter, in the state of an optimizer whose tensors all have.
+    """
+    if original_class(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+        return
+    identifiers = [identifier for group in state_dict["param_groups"] for identifier in group["params"]]
+    parameters = grouped_parameters(optimizer)
+    if len(identifiers) != len(parameters):
+        # Loading says so.
+        return
+    for identifier, parameter in zip(identifiers, parameters, strict=True):
+        for key, value in state_dict["state"].get(identifier, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for"
+                    f" {names.get(parameter, identifier)!r}, which has shape {tuple(parameter.shape)}. The parameters"
+                    f" that `configure_optimizers` gives {original_class(optimizer).__name__} must be those, in the"
+                    " order, of when it was saved."
+                )
+
+
+@torch.no_grad()
+def _load_master_weights(slot: ParameterSlot, whole: Tensor | OwnPart | None) -> None:
+    """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
+    if slot.shard is None or whole is None:
+        return
+    part = shard_value(whole, slot)
+    if slot.has_master_weights:
+        slot.shard.copy_(part)
+    elif slot.bucket.layout.world_size == 1 and part.dtype == slot.shard.dtype:
+        # Alone, parameters do not travel, and are no longer rounded for that.
+        unchanged = part.to(torch.bfloat16).to(part.dtype) == slot.shard
+        slot.shard.copy_(torch.where(unchanged, part, slot.shard))
+
+
+def _gather_descriptions(
+    optimizer: Optimizer, slots: list[ParameterSlot], group: dist.ProcessGroup, destination: int
+) -> list[dict[int, dict[str, _Entry]]] | None:
+    """What each rank holds, by position in ``slots``: on the destination; None elsewhere."""
+    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None}
+    described: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == destination else None
+    dist.gather_object(own, described, group=group, group_dst=destination)
+    return described
+
+
+def _with_stand_ins(
+    described: list[dict[int, dict[str, _Entry]]],
+    slots: list[ParameterSlot],
+    positions: list[int],
+    stand_in: StandIn,
+) -> dict[int, StateDict]:
+    states: dict[int, StateDict] = {}
+    for _, index, key, entry in _listed(described):
+        state = states.setdefault(index, {})
+        if key not in state:
+            dtype = entry.dtype
+            state[key] = entry.value if dtype is None else stand_in(positions[index], key, slots[index], dtype)
+    return states
+
+
+def _gather_states(
+    optimizer: Optimizer,
+    slots: list[ParameterSlot],
+    group: dist.ProcessGroup,
+    destination: int,
+    described: list[dict[int, dict[str, _Entry]]] | None,
+) -> dict[int, StateDict]:
+    """Whole state by position in ``slots``, on the destination; nothing elsewhere."""
+    rank = dist.get_rank(group)
+    if described is None:
+        for slot in slots:
+            entries = {} if slot.shard is None else _describe(optimizer, slot)
+            for key in (key for key, entry in entries.items() if entry.dtype is not None):
+                dist.send(_own_part(optimizer, slot, key), group=group, group_dst=destination)
+        return {}
+    whole: dict[int, StateDict] = {}
+    for source, index, key, entry in _listed(described):
+        state, slot = whole.setdefault(index, {}), slots[index]
+        if entry.dtype is None:
+            state.setdefault(key, entry.value)
+            continue
+        if key not in state:
+            state[key] = torch.empty_strided(slot.parameter.shape, slot.strides, dtype=entry.dtype)
+        piece = slot.owned_by(source)
+        target = slot.storage_order(state[key])[piece.parameter_start : piece.parameter_start + piece.numel]
+        if source == rank:
+            target.copy_(_own_part(optimizer, slot, key))
+        else:
+            dist.recv(target, group=group, group_src=source)
+    return whole
+
+
+def _listed(described: list[dict[int, dict[str, _Entry]]]) -> Iterator[tuple[int, int, str, _Entry]]:
+    """Source rank, slot, key and entry, in the order in which each rank sends."""
+    for source, states in enumerate(described):
+        for index, entries in states.items():
+            for key, entry in entries.items():
+                yield source, index, key, entry
+
+
+def _describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, _Entry]:
+    """What this rank holds for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
+    shard = slot.shard
+    if shard is None:
+        raise AssertionError("state was found for a shard that does not exist")
+    entries = {MASTER_WEIGHTS: _Entry(shard.dtype, None)} if slot.has_master_weights else {}
+    for key, value in optimizer.state.get(shard, {}).items():
+        if isinstance(value, Tensor) and value.shape == shard.shape:
+            entries[key] = _Entry(value.dtype, None)
+        else:
+            entries[key] = _Entry(None, _on_host(value))
+    return entries
+
+
+def _on_host(value: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+
+
+def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
+    """This rank's part of a sharded entry: 1-D in storage order, in host memory."""
+    if slot.shard is None or slot.piece is None:
+        raise AssertionError("state was found for a shard that does not exist")
+    value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
+    value = value.detach()
+    whole = slot.piece.numel == slot.place.numel
+    return (slot.storage_order(value) if whole else value).cpu().contiguous()
+
+
+def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
+    """Torch's own packing: positions instead of parameters."""
+    parameters = grouped_parameters(optimizer)
+    position: dict[Tensor, int] = {}
+    for index, parameter in enumerate(parameters):
+        position.setdefault(parameter, index)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [position[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
+    # Beside the state, not in it: to torch's optimizers a parameter whose state is not empty has stepped.
+    masters = {index: state.pop(MASTER_WEIGHTS) for index, state in packed.items() if MASTER_WEIGHTS in state}
+    packed = {index: state for index, state in packed.items() if state}
+    packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
+
+
+def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters in the order in which its state dict counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class StateByShard(defaultdict[Any, Any]):
+    """What ``optimizer.state`` is while the optimizer is sharded: keyed by this rank's shards.
+
+    A parameter may be used as a key, too, to read, change, reset or remove the state that this rank has for it: what
+    elsewhere has the parameter's shape is the shard's part of it here. Where this rank owns nothing of a parameter,
+    there is no state for it. Not collective.
+
+    Args:
+        slots: Which shard stands for which parameter; what is added to it later is seen.
+        state: By shard.
+    """
+
+    def __init__(self, slots: Mapping[Tensor, ParameterSlot], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._slots = slots
+
+    def _key(self, key: Any) -> Any:
+        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        return key if slot is None or slot.shard is None else slot.shard
+
+    @override
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(self._key(key))
+
+    @override
+    def __missing__(self, key: Any) -> Any:
+        # A state that is made for a parameter of which nothing is owned here must not stay.
+        return {} if key in self._slots else super().__missing__(key)
+
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        if slot is None:
+            super().__setitem__(key, value)
+        elif slot.shard is not None:
+            super().__setitem__(slot.shard, {name: shard_value(entry, slot) for name, entry in value.items()})
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(self._key(key))
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._key(key))
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._key(key), default)
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._key(key), *default)
+
+
+def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:
+    """This rank's shards of whole state that is there before its parameter is sharded (Adagrad makes it at once)."""
+    if isinstance(state, StateByShard) and not any(key in slots for key in state):
+        return state
+    sharded = StateByShard(slots, {})
+    for key, entries in state.items():
+        sharded[key] = entries
+    return sharded
+
+
+def shard_value(value: Any, slot: ParameterSlot) -> Any:
+    """This rank's part of one entry of a parameter's state; what has not the parameter's shape is kept whole."""
+    if isinstance(value, OwnPart) and slot.shard is not None:
+        part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
+    elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
+        return value.clone() if isinstance(value, Tensor) else value
+    else:
+        # A copy, so that what is not this rank's goes: a checkpoint may be mapped into memory, not read.
+        part = slot.part_of(value).clone()
+    # State that an optimizer made in the parameter's own dtype goes on in the master weights'.
+    return part.to(slot.bucket.shard_dtype) if part.dtype == slot.parameter.dtype else part

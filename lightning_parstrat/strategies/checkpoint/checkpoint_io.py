@@ -1,0 +1,143 @@
+"""Checkpoint files that are there whole or not at all, and are read without a copy for each process."""
+
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.durable_files import check_may_be_replaced, remove_whole, written_durably
+
+_MAGIC_OF_ZIP = b"PK\x03\x04"
+_NEEDED = ("state_dict", "pytorch-lightning_version")
+
+
+class DurableCheckpointIO(TorchCheckpointIO):
+    """Writes local files by a temporary name, fsync and a rename; maps them into memory to read them.
+
+    Files elsewhere (``s3://`` and the like) are written and read as Lightning does. Ranks of one node that map the same
+    file share its pages: host memory holds it once, and what a rank does not look at is not read.
+    """
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+        """Writes the file; see the class.
+
+        Raises:
+            OSError: It could not be written; what was there is as it was.
+        """
+        local = local_path(path)
+        if storage_options is not None or local is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        check_may_be_replaced(local)
+        with written_durably(local) as temporary, open(temporary, "xb") as file:
+            torch.save(checkpoint, file)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: _PATH,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Maps the file into memory, or says what is wrong with it.
+
+        Raises:
+            MisconfigurationException: It is torn, or no checkpoint.
+        """
+        local = local_path(path)
+        try:
+            if local is not None and local.is_file() and _begins_as_zip(local):
+                loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
+                return _with_copies_of_small(loaded)
+            return super().load_checkpoint(path, map_location, weights_only)
+        except (RuntimeError, EOFError, KeyError, OSError, pickle.UnpicklingError) as error:
+            explained = _explained(error, path)
+            if explained is None:
+                raise
+            raise explained from error
+
+    @override
+    def remove_checkpoint(self, path: _PATH) -> None:
+        """Removes a file, or a folder so that it is there whole until it is not there at all."""
+        local = local_path(path)
+        if local is not None:
+            remove_whole(local)
+        else:
+            super().remove_checkpoint(path)
+
+
+def local_path(path: _PATH) -> Path | None:
+    """Where on this machine a path or URL points to; None where that is elsewhere."""
+    filesystem, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def _with_copies_of_small(loaded: Any) -> Any:
+    """Leaves mapped what every part of Lightning copies; what callbacks may hold on to must not depend on the file."""
+    if not isinstance(loaded, dict):
+        return loaded
+    mapped = ("state_dict", "optimizer_states")
+    return {
+        key: value if key in mapped else replace_leaves(value, lambda tensor: tensor.clone())
+        for key, value in loaded.items()
+    }
+
+
+def check_is_checkpoint(checkpoint: Any, path: _PATH) -> None:
+    """Refuses what no Trainer has written.
+
+    Raises:
+        MisconfigurationException: It lacks what every checkpoint of Lightning has.
+    """
+    missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
+    if missing:
+        raise MisconfigurationException(
+            f"{path} is no checkpoint of a Lightning Trainer: it lacks {' and '.join(map(repr, missing))}. To begin"
+            " with weights from elsewhere, load them in the module (`load_state_dict`), and pass no `ckpt_path`."
+        )
+
+
+def _begins_as_zip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(_MAGIC_OF_ZIP)) == _MAGIC_OF_ZIP
+
+
+def _explained(error: Exception, path: _PATH) -> MisconfigurationException | None:
+    """What is wrong with a file that could not be loaded; None where the error says it."""
+    local = local_path(path)
+    if local is None:
+        return None
+    if local.is_dir():
+        return MisconfigurationException(
+            f"{path} is a folder, and not one that lightning_parstrat has written. A sharded checkpoint of Lightning's"
+            " FSDP or ModelParallel becomes a file by `python -m lightning.pytorch.utilities.consolidate_checkpoint"
+            f" {path}`, one of DeepSpeed by its `zero_to_fp32.py`."
+        )
+    if not local.is_file() or zipfile.is_zipfile(local):
+        return None
+    if local.stat().st_size and not _begins_as_zip(local):
+        return MisconfigurationException(f"{path} is no checkpoint: it cannot be read as one ({error}).")
+    return MisconfigurationException(
+        f"{path} is torn: its {local.stat().st_size} bytes end before the checkpoint does. It was still being written"
+        f" when its program ended, or was copied in part. {_others(local)}"
+    )
+
+
+def _others(path: Path) -> str:
+    others = sorted(
+        (p for p in path.parent.glob(f"*{path.suffix}") if p != path and p.exists()), key=lambda p: -p.stat().st_mtime
+    )
+    if not others:
+        return "Copy it anew, or begin without it."
+    return f"Copy it anew, or go on from another; the newest beside it is {others[0]}."

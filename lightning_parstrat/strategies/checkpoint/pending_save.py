@@ -1,0 +1,97 @@
+"""A checkpoint that is being written while training goes on."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_parstrat.distributed.checkpoint.writing import CheckpointNotSavedError, RunningSave
+from lightning_parstrat.distributed.durable_files import remove_whole
+
+
+class PendingSave:
+    """At most one save that is under way, and what is to be removed when it is done.
+
+    All ranks call its methods at the same points.
+    """
+
+    def __init__(self) -> None:
+        self._save: RunningSave | None = None
+        self._obsolete: list[Path] = []
+
+    def begin(self, save: RunningSave) -> None:
+        """Takes note of a save that has begun; :meth:`finish` has been called before."""
+        self._save = save
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save has begun that nobody has waited for."""
+        return self._save is not None
+
+    def will_make(self, path: str) -> bool:
+        """Whether a save that is under way is going to have that path."""
+        return self._save is not None and os.path.abspath(path) == os.path.abspath(self._save.path)
+
+    def remove_later(self, path: Path) -> None:
+        """Removes a checkpoint when its successor is whole, and not at all if that fails."""
+        self._obsolete.append(path)
+
+    def finish(self, removes: bool) -> None:
+        """Waits for the save that is under way.
+
+        Args:
+            removes: Whether this rank is the one that removes.
+
+        Raises:
+            CheckpointNotSavedError: It has failed on any rank.
+        """
+        save, self._save = self._save, None
+        obsolete, self._obsolete = self._obsolete, []
+        if save is None:
+            return
+        try:
+            save.wait()
+        except CheckpointNotSavedError:
+            kept = [str(path) for path in obsolete if path.exists()]
+            if kept:
+                rank_zero_warn(f"{', '.join(kept)} would have been removed, and is kept.")
+            raise
+        if removes:
+            for path in obsolete:
+                remove_whole(path)
+
+    def abandon(self) -> None:
+        """Waits for the save that is under way, whatever comes of it, and removes nothing."""
+        save, self._save = self._save, None
+        self._obsolete = []
+        if save is not None:
+            try:
+                save.wait()
+            except RuntimeError as error:
+                rank_zero_warn(f"{save.path} was not saved: {error}")
+
+
+class FileSystemToBe:
+    """A file system as it will be when the save that is under way is done.
+
+    ModelCheckpoint counts a file's name up where there is one of that name.
+
+    Args:
+        filesystem: As it is.
+        pending: The save.
+    """
+
+    def __init__(self, filesystem: Any, pending: PendingSave) -> None:
+        self.filesystem = filesystem
+        self.pending = pending
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether there is or will be such a path."""
+        return self.pending.will_make(path) or bool(self.filesystem.exists(path, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("filesystem", "pending"):
+            # A copy that is not complete yet.
+            raise AttributeError(name)
+        return getattr(self.filesystem, name)

@@ -1,0 +1,186 @@
+"""From where a training goes on: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
+
+import copy
+import random
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_parstrat.distributed.comm.agreement import told_to_first
+from lightning_parstrat.distributed.comm.collectives import Collectives
+
+RNG = "rng"
+"""Under which of our keys a checkpoint keeps the states of random number generators."""
+
+
+class ResumePoint(NamedTuple):
+    """A moment between two batches, before the second is fetched, from which a training can go on.
+
+    Attributes:
+        rng: This rank's random number generators.
+        loaders: The states of stateful loaders as Lightning saves them; None for the begin of an epoch.
+        micro_batches: How many batches have been trained since.
+    """
+
+    rng: dict[str, Any]
+    loaders: list[Any] | None
+    micro_batches: int = 0
+
+
+class ResumePoints(Callback):
+    """Notes moments from which a training can go on, for checkpoints that are saved at other moments. Not collective.
+
+    A checkpoint does not hold gradients. One that is saved in the middle of an accumulation window is made to be of the
+    window's begin: its batches are trained again. And one that is saved when the next batch has been fetched already is
+    made to be of the moment before.
+    """
+
+    def __init__(self) -> None:
+        self.fetched_too_much = False
+        """Whether what is saved now is to be of the last point, though nothing has been trained since."""
+        self._point: ResumePoint | None = None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Here an epoch begins, before its loaders do."""
+        self._point = ResumePoint(rng_state(), None)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Here a batch ends, before anybody saves."""
+        if not trainer.fit_loop._should_accumulate():
+            self._point = None
+            if trainer.accumulate_grad_batches > 1:
+                self.note(trainer)
+        elif self._point is not None:
+            self._point = self._point._replace(micro_batches=self._point.micro_batches + 1)
+
+    def note(self, trainer: Trainer, loaders: list[Any] | None = None) -> None:
+        """Call where no window is open and the next batch has not been fetched.
+
+        Args:
+            trainer: The Trainer.
+            loaders: The states of its loaders where they cannot tell, as nothing was fetched from them yet.
+        """
+        loader = trainer.fit_loop._combined_loader
+        if loaders is None:
+            loaders = [] if loader is None else copy.deepcopy(loader._state_dicts())
+        self._point = ResumePoint(rng_state(), loaders)
+
+    def point_of_save(self) -> ResumePoint | None:
+        """What a checkpoint that is saved now is to be of; None where it is of this very moment."""
+        if self._point is None or not (self._point.micro_batches or self.fetched_too_much):
+            return None
+        return self._point
+
+
+def from_which_training_goes_on(
+    checkpoint: dict[str, Any], trainer: Trainer, point: ResumePoint | None
+) -> dict[str, Any]:
+    """A checkpoint as it would have been saved at the end of the batch before ``point``.
+
+    Args:
+        checkpoint: Of this moment.
+        trainer: The Trainer.
+        point: Where it is to be of; None for this moment. Then, after the last batch of an epoch, it is made to forget
+            where loaders are: at their end, they would give the next epoch nothing.
+    """
+    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    loops = copy.deepcopy(checkpoint["loops"])
+    fit_loop = loops["fit_loop"]
+    if not is_last and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+        # Where training went on from the last batch of an epoch, Lightning has not counted the next one as begun.
+        for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
+            begun = counted["processed"] + 1
+            counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
+    if point is None and not is_last:
+        return {**checkpoint, "loops": loops}
+    fit_loop["state_dict"].pop("combined_loader", None)
+    if point is not None and point.loaders:
+        fit_loop["state_dict"]["combined_loader"] = point.loaders
+    if point is not None and point.micro_batches:
+        for counters in ("total", "current"):
+            counted = fit_loop["epoch_loop.batch_progress"][counters]
+            counted.update({name: number - point.micro_batches for name, number in counted.items()})
+        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+        if counted["completed"] < counted["processed"]:
+            # Counted once more when the training goes on from the end of a batch.
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    return {**checkpoint, "loops": loops}
+
+
+class RandomNumbers:
+    """Random number generators of all ranks, to a checkpoint and from it.
+
+    Lightning saves none: after a resume, dropout and shuffling would draw again what they drew when training began.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: Mapping[str, Any] | None = None
+
+    def gather(self, trainer: Trainer, point: ResumePoint | None, control: Collectives | None) -> dict[str, Any]:
+        """What a checkpoint keeps. Collective: each rank sends some 10 KB to rank 0.
+
+        Args:
+            trainer: The Trainer.
+            point: What the checkpoint is of; None for this moment.
+            control: Of all ranks; None to leave out the others.
+        """
+        own = rng_state() if point is None else point.rng
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        within = bool(progress.current.ready) and not progress.is_last_batch
+        states = [own] if control is None else told_to_first(own, control)
+        return {"states": states, "within_epoch": within if point is None else point.loaders is not None}
+
+    def load(self, saved: Mapping[str, Any] | None, rank: int, world_size: int) -> None:
+        """Takes over this rank's state; see :meth:`before_loaders` and :meth:`before_training`."""
+        self._loaded = None
+        if saved is None:
+            return
+        if len(saved["states"]) != world_size:
+            rank_zero_info(
+                f"The checkpoint has the random number generators of {len(saved['states'])} ranks, and {world_size}"
+                " are there: theirs stay as they are."
+            )
+            return
+        self._loaded = {"state": saved["states"][rank], "within_epoch": saved["within_epoch"]}
+
+    def before_loaders(self) -> None:
+        """Sets the generators: an epoch that begins draws its shuffling from them."""
+        if self._loaded is not None:
+            set_rng_state(self._loaded["state"])
+
+    def before_training(self) -> None:
+        """Sets the generators again where training goes on within an epoch, whose loaders had drawn before."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded["within_epoch"]:
+            set_rng_state(loaded["state"])
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of this process's random number generators, as tensors and plain values: some 10 KB."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).view(np.int32).copy()), position, has_gauss, cached),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Sets this process's random number generators."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *others = state["numpy"]
+    np.random.set_state((kind, keys.numpy().view(np.uint32), *others))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

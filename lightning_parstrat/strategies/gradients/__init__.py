@@ -1,0 +1,1 @@
+"""Accumulation, clipping and precision around a step, and who looks at its gradients."""

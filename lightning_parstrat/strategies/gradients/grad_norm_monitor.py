@@ -1,0 +1,111 @@
+"""A callback that logs gradient norms, how often they were clipped, and skipped steps."""
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchmetrics import MaxMetric, Metric, SumMetric
+from typing_extensions import override
+
+from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.gradients.clipping import GradientNorm
+
+
+class GradNormMonitor(Callback):
+    """Logs to every logger, each ``log_every_n_steps``, what became of the gradients since it last did.
+
+    - ``grad_norm`` and ``grad_norm_max``: mean and largest norm before clipping, over all ranks; a norm that is not
+      finite shows.
+    - ``grad_clip_ratio``: the share of steps that clipping by norm made smaller; where it is switched on.
+    - ``skipped_steps``: how many steps of the training were left out; their norms are not in the above.
+
+    They are in ``trainer.callback_metrics`` too. The norm is measured for it where clipping by norm does not already:
+    one pass over the gradients and one scalar all-reduce a step. Nothing waits on the host but when it logs.
+
+    Args:
+        prefix: What the names begin with, such as ``"train/"``.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        super().__init__()
+        self.prefix = prefix
+        # All ranks know the norm of the whole; and looking for NaN would wait for it.
+        self._sum = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        self._steps = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        self._largest = MaxMetric(nan_strategy="disable", sync_on_compute=False)
+        self._clipped = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        self._logged_skipped = 0
+        self._strategy: AccumulationAwareStrategy | None = None
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Asks the strategy for norms.
+
+        Raises:
+            MisconfigurationException: The strategy is none of this package.
+        """
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, AccumulationAwareStrategy):
+            raise MisconfigurationException(
+                f"GradNormMonitor needs a strategy that knows the norm, and found {type(trainer.strategy).__name__}."
+                " Choose `strategy='ddp_tuned'` or 'zero1_custom'."
+            )
+        self._strategy, self._logged_skipped = trainer.strategy, 0
+        self._strategy.on_gradient_norm(self._update)
+
+    def _update(self, measured: GradientNorm) -> None:
+        norm, skipped = measured.norm, measured.skipped
+        if self._sum.device != norm.device:
+            for metric in self._metrics:
+                metric.to(norm.device)
+        if skipped is None:
+            skipped = torch.zeros_like(norm)
+        self._sum.update(torch.where(skipped > 0, 0.0, norm))
+        self._steps.update(1.0 - skipped)
+        self._largest.update(torch.where(skipped > 0, -torch.inf, norm))
+        if measured.coefficient is not None:
+            self._clipped.update(torch.where(skipped > 0, 0.0, (measured.coefficient < 1.0).to(norm.dtype)))
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
+        """Logs when the trainer does: after a step, not after each of the micro-batches it is made of."""
+        accumulates = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
+        if trainer._logger_connector.should_update_logs and not accumulates:
+            self._log(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Logs what the last steps have left."""
+        skipped = 0 if self._strategy is None else self._strategy.skipped_steps
+        if self._steps.update_called or skipped != self._logged_skipped:
+            self._log(trainer)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Lets go of the strategy."""
+        self._strategy = None
+
+    @property
+    def _metrics(self) -> tuple[Metric, ...]:
+        return self._sum, self._steps, self._largest, self._clipped
+
+    def _log(self, trainer: Trainer) -> None:
+        if self._strategy is None:
+            return
+        self._logged_skipped = self._strategy.skipped_steps
+        found: dict[str, Tensor] = {"skipped_steps": torch.tensor(float(self._logged_skipped))}
+        if self._steps.update_called and self._steps.compute() > 0:
+            steps = self._steps.compute()
+            found |= {"grad_norm": self._sum.compute() / steps, "grad_norm_max": self._largest.compute()}
+            if self._clipped.update_called:
+                found["grad_clip_ratio"] = self._clipped.compute() / steps
+        named = {f"{self.prefix}{name}": value.detach().cpu() for name, value in found.items()}
+        trainer.callback_metrics.update(named)
+        for logger in trainer.loggers:
+            logger.log_metrics(
+                {name: value.item() for name, value in named.items()},
+                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+            )
+        for metric in self._metrics:
+            metric.reset()

@@ -1,0 +1,237 @@
+"""Lightning's precision plugins, clipping and unscaling gradients wherever they are.
+
+The plugin's class is swapped for a subclass while a training lasts, so that the object stays the user's. It keeps its
+``__qualname__``, under which Lightning files a plugin's state in checkpoints.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.gradients.clipping import hidden_sharding
+from lightning_parstrat.strategies.gradients.clipping import GradientClipper, StepSkipped
+from lightning_parstrat.strategies.gradients.observers import CLIPPING_METHODS, users_own
+from lightning_parstrat.strategies.lightning_compat import unwrapped
+
+
+class _ClippingPrecision:
+    """What differs from Lightning's plugins, whichever it is.
+
+    It has no base, so that it is not taken for a precision of its own where all of them are listed.
+    """
+
+    _clipper: GradientClipper
+    _complete_window: Callable[[], None]
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Clamps the gradients, in shards where they are there."""
+        self._clipper.clip_by_value(optimizer, clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        """Scales the gradients by the norm of the whole. Collective where they are sharded."""
+        self._clipper.clip_by_norm(optimizer, clip_val)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clips true gradients, not those of a scaled loss: in manual optimization too, and for fused optimizers."""
+        if clip_val > 0:
+            self._unscale(optimizer)
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Runs backward; gradients it adds to are scaled by the loss scale."""
+        scaler = _scaler_of(self)
+        with nullcontext() if scaler is None else scaler.gradients_added():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def _after_closure(self, model: Any, optimizer: Optimizer) -> None:
+        """Runs between backward and step: hooks that may change gradients, then clipping."""
+        self._complete_window()
+        super()._after_closure(model, optimizer)  # type: ignore[misc]
+
+    def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        """Runs before every step, after the hooks that may change gradients; clips in automatic optimization."""
+        if self._clipper.looks_before_step:
+            self._unscale(optimizer)
+        clips_as_is = (
+            model.automatic_optimization
+            and not is_overridden("configure_gradient_clipping", model)
+            and not users_own(self, CLIPPING_METHODS)
+        )
+        self._clipper.check(optimizer, clipping_follows=clips_as_is)
+        super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps; where the step is skipped, lets the loss scale go on as after a step."""
+        try:
+            result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
+        except StepSkipped:
+            scaler = _scaler_of(self)
+            if scaler is not None and scaler._scale is not None:
+                self._unscale(optimizer)
+                scaler.leave_out(optimizer)
+                scaler.update()
+            raise
+        self._clipper.end_step(optimizer)
+        return result
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        scaler = _scaler_of(self)
+        # Without a scale no loss has been scaled yet.
+        if scaler is not None and scaler._scale is not None:
+            for one in self._clipper.measured_with(optimizer):
+                scaler.unscale_(one)
+
+
+class _ClippingGradScaler(torch.amp.GradScaler):
+    """A scaler that unscales shards, once, and skips a step on all ranks when any found a non-finite gradient.
+
+    torch forgets at every ``update`` who has been unscaled, and Lightning updates after every optimizer's step: here an
+    optimizer that was unscaled to be clipped stays so until it steps, or gets new gradients.
+    """
+
+    _unscaled: dict[int, Optimizer]
+    _updated_since: set[int]
+    _clipper: GradientClipper
+    _on_skip: Callable[[Optimizer], None]
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscales what has not been unscaled since its gradients came."""
+        optimizer = unwrapped(optimizer)
+        stage = self._per_optimizer_states[id(optimizer)]["stage"]
+        if stage is OptState.UNSCALED and id(optimizer) in self._unscaled:
+            return
+        super().unscale_(optimizer)
+        self._unscaled[id(optimizer)] = optimizer
+
+    @contextmanager
+    def gradients_added(self) -> Iterator[None]:
+        """Within it runs a backward of a scaled loss; it takes note of whose unscaled gradients that adds to."""
+        added_to: set[int] = set()
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, key=key: added_to.add(key))
+            for key, optimizer in self._unscaled.items()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for key in added_to:
+            del self._unscaled[key]
+            if key in self._updated_since:
+                # As after any update; without one torch refuses to unscale a mixture.
+                self._per_optimizer_states.pop(key)
+
+    def leave_out(self, optimizer: Optimizer) -> None:
+        """What unscaling found counts in the next update, though ``optimizer`` does not step."""
+        self._unscaled.pop(id(unwrapped(optimizer)), None)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Steps unless a gradient is not finite, which an optimizer that unscales by itself decides on the device."""
+        result = super().step(optimizer, *args, **kwargs)
+        self.leave_out(optimizer)
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+            self._clipper.note_skip_on_device(optimizer, torch.stack(list(found)).max())
+        return result
+
+    def update(self, new_scale: Any = None) -> None:
+        """Updates the loss scale by what those found that have stepped, or were to."""
+        states = self._per_optimizer_states
+        waiting = {key: states.pop(key) for key in self._unscaled if key in states}
+        if not any(state["found_inf_per_device"] for state in states.values()):
+            # Called by hand: it is about those who wait.
+            states.update(waiting)
+            waiting = {}
+            self._unscaled.clear()
+        super().update(new_scale)
+        self._per_optimizer_states.update(waiting)
+        self._updated_since = set(waiting)
+
+    def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        sharding = hidden_sharding(optimizer)
+        if sharding is None:
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+        sharding.finish_gradients()
+        with sharding.shard_groups(optimizer):
+            found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        # A rank without gradients in its shards has looked at nothing, and takes part all the same.
+        device = sharding.device
+        return {device: sharding.maximum_over_ranks(found.get(device, torch.zeros((), device=device)))}
+
+    def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
+            self._on_skip(optimizer)
+            return None
+        return optimizer.step(*args, **kwargs)
+
+
+def equip_precision(
+    plugin: Precision,
+    clipper: GradientClipper,
+    complete_window: Callable[[], None],
+    on_skip: Callable[[Optimizer], None],
+) -> Callable[[], None]:
+    """Swaps the classes of the plugin and of its gradient scaler.
+
+    Args:
+        plugin: Lightning's, or a user's own.
+        clipper: Clips.
+        complete_window: Called before gradients are looked at, for a window whose last micro-batch had no backward.
+        on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
+
+    Returns:
+        What gives both their own classes back.
+    """
+    scaler = enabled_scaler(plugin)
+    swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
+    plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, "lightning.")
+    plugin._clipper, plugin._complete_window = clipper, complete_window  # type: ignore[attr-defined]
+    if scaler is not None:
+        swapped.append((scaler, type(scaler)))
+        scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, "torch.")
+        scaler._unscaled, scaler._updated_since = {}, set()  # type: ignore[attr-defined]
+        scaler._clipper, scaler._on_skip = clipper, on_skip  # type: ignore[attr-defined]
+
+    def restore() -> None:
+        for one, cls in swapped:
+            one.__class__ = cls
+            for name in ("_clipper", "_complete_window", "_unscaled", "_updated_since", "_on_skip"):
+                vars(one).pop(name, None)
+
+    return restore
+
+
+def enabled_scaler(plugin: Precision) -> torch.amp.GradScaler | None:
+    """The plugin's gradient scaler, if it has one that is switched on."""
+    scaler = getattr(plugin, "scaler", None)
+    return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
+
+
+def _scaler_of(plugin: Any) -> _ClippingGradScaler | None:
+    scaler = enabled_scaler(plugin)
+    return scaler if isinstance(scaler, _ClippingGradScaler) else None
+
+
+def _with_mixin(cls: type, mixin: type, library: str) -> type:
+    """A subclass of ``cls`` that asks ``mixin`` before the library's classes, and the user's own before both."""
+    nearest = next(base for base in cls.__mro__ if base.__module__.startswith(library))
+    bases = (mixin,) if issubclass(mixin, nearest) else (mixin, nearest)
+    if cls is not nearest:
+        bases = (cls, type(nearest.__name__, bases, {}))
+    return type(cls.__name__, bases, {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -1,0 +1,92 @@
+"""Who is missing, as told by the store of the process group."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_parstrat.distributed.comm.liveness import (
+    MissingRanksError,
+    RollCall,
+    is_of_a_collective,
+    missing_ranks_named,
+)
+from tests.pool import RankPool
+
+SHORT = timedelta(seconds=0.5)
+
+
+def who_is_missing(name: str, delays: list[float | None]) -> list[int] | None:
+    """Each rank comes after its delay; None for never."""
+    roll_call = RollCall(name)
+    delay = delays[dist.get_rank()]
+    if delay is None:
+        return None
+    time.sleep(delay)
+    return roll_call.missing("test", SHORT)
+
+
+@pytest.mark.parametrize(
+    ("delays", "expected"),
+    [
+        ([0.0, 0.1, 0.0], [[], [], []]),
+        ([0.0, None, 0.0], [[1], None, [1]]),
+        ([None, 0.0, None], [None, [0, 2], None]),
+        # Too late: nobody waits any more.
+        ([0.0, 1.5, 0.0], [[1], [0, 2], [1]]),
+    ],
+)
+def test_those_that_do_not_come_are_missing(
+    pool: RankPool, delays: list[float | None], expected: list[list[int] | None], request: pytest.FixtureRequest
+) -> None:
+    assert pool.run(3, who_is_missing, request.node.name, delays) == expected
+
+
+def meets_twice(name: str) -> list[list[int]]:
+    found = [RollCall(f"{name} {attempt}").missing("test", SHORT) for attempt in range(2)]
+    roll_call = RollCall(name)
+    if dist.get_rank() == 0:
+        roll_call.missing("alone", SHORT)
+    return [*found, roll_call.missing("test", SHORT * 4), roll_call.missing("test", SHORT * 4)]
+
+
+def test_calls_are_told_apart(pool: RankPool) -> None:
+    assert pool.run(2, meets_twice, "twice") == [[[], [], [], []]] * 2
+
+
+def failing(name: str, absent: int | None) -> str:
+    roll_call = RollCall(name)
+    if dist.get_rank() == absent:
+        return "absent"
+    try:
+        with missing_ranks_named(roll_call, "Saving a.ckpt"):
+            raise RuntimeError("Connection closed by peer")
+    except MissingRanksError as error:
+        return f"{error} <- {error.__cause__}"
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_an_error_names_who_is_missing(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    everybody = pool.run(2, failing, "nobody", None)
+    assert everybody == ["Connection closed by peer"] * 2
+    found, _ = pool.run(2, failing, "one", 1)
+    assert found.startswith("Saving a.ckpt: rank 1 did not take part.") and found.endswith(
+        "<- Connection closed by peer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:35512"), True),
+        (RuntimeError("Timed out waiting 15000ms for recv operation to complete"), True),
+        (dist.DistBackendError("NCCL error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("timed out"), False),
+        (MissingRanksError("barrier"), False),
+    ],
+)
+def test_errors_of_collectives_are_known(error: Exception, expected: bool) -> None:
+    assert is_of_a_collective(error) is expected

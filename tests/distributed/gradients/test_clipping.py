@@ -1,0 +1,320 @@
+"""Norms and clipping of gradients in shards and on every rank, against torch's on the whole."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_parstrat.distributed.gradients.clipping import (
+    clip_gradients_by_norm,
+    clip_gradients_by_value,
+    gradient_norm,
+    has_gradients,
+    hidden_sharding,
+    scale_to_norm,
+    step_gradients,
+)
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.distributed.engines import backward, make_engine, sgd
+from tests.pool import RankPool
+
+NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
+SHAPES = ((7, 5), (3,), (), (4, 4), (2, 3))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64)
+UNUSED = 1
+"""The index of a parameter that has no gradient."""
+
+
+def network(shapes: Sequence[tuple[int, ...]] = SHAPES, dtypes: Sequence[torch.dtype] = DTYPES[:1]) -> nn.ParameterList:
+    return nn.ParameterList(torch.ones(shape, dtype=dtypes[i % len(dtypes)]) for i, shape in enumerate(shapes))
+
+
+def gradients_on(module: nn.ParameterList, rank: int) -> list[Tensor | None]:
+    generator = torch.Generator().manual_seed(rank)
+    drawn = [torch.randn(p.shape, dtype=p.dtype, generator=generator) for p in module]
+    return [None if index == UNUSED else gradient for index, gradient in enumerate(drawn)]
+
+
+def loss_of(module: nn.ParameterList) -> Tensor:
+    """Has the gradients of this rank."""
+    pairs = zip(module, gradients_on(module, dist.get_rank()), strict=True)
+    return torch.stack([(p.conj() * g).sum().real.double() for p, g in pairs if g is not None]).sum()
+
+
+def whole(module: nn.ParameterList) -> list[nn.Parameter]:
+    """Parameters in double precision with the mean over ranks for gradients, of those that have any."""
+    ranks = range(dist.get_world_size())
+    wide = [torch.complex128 if p.is_complex() else torch.float64 for p in module]
+    by_rank = [gradients_on(module, rank) for rank in ranks]
+    found = []
+    for dtype, gradients in zip(wide, zip(*by_rank, strict=True), strict=True):
+        if gradients[0] is not None:
+            found.append(nn.Parameter(torch.zeros_like(gradients[0], dtype=dtype)))
+            found[-1].grad = torch.stack([gradient.to(dtype) for gradient in gradients]).mean(0)
+    return found
+
+
+class Trained(NamedTuple):
+    """After a backward. Gradients of ``optimizers`` are those of all of ``module``."""
+
+    module: nn.ParameterList
+    optimizers: list[Optimizer]
+    engine: ShardedDataParallel | None
+
+    @property
+    def small_reductions(self) -> int:
+        if self.engine is None:
+            return 0
+        reducer = self.engine.reducer
+        return reducer.collectives.traffic.small_reductions + reducer.control.traffic.small_reductions
+
+    def gradients(self) -> list[Tensor]:
+        """Whole ones. Collective."""
+        with nullcontext() if self.engine is None else self.engine.full_gradients():
+            return [parameter.grad.clone() for parameter in self.module if parameter.grad is not None]
+
+
+def in_shards(*parts: slice, module: nn.ParameterList | None = None, **policy: Any) -> Trained:
+    """An optimizer for each part of the parameters."""
+    module = network() if module is None else module
+    optimizers = [sgd(list(module)[part]) for part in parts]
+    engine = make_engine(module, *optimizers, **policy)
+    backward(engine, loss_of(module))
+    return Trained(module, optimizers, engine)
+
+
+def on_every_rank(*parts: slice) -> Trained:
+    module = network()
+    mean = iter(whole(module))
+    for index, parameter in enumerate(module):
+        parameter.grad = None if index == UNUSED else next(mean).grad.to(parameter.dtype)
+    return Trained(module, [sgd(list(module)[part]) for part in parts], None)
+
+
+def exposed() -> Trained:
+    module = network()
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    engine.expose_gradients(True)
+    backward(engine, loss_of(module))
+    return Trained(module, [optimizer], engine)
+
+
+def in_shards_and_on_every_rank() -> Trained:
+    """The engine averages what is in none of its optimizers, and leaves it in ``param.grad``."""
+    module = network()
+    optimizers = [sgd(list(module)[:2]), sgd(list(module)[2:])]
+    engine = make_engine(module, optimizers[0])
+    backward(engine, loss_of(module))
+    return Trained(module, optimizers, engine)
+
+
+ALL = slice(None)
+IN_SHARDS: dict[str, Callable[[], Trained]] = {
+    "shards": lambda: in_shards(ALL),
+    "one bucket": lambda: in_shards(ALL, bucket_cap_mb=1.0),
+    "shards of whole parameters": lambda: in_shards(ALL, partition="parameter"),
+    "two optimizers": lambda: in_shards(slice(3), slice(3, None)),
+    "a parameter in two": lambda: in_shards(slice(4), slice(2, None)),
+    "in shards and not": in_shards_and_on_every_rank,
+    "fewer elements than ranks": lambda: in_shards(ALL, module=network([(1,)])),
+    "nothing for some": lambda: in_shards(ALL, module=network([(2,), (3,), (0,)])),
+    "several dtypes": lambda: in_shards(ALL, module=network(dtypes=DTYPES)),
+    "several dtypes, no master weights": lambda: in_shards(ALL, module=network(dtypes=DTYPES), master_weights=False),
+}
+ON_EVERY_RANK: dict[str, Callable[[], Trained]] = {
+    "plain": lambda: on_every_rank(ALL),
+    "two plain": lambda: on_every_rank(slice(3), slice(3, None)),
+    "a parameter in two plain": lambda: on_every_rank(slice(4), slice(2, None)),
+    "exposed": exposed,
+}
+ARRANGEMENTS = {**IN_SHARDS, **ON_EVERY_RANK}
+
+
+def assert_gradients(trained: Trained, expected: list[nn.Parameter], tolerance: float = 1e-5) -> None:
+    for gradient, parameter in zip(trained.gradients(), expected, strict=True):
+        rounded = 1e-2 if gradient.dtype == torch.bfloat16 else tolerance
+        torch.testing.assert_close(gradient.to(parameter.dtype), parameter.grad, rtol=rounded, atol=1e-6)
+
+
+def clips_as_torch(arrangement: str) -> None:
+    for norm_type in NORM_TYPES:
+        trained = ARRANGEMENTS[arrangement]()
+        expected = whole(trained.module)
+        before = trained.small_reductions
+        gradients = step_gradients(trained.optimizers)
+        norm = gradient_norm(gradients, norm_type)
+        reductions = trained.small_reductions - before
+        assert reductions == int(arrangement in IN_SHARDS and dist.get_world_size() > 1)
+
+        assert norm.ndim == 0 and not norm.requires_grad
+        # torch's maximum norm refuses tensors without elements.
+        with_elements = [parameter for parameter in expected if parameter.numel()]
+        max_norm = 0.6 * float(norm)
+        reference = nn.utils.clip_grad_norm_(with_elements, max_norm, norm_type)
+        # The mean over ranks is rounded to bfloat16 where shards are.
+        tolerance = 1e-3 if "no master" in arrangement else 1e-5
+        torch.testing.assert_close(norm.double(), reference, rtol=tolerance, atol=0)
+        coefficient = scale_to_norm(gradients, norm, max_norm)
+        assert float(coefficient) == pytest.approx(0.6, rel=1e-4)
+        assert trained.small_reductions == before + reductions
+        assert_gradients(trained, expected, tolerance)
+
+
+@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_wherever_gradients_are_they_are_clipped_as_torch_clips_the_whole(
+    pool: RankPool, world_size: int, arrangement: str
+) -> None:
+    pool.run(world_size, clips_as_torch, arrangement)
+
+
+def clips_each_alone() -> None:
+    """By the norm of one optimizer's gradients, whoever else has some; those below the limit are not touched."""
+    trained = in_shards(slice(3), slice(3, None))
+    expected = whole(trained.module)
+    # One of the first three has no gradient.
+    parts = (expected[:2], expected[2:])
+    for optimizer, parameters, max_norm in zip(trained.optimizers, parts, (0.5, 1e9), strict=True):
+        norm = clip_gradients_by_norm(optimizer, max_norm, 1.0)
+        assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(parameters, max_norm, 1.0)), rel=1e-5)
+    assert_gradients(trained, expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_optimizers_gradients_can_be_clipped_by_themselves(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, clips_each_alone)
+
+
+def clips_values_as_torch(arrangement: str) -> None:
+    trained = ARRANGEMENTS[arrangement]()
+    expected = whole(trained.module)
+    gradients = step_gradients(trained.optimizers)
+    before = trained.small_reductions
+    clip_gradients_by_value(gradients, 0.3)
+    assert trained.small_reductions == before
+    nn.utils.clip_grad_value_(expected, 0.3)
+    assert_gradients(trained, expected)
+
+
+# Complex numbers have no order.
+@pytest.mark.parametrize("arrangement", [name for name in ARRANGEMENTS if "dtypes" not in name])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wherever_gradients_are_their_values_are_clamped_as_torchs(
+    pool: RankPool, world_size: int, arrangement: str
+) -> None:
+    pool.run(world_size, clips_values_as_torch, arrangement)
+
+
+def measures_on_one_rank() -> None:
+    if dist.get_rank() == 1:
+        trained = on_every_rank(ALL)
+        reference = nn.utils.get_total_norm([parameter.grad for parameter in whole(trained.module)])
+        assert float(clip_gradients_by_norm(trained.optimizers[0], 1.0)) == pytest.approx(float(reference))
+
+
+def test_a_rank_that_has_everything_asks_nobody(pool: RankPool) -> None:
+    pool.run(2, measures_on_one_rank, timeout=20.0)
+
+
+def spoiled(arrangement: str, value: float, culprit: int) -> None:
+    for norm_type in NORM_TYPES:
+        trained = ARRANGEMENTS[arrangement]()
+        gradients = step_gradients(trained.optimizers)
+        if dist.get_rank() == culprit:
+            gradients.stepped[-1].view(-1)[-1] = value
+        norm = gradient_norm(gradients, norm_type)
+        assert norm.isnan() if math.isnan(value) else norm == math.inf
+        # As torch's, which then multiplies all gradients by NaN, or by 0.
+        coefficient = scale_to_norm(gradients, norm, 1.0)
+        assert coefficient.isnan() if math.isnan(value) else coefficient == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    ("world_size", "arrangement", "culprit"),
+    [
+        (1, "shards", 0),
+        (1, "plain", 0),
+        (2, "shards", 0),
+        (2, "shards", 1),
+        (3, "one bucket", 2),
+        (2, "several dtypes", 1),
+        (3, "fewer elements than ranks", 0),
+    ],
+)
+def test_what_is_not_finite_on_one_rank_shows_on_all(
+    pool: RankPool, world_size: int, arrangement: str, culprit: int, value: float
+) -> None:
+    pool.run(world_size, spoiled, arrangement, value, culprit)
+
+
+class Passes(TorchDispatchMode):
+    """Notes the operations that read or write as many elements as the gradients have, in one tensor or in several."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel = numel
+        self.noted: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for touched in (tree_leaves((args, kwargs)), tree_leaves(result)):
+            if sum(leaf.numel() for leaf in touched if isinstance(leaf, Tensor)) >= self.numel:
+                self.noted.append(str(func.overloadpacket))
+                break
+        return result
+
+
+# Each rank's share is more than the few scalars that norms are made of.
+LARGE: dict[str, Callable[[], Trained]] = {
+    "shards": lambda: in_shards(ALL, module=network([(50, 20), (3,), (40,)])),
+    "one bucket": lambda: in_shards(ALL, module=network([(50, 20), (3,), (40,)]), bucket_cap_mb=1.0),
+    "plain": lambda: on_every_rank(ALL),
+    "exposed": exposed,
+}
+
+
+def passes(arrangement: str, norm_type: float) -> list[str]:
+    trained = LARGE[arrangement]()
+    # Waits for the reductions, and scales what they have left.
+    gradients = step_gradients(trained.optimizers)
+    with Passes(sum(gradient.numel() for gradient in gradients.stepped)) as mode:
+        clip_gradients_by_norm(trained.optimizers[0], 0.5, norm_type)
+    return mode.noted
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("arrangement", LARGE)
+def test_clipping_reads_gradients_once_and_writes_them_once(pool: RankPool, arrangement: str, norm_type: float) -> None:
+    assert pool.run(2, passes, arrangement, norm_type) == [["aten._foreach_norm", "aten._foreach_mul_"]] * 2
+
+
+def who_has_gradients() -> list[list[bool]]:
+    module = network()
+    # All of the second optimizer's gradients fit one rank.
+    optimizers = [sgd(list(module)[:2]), sgd(list(module)[2:3]), sgd([nn.Parameter(torch.ones(2))])]
+    engine = make_engine(module, *optimizers[:2])
+    found = [[has_gradients(optimizer) for optimizer in optimizers]]
+    backward(engine, loss_of(module))
+    engine.reducer.finish(engine.buckets)
+    found.append([has_gradients(optimizer) for optimizer in optimizers])
+    optimizers[0].zero_grad()
+    optimizers[2].param_groups[0]["params"][0].grad = torch.ones(2)
+    found.append([has_gradients(optimizer) for optimizer in optimizers])
+    assert [hidden_sharding(optimizer) is not None for optimizer in optimizers] == [True, True, False]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_all_ranks_know_whether_an_optimizer_has_gradients(pool: RankPool, world_size: int) -> None:
+    expected = [[False, False, False], [True, True, False], [False, True, True]]
+    assert pool.run(world_size, who_has_gradients) == [expected] * world_size

@@ -1,0 +1,261 @@
+"""Weights of micro-batches: the mean they make, what ranks ask of each other for it, and errors that none waits for."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parstrat.core.accumulation import reference_weight
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError, LossWeights
+from tests.pool import RankPool
+
+CPU = torch.device("cpu")
+# An error that only one rank knows of shows as a rank that waits.
+SOON = 20.0
+Steps = list[list[list[Any]]]
+"""Weights by step, micro-batch and rank."""
+
+
+class Step(NamedTuple):
+    factors: list[Any]
+    total: tuple[float, float]
+    reductions: list[int]
+    """Of this rank so far, after every micro-batch and after the total."""
+
+
+def control() -> Collectives:
+    return make_collectives(process_groups().control, CPU)
+
+
+def weigh(steps: Steps) -> list[Step]:
+    collectives, found = control(), []
+    weights, rank = LossWeights(collectives), dist.get_rank()
+    for step in steps:
+        weights.begin_window()
+        factors, reductions = [], []
+        for number, micro_batch in enumerate(step):
+            factors.append(weights.add(number, micro_batch[rank]))
+            reductions.append(collectives.traffic.small_reductions)
+        total = tuple(weights.total())
+        found.append(Step(factors, total, [*reductions, collectives.traffic.small_reductions]))
+    assert weights.used
+    return found
+
+
+def random_steps(world_size: int, seed: int) -> Steps:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.rand(micro_batches, world_size, generator=generator, dtype=torch.float64) * size).tolist()
+        for micro_batches, size in ((3, 10.0), (3, 4000.0), (1, 0.01), (2, 1.0))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_factors_are_weights_over_a_shared_reference_and_the_total_is_over_all_ranks(
+    pool: RankPool, world_size: int, seed: int
+) -> None:
+    steps = random_steps(world_size, seed)
+    per_step = [[weight for micro_batch in step for weight in micro_batch] for step in steps]
+    # The first step goes by what the ranks' first micro-batches weigh, others by the step before.
+    means = [sum(steps[0][0]) / world_size, *(sum(weights) / len(weights) for weights in per_step[:-1])]
+    for rank, found in enumerate(pool.run(world_size, weigh, steps)):
+        sent = 0
+        for number, (step, taken) in enumerate(zip(steps, found, strict=True)):
+            reference = reference_weight(means[number])
+            assert taken.factors == [micro_batch[rank] / reference for micro_batch in step]
+            assert taken.total == (pytest.approx(sum(per_step[number]), rel=1e-14), reference)
+            first = sent + int(number == 0 and world_size > 1)
+            sent = first + int(world_size > 1)
+            assert taken.reductions == [first] * len(step) + [sent]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_reference_is_agreed_on_as_soon_as_anything_weighs(pool: RankPool, world_size: int) -> None:
+    nothing, something = [0] * world_size, [0] * (world_size - 1) + [48 * world_size]
+    # Nothing in the first step, and not at first in the second.
+    steps = [[nothing, nothing], [nothing, something, something], [something]]
+    for rank, (first, second, third) in enumerate(pool.run(world_size, weigh, steps)):
+        own = something[rank]
+        assert first.factors == [0.0, 0.0]
+        assert first.total[0] == 0.0
+        assert second.factors == [0.0, own / 64, own / 64]
+        assert second.total == (96 * world_size, 64.0)
+        # What two of three micro-batches weigh on average.
+        assert third == ([own / 32], (48 * world_size, 32.0), third.reductions)
+        if world_size > 1:
+            # It is asked for by every micro-batch until it is known, and by none after that.
+            assert [first.reductions, second.reductions, third.reductions] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
+
+
+KINDS = {
+    "int": 3,
+    "float": 3.0,
+    "bool": True,
+    "numpy float32": np.float32(3),
+    "numpy int64": np.int64(3),
+    "0-d int64": torch.tensor(3),
+    "0-d bool": torch.tensor(True),
+    "0-d bfloat16": torch.tensor(3.0, dtype=torch.bfloat16),
+    "1 element": torch.tensor([3.0]),
+    "1 by 1": torch.tensor([[3]], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("weight", KINDS.values(), ids=KINDS)
+def test_whatever_is_a_number_is_a_weight(pool: RankPool, weight: Any) -> None:
+    value = float(weight)
+    for rank, (step,) in enumerate(pool.run(2, weigh, [[[weight, 5], [5, weight]]])):
+        reference = reference_weight((value + 5) / 2)
+        assert step.factors == [value / reference, 5 / reference][:: 1 - 2 * rank]
+        # Nothing of the user's is kept, nor multiplied into the loss.
+        assert {type(factor) for factor in step.factors} == {float}
+        assert step.total == (2 * (value + 5), reference)
+
+
+def replaced_and_forgotten() -> None:
+    weights = LossWeights(control())
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    assert not weights.used
+    assert weights.add(1, 4) == 1.0
+    assert weights.used
+    # A closure evaluated again, with another batch even.
+    assert weights.add(2, 100 * rank) == 25 * rank
+    assert weights.add(2, 12) == 3.0
+    assert weights.total() == (16 * ranks, 4.0)
+    assert weights.reference == 8.0
+    weights.begin_window()
+    assert weights.add(1, 2) == 0.25
+    assert weights.total() == (2 * ranks, 8.0)
+    weights.begin_window()
+    # A step to which this rank adds nothing, nor another.
+    assert weights.total() == (0.0, 2.0)
+    assert weights.reference == 2.0
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_micro_batch_again_replaces_and_a_new_window_forgets(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, replaced_and_forgotten)
+
+
+def never_weighed(micro_batches: int) -> list[int]:
+    collectives = control()
+    weights, sent = LossWeights(collectives), []
+    for number in range(micro_batches):
+        weights.begin_window()
+        assert weights.add(number % 2, None) is None
+        assert not weights.used
+        sent.append(collectives.traffic.small_reductions)
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_trainings_without_weights_ask_once_and_never_again(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, never_weighed, 5) == [[int(world_size > 1)] * 5] * world_size
+
+
+def failure(steps: Steps) -> tuple[str, str]:
+    """Where the error came, and its message."""
+    weights = LossWeights(control())
+    where = "nowhere"
+    try:
+        for number, step in enumerate(steps):
+            weights.begin_window()
+            for micro_batch, by_rank in enumerate(step):
+                where = f"step {number}, micro-batch {micro_batch}"
+                weights.add(micro_batch, by_rank[dist.get_rank()])
+            where = f"step {number}, total"
+            weights.total()
+    except InconsistentWeightsError as error:
+        return where, str(error)
+    return "nowhere", ""
+
+
+NO_WEIGHTS = {
+    "negative": -1,
+    "NaN": math.nan,
+    "infinite": math.inf,
+    "negative infinite": -math.inf,
+    "word": "many",
+    "digits": "3",
+    "list": [1.0],
+    "complex": 2j,
+    "too large for a float": 10**400,
+    "two elements": torch.tensor([1.0, 2.0]),
+    "no elements": torch.empty(0),
+    "NaN tensor": torch.tensor(math.nan),
+    "negative tensor": torch.tensor([-2]),
+    "complex tensor": torch.tensor(2j),
+}
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize(
+    ("world_size", "weight"),
+    [(2, weight) for weight in NO_WEIGHTS.values()] + [(1, -1), (3, -1), (1, "many"), (3, math.nan)],
+    ids=[*NO_WEIGHTS, "1 rank", "3 ranks", "word on 1 rank", "NaN on 3 ranks"],
+)
+def test_what_is_no_weight_is_an_error_on_all_ranks(pool: RankPool, weight: Any, world_size: int, step: int) -> None:
+    good = [2.0] * world_size
+    bad = [2.0] * (world_size - 1) + [weight]
+    # The ranks meet at the very first micro-batch, and then once per step.
+    steps = [[bad, good]] if step == 0 else [[good, good], [bad, good]]
+    *others, culprit = pool.run(world_size, failure, steps, timeout=SOON)
+    where = "step 0, micro-batch 0" if step == 0 else "step 1, total"
+    assert culprit[0] == where
+    assert culprit[1].startswith("Invalid loss_weight: ")
+    assert others == [(where, "Another rank got a `loss_weight` that is none; see there.")] * (world_size - 1)
+
+
+BEFORE = "returned a `loss_weight` before and none now. Return it in every step"
+ELSEWHERE = "Another rank got a `loss_weight` that is none"
+
+
+@pytest.mark.parametrize(
+    ("steps", "where", "messages"),
+    [
+        ([[[1, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
+        ([[[0, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
+        ([[[1, 1], [1, None]]], "step 0, total", [ELSEWHERE, BEFORE]),
+        ([[[1, 1]], [[None, 1]]], "step 1, total", [BEFORE, ELSEWHERE]),
+        ([[[1, 1]], [[None, None]]], "step 1, total", [BEFORE, BEFORE]),
+        # Where the reference is still asked for.
+        ([[[0, 0], [0, None]]], "step 0, micro-batch 1", [ELSEWHERE, BEFORE]),
+        ([[[0, 0]], [[None, None]]], "step 1, micro-batch 0", [BEFORE, BEFORE]),
+    ],
+    ids=["one rank", "one rank, of 0", "later in step", "later", "all later", "later, of 0", "all later, of 0"],
+)
+def test_a_weight_that_is_missing_is_an_error_on_all_ranks(
+    pool: RankPool, steps: Steps, where: str, messages: list[str]
+) -> None:
+    for found, message in zip(pool.run(2, failure, steps, timeout=SOON), messages, strict=True):
+        assert found[0] == where
+        assert message in found[1]
+
+
+def appears(ranks: list[int]) -> str:
+    collectives = control()
+    weights = LossWeights(collectives)
+    weights.add(0, None)
+    sent = collectives.traffic.small_reductions
+    try:
+        weights.add(1, 1.0 if dist.get_rank() in ranks else None)
+    except InconsistentWeightsError as error:
+        return str(error)
+    finally:
+        assert collectives.traffic.small_reductions == sent
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
+def test_a_weight_that_appears_later_is_an_error_where_it_does_and_nobody_waits(
+    pool: RankPool, ranks: list[int]
+) -> None:
+    for rank, message in enumerate(pool.run(2, appears, ranks, timeout=SOON)):
+        assert ("returned a `loss_weight` now and none before" in message) == (rank in ranks)

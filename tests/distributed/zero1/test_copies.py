@@ -1,0 +1,420 @@
+"""Copies and pickles of a sharded optimizer hold this rank's part; used on all ranks together, they become whole."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from abc import ABC
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
+from tests.distributed.engines import backward, make_engine
+from tests.pool import RankPool
+
+
+def net() -> nn.Sequential:
+    """More than one dtype and stride, so that there are several buckets."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(20, 7))
+
+
+def loss_of(module: nn.Module, number: int = 0) -> Tensor:
+    """The same on all ranks: the twin is a single process's."""
+    inputs = torch.randn(3, 2, 4, 4, generator=torch.Generator().manual_seed(number))
+    return module(inputs).sub(0.1).pow(2).mean()
+
+
+def adamw(module: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(
+        [{"params": list(module[0].parameters()), "lr": 0.01}, {"params": list(module[2].parameters())}],
+        lr=0.02,
+        eps=1e-4,
+    )
+
+
+def sgd(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def adagrad(module: nn.Module) -> Optimizer:
+    """Has state before it has stepped."""
+    return torch.optim.Adagrad(module.parameters(), lr=0.05, initial_accumulator_value=0.1)
+
+
+def adafactor(module: nn.Module) -> Optimizer:
+    """Whole parameters, some of its state without the parameter's shape."""
+    return torch.optim.Adafactor(module.parameters(), lr=0.01)
+
+
+class HasAnotherBase(ABC, torch.optim.SGD):
+    """Its objects are laid out otherwise than SGD's."""
+
+
+def another_base(module: nn.Module) -> Optimizer:
+    return HasAnotherBase(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def scheduled(module: nn.Module) -> Optimizer:
+    """A scheduler's wrapper of `step` does not come along, as with torch's own copies."""
+    optimizer = sgd(module)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+Make = Callable[[nn.Module], Optimizer]
+OPTIMIZERS: list[Make] = [adamw, sgd, adagrad, adafactor, another_base, scheduled]
+WORLD_SIZES = [1, 2, 3]
+
+
+def in_the_middle(make: Make, steps: int = 2) -> tuple[Any, nn.Module, Optimizer, nn.Module, Optimizer]:
+    """An engine, a module and its sharded optimizer; and the same, unsharded."""
+    module, twin = net(), net()
+    optimizer, twins = make(module), make(twin)
+    engine = make_engine(module, optimizer, bucket_cap_mb=3e-4)
+    for number in range(steps):
+        step_both(engine, module, optimizer, twin, twins, number)
+    return engine, module, optimizer, twin, twins
+
+
+def step_both(
+    engine: Any, module: nn.Module, optimizer: Optimizer, twin: nn.Module, twins: Optimizer, number: int
+) -> None:
+    for one in (optimizer, twins):
+        one.zero_grad()
+    backward(engine, loss_of(module, number))
+    loss_of(twin, number).backward()
+    for one in (optimizer, twins):
+        one.step()
+
+
+def by_deepcopy(value: Any) -> Any:
+    return copy.deepcopy(value)
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def by_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = [by_deepcopy, by_pickle, by_file]
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    """Of state dicts: what rounds is compared closely, everything else exactly."""
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7, check_stride=False)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same_state(actual[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same_state(one, other)
+    else:
+        assert actual == expected
+
+
+def assert_same_parameters(optimizer: Optimizer, twins: Optimizer) -> None:
+    for group, other in zip(optimizer.param_groups, twins.param_groups, strict=True):
+        for actual, expected in zip(group["params"], other["params"], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def set_gradients(optimizer: Optimizer) -> None:
+    number = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            number += 1
+            generator = torch.Generator().manual_seed(100 + number)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def copy_goes_on_by_itself(make: Make, copied_by: Callable[[Any], Any]) -> None:
+    engine, module, optimizer, twin, twins = in_the_middle(make)
+    copied, copied_twin = copied_by(optimizer), copied_by(twins)
+    originals = {id(parameter) for parameter in module.parameters()}
+    assert all(id(parameter) not in originals for group in copied.param_groups for parameter in group["params"])
+    assert_same_state(copied.state_dict(), optimizer.state_dict())
+    assert_same_state(copied.state_dict(), twins.state_dict())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    for _ in range(2):
+        for one in (copied, copied_twin):
+            set_gradients(one)
+            one.step()
+        assert_same_parameters(copied, copied_twin)
+    assert_same_state(copied.state_dict(), copied_twin.state_dict())
+    assert type(copied) is type(twins)
+    # The original has noticed nothing of it.
+    assert all(torch.equal(now, then) for now, then in zip(module.parameters(), before, strict=True))
+    for number in (2, 3):
+        step_both(engine, module, optimizer, twin, twins, number)
+        assert_same_parameters(optimizer, twins)
+    assert_same_state(optimizer.state_dict(), twins.state_dict())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("copied_by", COPIES)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_copy_has_the_whole_state_and_goes_on_by_itself(
+    pool: RankPool, make: Make, copied_by: Callable[[Any], Any], world_size: int
+) -> None:
+    pool.run(world_size, copy_goes_on_by_itself, make, copied_by)
+
+
+def copies_before_the_first_step(make: Make) -> None:
+    engine, module, optimizer, twin, twins = in_the_middle(make, steps=0)
+    copied, copied_twin = copy.deepcopy(optimizer), copy.deepcopy(twins)
+    for one in (copied, copied_twin):
+        set_gradients(one)
+        one.step()
+    assert_same_parameters(copied, copied_twin)
+    assert_same_state(copied.state_dict(), copied_twin.state_dict())
+    step_both(engine, module, optimizer, twin, twins, 0)
+    assert_same_parameters(optimizer, twins)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_copy_from_before_the_first_step_is_whole_too(pool: RankPool, make: Make) -> None:
+    pool.run(2, copies_before_the_first_step, make)
+
+
+class HoldsItsOptimizer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+        self.optimizer = adamw(self.net)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
+
+
+def module_with_its_optimizer(copied_by: Callable[[Any], Any]) -> None:
+    module, twin = HoldsItsOptimizer(), HoldsItsOptimizer()
+    engine = make_engine(module, module.optimizer, bucket_cap_mb=3e-4)
+    step_both(engine, module, module.optimizer, twin, twin.optimizer, 0)
+    copied, copied_twin = copied_by(module), copied_by(twin)
+    # They belong together: a step of the copied optimizer moves the copied module.
+    for number in (1, 2):
+        for one in (copied, copied_twin):
+            one.optimizer.zero_grad()
+            loss_of(one, number).backward()
+            one.optimizer.step()
+        assert_same_state(copied.state_dict(), copied_twin.state_dict())
+    step_both(engine, module, module.optimizer, twin, twin.optimizer, 1)
+    assert_same_state(module.state_dict(), twin.state_dict())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("copied_by", COPIES)
+def test_a_module_that_holds_its_optimizer_is_copied_with_it(
+    pool: RankPool, copied_by: Callable[[Any], Any], world_size: int
+) -> None:
+    pool.run(world_size, module_with_its_optimizer, copied_by)
+
+
+def copy_on_one_rank(make: Make, copied_by: Callable[[Any], Any]) -> None:
+    engine, module, optimizer, twin, twins = in_the_middle(make)
+    if dist.get_rank() == 0:
+        copied = copied_by(optimizer)
+        # What can be seen without the others.
+        assert [group["lr"] for group in copied.param_groups] == [group["lr"] for group in optimizer.param_groups]
+        assert_same_parameters(copied, optimizer)
+        assert repr(copied) == repr(optimizer)
+        copied.zero_grad()
+    step_both(engine, module, optimizer, twin, twins, 2)
+    assert_same_parameters(optimizer, twins)
+
+
+@pytest.mark.parametrize("copied_by", COPIES)
+@pytest.mark.parametrize("make", [adamw, adafactor])
+def test_copying_needs_no_other_rank(pool: RankPool, make: Make, copied_by: Callable[[Any], Any]) -> None:
+    pool.run(2, copy_on_one_rank, make, copied_by)
+
+
+def copy_of_a_copy() -> None:
+    *_, optimizer, _, twins = in_the_middle(adamw)
+    copied = by_pickle(copy.deepcopy(optimizer))
+    copied_twin = copy.deepcopy(twins)
+    for one in (copied, copied_twin):
+        set_gradients(one)
+        one.step()
+    again = copy.deepcopy(copied)
+    assert type(again) is torch.optim.AdamW
+    assert_same_state(again.state_dict(), copied_twin.state_dict())
+    assert_same_parameters(again, copied_twin)
+
+
+def test_copies_can_be_copied(pool: RankPool) -> None:
+    pool.run(2, copy_of_a_copy)
+
+
+def copy_is_loaded_into() -> None:
+    """A copy takes a state dict, as any optimizer does, and goes on from there."""
+    *_, optimizer, _, twins = in_the_middle(adamw)
+    earlier = copy.deepcopy(twins.state_dict())
+    copied, copied_twin = copy.deepcopy(optimizer), copy.deepcopy(twins)
+    set_gradients(copied)
+    set_gradients(copied_twin)
+    for one in (copied, copied_twin):
+        one.step()
+        one.load_state_dict(copy.deepcopy(earlier))
+        one.step()
+    assert_same_parameters(copied, copied_twin)
+    part = copy.deepcopy(optimizer)
+    part.load_state_dict(copied_twin.state_dict())
+    assert_same_state(part.state_dict(), copied_twin.state_dict())
+
+
+def test_a_copy_can_be_loaded_into(pool: RankPool) -> None:
+    pool.run(2, copy_is_loaded_into)
+
+
+def a_new_fit_with_a_copy() -> None:
+    """A copy is sharded anew as its original would be: its state comes along."""
+    module, twin = HoldsItsOptimizer(), HoldsItsOptimizer()
+    engine = make_engine(module, module.optimizer, bucket_cap_mb=3e-4)
+    step_both(engine, module, module.optimizer, twin, twin.optimizer, 0)
+    copied = copy.deepcopy(module)
+    engine.close()
+    again = make_engine(copied, copied.optimizer, bucket_cap_mb=1.0)
+    assert isinstance(copied.optimizer, ShardedOptimizer)
+    for number in (1, 2):
+        step_both(again, copied, copied.optimizer, twin, twin.optimizer, number)
+    assert_same_state(copied.state_dict(), twin.state_dict())
+    assert_same_state(copied.optimizer.state_dict(), twin.optimizer.state_dict())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_copy_is_trained_by_another_engine(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, a_new_fit_with_a_copy)
+
+
+def write_parts(folder: str) -> None:
+    *_, optimizer, _, _ = in_the_middle(adamw)
+    Path(folder, str(dist.get_rank())).write_bytes(pickle.dumps(optimizer))
+
+
+USES = {"state_dict": "optimizer.state_dict()", "step": "optimizer.step()"}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_part_without_the_others_is_refused(pool: RankPool, tmp_path: Path, use: str) -> None:
+    pool.run(2, write_parts, str(tmp_path))
+    script = f"import pickle, sys; optimizer = pickle.load(open(sys.argv[1], 'rb')); {USES[use]}"
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "1")], capture_output=True, text=True)
+    assert ended.returncode == 1
+    message = ended.stderr.strip().splitlines()[-1]
+    assert message.startswith("RuntimeError: This copy of a sharded AdamW holds one of 2 parts of its state, and 0")
+    assert "`optimizer.state_dict()`, called on all ranks" in message
+
+
+def use_parts_of_two(folder: str) -> str:
+    optimizer = pickle.loads(Path(folder, "0").read_bytes())
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.state_dict()
+    return str(caught.value)
+
+
+def test_parts_for_another_number_of_ranks_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, write_parts, str(tmp_path))
+    for message in pool.run(3, use_parts_of_two, str(tmp_path)):
+        assert "holds one of 2 parts" in message and "3 ranks are there" in message
+
+
+def read_parts(folder: str) -> None:
+    *_, twins = in_the_middle(adamw)
+    optimizer = pickle.loads(Path(folder, str(dist.get_rank())).read_bytes())
+    assert_same_state(optimizer.state_dict(), twins.state_dict())
+
+
+def test_parts_are_whole_again_in_other_processes(pool: RankPool, own_pool: RankPool, tmp_path: Path) -> None:
+    pool.run(2, write_parts, str(tmp_path))
+    own_pool.run(2, read_parts, str(tmp_path))
+
+
+def goes_on_after_closing(make: Make) -> None:
+    engine, module, optimizer, twin, twins = in_the_middle(make)
+    engine.close()
+    for number in (2, 3):
+        for one, opt in ((module, optimizer), (twin, twins)):
+            opt.zero_grad()
+            loss_of(one, number).backward()
+            opt.step()
+        assert_same_parameters(optimizer, twins)
+    assert type(optimizer) is type(twins)
+    assert_same_state(optimizer.state_dict(), twins.state_dict())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(
+    pool: RankPool, make: Make, world_size: int
+) -> None:
+    pool.run(world_size, goes_on_after_closing, make)
+
+
+def hooks_and_groups_after_closing() -> tuple[list[int], list[int]]:
+    """What an ordinary optimizer does: hooks run once and see full parameters, groups can be added, closures run."""
+    engine, module, optimizer, twin, twins = in_the_middle(sgd)
+    engine.close()
+    seen: tuple[list[int], list[int]] = ([], [])
+    for one, opt, log in ((module, optimizer, seen[0]), (twin, twins, seen[1])):
+        for register in (opt.register_step_pre_hook, opt.register_step_post_hook):
+            register(lambda o, *_, log=log: log.append(sum(p.numel() for g in o.param_groups for p in g["params"])))
+        one.extra = nn.Parameter(torch.ones(3))
+        opt.add_param_group({"params": [one.extra], "lr": 0.01})
+
+        def closure(one: nn.Module = one, opt: Optimizer = opt) -> Tensor:
+            opt.zero_grad()
+            loss = loss_of(one, 2) + one.extra.sum()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            opt.step(closure)
+    assert_same_parameters(optimizer, twins)
+    assert_same_state(optimizer.state_dict(), twins.state_dict())
+    return seen
+
+
+def test_after_its_training_everything_else_is_ordinary_too(pool: RankPool) -> None:
+    for sharded, ordinary in pool.run(2, hooks_and_groups_after_closing):
+        assert sharded == ordinary and len(sharded) == 4
+
+
+def scheduler_after_closing() -> None:
+    module, twin = net(), net()
+    optimizer, twins = sgd(module), sgd(twin)
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (optimizer, twins)]
+    engine = make_engine(module, optimizer)
+    step_both(engine, module, optimizer, twin, twins, 0)
+    engine.close()
+    for number in (1, 2):
+        for scheduler in schedulers:
+            scheduler.step()
+        for one, opt in ((module, optimizer), (twin, twins)):
+            opt.zero_grad()
+            loss_of(one, number).backward()
+            opt.step()
+        assert_same_parameters(optimizer, twins)
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in twins.param_groups]
+
+
+def test_a_scheduler_goes_on_too(pool: RankPool) -> None:
+    pool.run(2, scheduler_after_closing)

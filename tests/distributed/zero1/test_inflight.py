@@ -1,0 +1,184 @@
+"""How many buckets of gradients are on their way at once, and for how long their memory is held."""
+
+import time
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parstrat.distributed.comm.backends import NativeCollectives
+from lightning_parstrat.distributed.comm.collectives import Work
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.zero1 import reductions
+from tests.distributed.engines import Log, backward, log_reductions, make_engine
+from tests.pool import RankPool
+
+
+def net(layers: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+
+
+def most_on_the_way(bound: int | None) -> int:
+    module = net()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), max_inflight_buckets=bound)
+    log: Log = []
+    log_reductions(engine, log)
+    backward(engine, module(torch.ones(2, 8)).sum())
+    most = current = 0
+    for event, _ in log:
+        current += {"launch reduce": 1, "wait reduce": -1}.get(event, 0)
+        most = max(most, current)
+    return most
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(None, 6), (1, 1), (2, 2), (5, 5), (6, 6), (7, 6)])
+def test_no_more_are_on_the_way_than_allowed(pool: RankPool, bound: int | None, expected: int) -> None:
+    assert pool.run(2, most_on_the_way, bound) == [expected] * 2
+
+
+class Detours(nn.Module):
+    """Each rank leaves out layers of its own, one is used by nobody, and one is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
+
+    def forward(self, inputs: Tensor, step: int) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            left_out = number == 3 or (number + step) % 3 == dist.get_rank()
+            inputs = inputs if left_out else layer(inputs)
+        return inputs
+
+
+def trained(bound: int | None, exposed: bool) -> list[Tensor]:
+    module = Detours()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    engine = make_engine(module, optimizer, max_inflight_buckets=bound)
+    engine.expose_gradients(exposed)
+    for step in range(6):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        backward(engine, module(inputs, step).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.gatherer.finish()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("exposed", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_waits_in_backward_gets_what_others_have_no_gradients_for(
+    pool: RankPool, world_size: int, exposed: bool
+) -> None:
+    expected = pool.run(world_size, trained, None, exposed)
+    bounded = pool.run(world_size, trained, 1, exposed, timeout=30)
+    for one, other in zip(bounded, expected, strict=True):
+        assert all(map(torch.equal, one, other))
+        # What nobody used has not moved, though its bucket was sent.
+        assert torch.equal(one[3], Detours().layers[3].weight)
+
+
+class Watched(PairwiseCollectives):
+    """Knows which buffers that were handed to it are still there."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.buffers: list[weakref.ref[Tensor]] = []
+
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
+        self.buffers.append(weakref.ref(buffer))
+        return super()._reduce_scatter(buffer, shard, bounds)
+
+
+def buffers_left() -> int:
+    module = net()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    watched = engine.reducer.collectives = Watched(engine.reducer.collectives.group)
+    backward(engine, module(torch.ones(2, 8)).sum())
+    assert len(watched.buffers) == 6
+    deadline = time.monotonic() + 20
+    while any(buffer() is not None for buffer in watched.buffers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = sum(buffer() is not None for buffer in watched.buffers)
+    engine.reducer.complete()
+    return left
+
+
+def test_memory_goes_when_a_bucket_has_arrived_not_when_it_is_waited_for(pool: RankPool) -> None:
+    assert pool.run(2, buffers_left) == [0, 0]
+
+
+class WatchedNative(NativeCollectives):
+    """Knows how many of the buffers that were handed to it were there at once, on a wire faster than backward."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.buffers: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
+        self.buffers.append(weakref.ref(buffer))
+        self.most = max(self.most, sum(there() is not None for there in self.buffers))
+        work = super()._reduce_scatter(buffer, shard, bounds)
+        deadline = time.monotonic() + 20
+        while not work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return work
+
+
+def most_buffers_held() -> int:
+    module = net(12)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = make_engine(module, optimizer, max_inflight_buckets=2, reduce_dtype="bf16")
+    watched = engine.reducer.collectives = WatchedNative(engine.reducer.collectives.group)
+    backward(engine, module(torch.ones(2, 8)).sum())
+    engine.reducer.complete()
+    assert len(watched.buffers) == 12
+    return watched.most
+
+
+def test_what_has_arrived_is_let_go_of_by_collectives_that_sum_when_waited_for(pool: RankPool) -> None:
+    assert all(most <= 2 for most in pool.run(2, most_buffers_held))
+
+
+def shards_held_after(backwards: int) -> int:
+    """Elements of reduced gradients after backwards that nobody has stepped yet."""
+    module = net()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(backwards):
+        backward(engine, module(torch.ones(2, 8)).sum())
+    return sum(reduction.shard.numel() for reduction in engine.reducer._reductions._under_way)
+
+
+def test_backwards_that_are_stepped_as_one_are_added_up_as_they_come(pool: RankPool) -> None:
+    assert pool.run(2, shards_held_after, 5) == pool.run(2, shards_held_after, 1)
+
+
+def works_kept_after_failures(failures: int) -> int:
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    module = net()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    for _ in range(failures):
+        hidden = module[0](torch.ones(2, 8))
+        hidden.register_hook(fail)
+        with pytest.raises(MemoryError):
+            backward(engine, module[1:](hidden).sum())
+        deadline = time.monotonic() + 20
+        while (
+            not all(r.work.is_completed() for r in engine.reducer._reductions._under_way)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.001)
+    engine.reducer.complete()
+    return len(reductions._TRANSFERS_UNDER_WAY)
+
+
+def test_batches_that_are_skipped_after_an_exception_leave_no_more_behind_each(pool: RankPool) -> None:
+    once = pool.run(2, works_kept_after_failures, 1)
+    assert max(pool.run(2, works_kept_after_failures, 5)) <= min(once)

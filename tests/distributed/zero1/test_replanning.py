@@ -1,0 +1,329 @@
+"""Buckets planned anew by when gradients are ready: everything moves along, and nothing else changes."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero1 import replanning
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.zero1.redistribution import Move, _describe
+from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS
+from tests.distributed.engines import backward, make_engine
+from tests.pool import RankPool
+
+STEPS = 6
+
+
+class Shuffled(nn.Module):
+    """Registered in another order than it is used in, so that the first plan is a bad one; one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(9, 4)
+        self.unused = nn.Linear(3, 3)
+        self.first = nn.Linear(7, 33)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.second = nn.Linear(33, 9, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(inputs))))) * self.scale
+
+
+def adamw(module: nn.Module) -> list[Optimizer]:
+    return [torch.optim.AdamW(module.parameters(), lr=0.03, weight_decay=0.1)]
+
+
+def adagrad(module: nn.Module) -> list[Optimizer]:
+    return [torch.optim.Adagrad(module.parameters(), lr=0.03, initial_accumulator_value=0.1)]
+
+
+def two(module: nn.Module) -> list[Optimizer]:
+    first = [*module.first.parameters(), module.scale]
+    others = [p for p in module.parameters() if all(p is not other for other in first)]
+    return [torch.optim.SGD(first, lr=0.1, momentum=0.9), torch.optim.Adam(others, lr=0.03)]
+
+
+def adafactor(module: nn.Module) -> list[Optimizer]:
+    return [torch.optim.Adafactor(module.parameters(), lr=0.03)]
+
+
+def muon(module: nn.Module) -> list[Optimizer]:
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    others = [p for p in module.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
+
+
+MAKERS = {maker.__name__: maker for maker in (adamw, adagrad, two, adafactor, muon)}
+
+
+def train_step(
+    engine: ShardedDataParallel,
+    module: nn.Module,
+    optimizers: list[Optimizer],
+    step: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    engine.prepare_forward()
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    loss = module(torch.randn(5, 7, generator=generator).to(dtype)).float().square().mean()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    engine.prepare_backward(loss)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def train(
+    maker: str, order: str, dtype: torch.dtype = torch.float32, cap: float = 3e-4, **policy: Any
+) -> tuple[list[Tensor], list[Any], list[list[str]], list[list[str]]]:
+    torch.manual_seed(0)
+    module = Shuffled().to(dtype)
+    optimizers = MAKERS[maker](module)
+    chosen = ShardingPolicy(bucket_cap_mb=cap, bucket_order=order, **policy)
+    engine = ShardedDataParallel(module, optimizers, chosen, process_groups())
+    before = engine.plan
+    for step in range(STEPS):
+        train_step(engine, module, optimizers, step, dtype)
+    engine.gatherer.finish()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    parameters = [parameter.detach().clone() for parameter in module.parameters()]
+    after = engine.plan
+    engine.close()
+    return parameters, states, before, after
+
+
+def assert_same(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_parameters_and_state_are_those_without_a_new_plan(pool: RankPool, maker: str, world_size: int) -> None:
+    moved = pool.run(world_size, train, maker, "measured")
+    stayed = pool.run(world_size, train, maker, "registration")
+    for (parameters, states, before, after), (expected, expected_states, first, last) in zip(
+        moved, stayed, strict=True
+    ):
+        assert before == first == last
+        assert after != before and after == moved[0][3]
+        if maker in ("adamw", "adagrad"):
+            # To the last bit: sums over ranks are made in rank order, whoever owns them.
+            assert_same(parameters, expected)
+            assert_same(states, expected_states)
+        torch.testing.assert_close(parameters, expected, rtol=1e-6, atol=1e-7)
+
+
+def ready_order(plan: list[list[str]]) -> list[str]:
+    return [name for bucket in plan for name in bucket]
+
+
+def test_the_plan_follows_the_gradients_and_what_has_none_comes_last(pool: RankPool) -> None:
+    ((_, _, before, after), *_) = pool.run(2, train, "adamw", "measured", torch.float32, 1e-6)
+    names = ready_order(after)
+    assert sorted(names) == sorted(ready_order(before))
+    used = [name for name in names if not name.startswith(("unused", "frozen"))]
+    assert names[: len(used)] == used
+    layers = list(dict.fromkeys(name.split(".")[0] for name in used))
+    assert layers == ["scale", "third", "second", "first"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("maker", ["adamw", "two"])
+def test_master_weights_move_along(pool: RankPool, maker: str, world_size: int) -> None:
+    moved = pool.run(world_size, train, maker, "measured", torch.bfloat16)
+    stayed = pool.run(world_size, train, maker, "registration", torch.bfloat16)
+    for (parameters, states, before, after), (expected, expected_states, *_) in zip(moved, stayed, strict=True):
+        assert after != before
+        assert_same(parameters, expected)
+        assert_same(states, expected_states)
+        assert all(MASTER_WEIGHTS in state for state in states)
+
+
+def resumed(world_size: int) -> tuple[bool, bool, bool]:
+    """Whether an engine that is given a plan has it, and keeps it, and one of another module does not have it."""
+    *_, plan = train("adamw", "measured")
+    torch.manual_seed(0)
+    module = Shuffled()
+    policy = ShardingPolicy(bucket_cap_mb=3e-4)
+    engine = ShardedDataParallel(module, adamw(module), policy, process_groups(), plan=plan)
+    has_it = [sorted(bucket) for bucket in engine.plan] == [sorted(bucket) for bucket in plan]
+    for step in range(4):
+        train_step(engine, module, engine.optimizers, step)
+    keeps_it = engine.plan == plan
+    engine.close()
+    other = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    stranger = ShardedDataParallel(other, adamw(other), policy, process_groups(), plan=plan)
+    own = {name for bucket in stranger.plan for name in bucket} == {name for name, _ in other.named_parameters()}
+    stranger.close()
+    return has_it, keeps_it, own
+
+
+def test_a_kept_plan_is_taken_up_where_it_fits(pool: RankPool) -> None:
+    assert pool.run(2, resumed, 2) == [(True, True, True)] * 2
+
+
+def with_a_view_held(until: int) -> tuple[bool, list[Tensor]]:
+    """Whether the plan stays where a rank holds a view of a parameter for some steps; and the parameters."""
+    torch.manual_seed(0)
+    module = Shuffled()
+    (optimizer,) = adamw(module)
+    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(bucket_cap_mb=3e-4), process_groups())
+    before = engine.plan
+    held = module.second.weight.detach() if dist.get_rank() == 1 else None
+    for step in range(STEPS):
+        train_step(engine, module, [optimizer], step)
+        held = None if step == until else held
+    engine.gatherer.finish()
+    if held is not None:
+        assert torch.equal(held, module.second.weight) and held.data_ptr() == module.second.weight.data_ptr()
+    return engine.plan == before, [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(("until", "expected_to_stay"), [(STEPS, True), (3, False)])
+def test_buckets_stay_as_long_as_a_view_of_them_is_held(pool: RankPool, until: int, expected_to_stay: bool) -> None:
+    expected, *_ = pool.run(2, train, "adamw", "registration")[0]
+    for stays, parameters in pool.run(2, with_a_view_held, until):
+        assert stays is expected_to_stay
+        assert all(map(torch.equal, parameters, expected))
+
+
+def accumulated(order: str, exposed: bool) -> tuple[list[Tensor], bool]:
+    """Gradients that are summed over several reduced backwards, and the plan changes in between."""
+    torch.manual_seed(0)
+    module = Shuffled()
+    (optimizer,) = adamw(module)
+    policy = ShardingPolicy(bucket_cap_mb=3e-4, bucket_order=order)
+    engine = ShardedDataParallel(module, [optimizer], policy, process_groups())
+    engine.expose_gradients(exposed)
+    before = engine.plan
+    for step in range(4):
+        engine.prepare_forward()
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = module(torch.randn(5, 7, generator=generator)).square().mean()
+        if step == 0:
+            optimizer.zero_grad()
+        engine.prepare_backward(loss)
+        loss.backward()
+    optimizer.step()
+    engine.gatherer.finish()
+    return [parameter.detach().clone() for parameter in module.parameters()], engine.plan != before
+
+
+@pytest.mark.parametrize("exposed", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_that_wait_for_a_step_move_along(pool: RankPool, world_size: int, exposed: bool) -> None:
+    moved = pool.run(world_size, accumulated, "measured", exposed)
+    stayed = pool.run(world_size, accumulated, "registration", exposed)
+    for (parameters, changed), (expected, not_changed) in zip(moved, stayed, strict=True):
+        assert changed and not not_changed
+        assert all(map(torch.equal, parameters, expected))
+
+
+def planned_from_cost() -> tuple[list[list[str]], list[list[str]]]:
+    replanning._SMALLEST_WORTH_TIMING, smallest = 0, replanning._SMALLEST_WORTH_TIMING
+    try:
+        *_, before, after = train("adamw", "measured", torch.float32, 1.0)
+    finally:
+        replanning._SMALLEST_WORTH_TIMING = smallest
+    return before, after
+
+
+def test_ranks_plan_alike_from_what_the_wire_takes(pool: RankPool) -> None:
+    found = pool.run(3, planned_from_cost)
+    assert all(one == found[0] for one in found)
+    before, after = found[0]
+    # One bucket for all at first; what has no gradient has its own then.
+    assert len(before) == 1 and len(after) > 1
+
+
+def first_plan() -> list[list[str]]:
+    torch.manual_seed(0)
+    module = Shuffled()
+    return ShardedDataParallel(module, muon(module), ShardingPolicy(bucket_cap_mb=1e-6), process_groups()).plan
+
+
+def test_buckets_of_matrices_and_of_others_leave_in_one_order(pool: RankPool) -> None:
+    names = [name for name, _ in Shuffled().named_parameters()]
+    assert pool.run(2, first_plan) == [[[name] for name in reversed(names)]] * 2
+    *_, after = pool.run(2, train, "muon", "measured", torch.float32, 1e-6)[0]
+    used = [name for name in ready_order(after) if not name.startswith(("unused", "frozen"))]
+    layers = list(dict.fromkeys(name.split(".")[0] for name in used))
+    assert layers == ["scale", "third", "second", "first"]
+
+
+def bytes_left_of_old_buckets(dtype: torch.dtype) -> int:
+    """What the buckets of the first plan still hold, without a garbage collector, after the plan has changed."""
+    gc.disable()
+    try:
+        torch.manual_seed(0)
+        module = Shuffled().to(dtype)
+        (optimizer,) = adamw(module)
+        engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(bucket_cap_mb=3e-4), process_groups())
+        old, before = engine.buckets, engine.plan
+        for step in range(4):
+            train_step(engine, module, [optimizer], step, dtype)
+        engine.gatherer.finish()
+        assert engine.plan != before and not set(old) & set(engine.buckets)
+        tensors = [value for bucket in old for value in vars(bucket).values() if isinstance(value, Tensor)]
+        tensors += [slot.shard for bucket in old for slot in bucket.slots if slot.shard is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_held_twice_after_a_new_plan(pool: RankPool, dtype: torch.dtype) -> None:
+    assert pool.run(2, bytes_left_of_old_buckets, dtype) == [0, 0]
+
+
+def with_a_group_taken_out(order: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([{"params": layer.parameters()} for layer in module], lr=0.1, momentum=0.9)
+    engine = make_engine(module, optimizer, bucket_cap_mb=1.0, bucket_order=order)
+    for step in range(4):
+        engine.prepare_forward()
+        optimizer.zero_grad()
+        backward(engine, module(torch.ones(2, 4)).square().sum())
+        optimizer.step()
+        if step == 0:
+            optimizer.param_groups.pop(0)
+    engine.gatherer.finish()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_buckets_stay_where_a_parameter_has_left_its_optimizer(pool: RankPool) -> None:
+    measured, registration = (pool.run(2, with_a_group_taken_out, order)[0] for order in ("measured", "registration"))
+    assert all(map(torch.equal, measured, registration))
+
+
+@pytest.mark.parametrize(("device", "moves_as_a_value"), [("meta", True), ("cpu", False)])
+def test_a_scalar_parameters_count_of_steps_stays_where_it_is(device: str, moves_as_a_value: bool) -> None:
+    parameter = nn.Parameter(torch.tensor(1.0, device=device))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {"step": torch.tensor(3.0), "momentum": torch.zeros_like(parameter)}
+    slot = SimpleNamespace(shard=parameter)
+    described = _describe(optimizer, Move(cast(Any, slot), cast(Any, slot)))
+    assert described["momentum"].dtype == torch.float32
+    assert (described["step"].dtype is None) == moves_as_a_value

@@ -1,0 +1,184 @@
+"""What is no whole checkpoint is refused, before training, with its name and with what to do."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
+from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.checkpoint.test_sharded_checkpoints import load, tuned, write
+from tests.strategies.parity import Recorder, make_trainer, zero1
+
+
+@pytest.fixture(scope="module")
+def originals(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("originals")
+    for kind in ("full", "sharded"):
+        pool.run(2, write, "convolutional", kind, str(folder / f"{kind}.ckpt"))
+    return {kind: folder / f"{kind}.ckpt" for kind in ("full", "sharded")}
+
+
+def changed(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """A damage to what is unpickled, of a file or of the skeleton of a folder."""
+
+    def damage(path: Path) -> None:
+        file = path / "checkpoint.pt" if path.is_dir() else path
+        checkpoint = torch.load(file, weights_only=False)
+        change(checkpoint)
+        torch.save(checkpoint, file)
+
+    return damage
+
+
+def cut(path: Path, name: str = "", part: float = 0.5) -> None:
+    file = path / name if name else path
+    content = file.read_bytes()
+    file.write_bytes(content[: int(part * len(content))])
+
+
+def garble(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    for position in range(0, len(content), 64):
+        content[position] ^= 0xFF
+    file.write_bytes(content)
+
+
+def newer(checkpoint: dict[str, Any]) -> None:
+    checkpoint[CHECKPOINT_KEY] = {**checkpoint[CHECKPOINT_KEY], "format": 99}
+
+
+def other_shape(checkpoint: dict[str, Any]) -> None:
+    checkpoint["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7, 3)
+
+
+def other_weights(checkpoint: dict[str, Any]) -> None:
+    state = checkpoint["state_dict"]
+    name = next(iter(state))
+    state["renamed"] = state.pop(name)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "cut in half": ("full", cut, r"full\.ckpt is torn: its \d+ bytes .* the newest beside it is .*other\.ckpt"),
+    "the end is missing": ("full", lambda p: cut(p, part=0.999), r"full\.ckpt is torn"),
+    "empty": ("full", lambda p: cut(p, part=0.0), r"full\.ckpt is torn: its 0 bytes"),
+    "a text": ("full", lambda p: p.write_text("hello, " * 99), r"full\.ckpt is no checkpoint: it cannot be read"),
+    "weights alone": (
+        "full",
+        lambda p: torch.save(torch.load(p)["state_dict"], p),
+        r"no checkpoint of a Lightning Trainer: it lacks 'state_dict'.* load them in the module",
+    ),
+    "gone": ("full", lambda p: p.unlink(), r"Checkpoint file not found: .*full\.ckpt"),
+    "a newer format": ("full", changed(newer), r"saved by a newer lightning-parstrat \(its format is 99.*pip install"),
+    "too few optimizers": (
+        "full",
+        changed(lambda c: c["optimizer_states"].clear()),
+        r"state of 0 optimizers, and the module has 1",
+    ),
+    "another shape": (
+        "full",
+        changed(other_shape),
+        r"'exp_avg' of shape \(7, 3\) for 'conv\.weight', which has shape \(6, 1, 3, 3\)",
+    ),
+    "other weights": ("full", changed(other_weights), r"Missing key\(s\) .*conv\.weight.*Unexpected .*renamed"),
+    "a folder of others": (
+        "full",
+        lambda p: (p.unlink(), p.mkdir()),
+        r"is a folder, and not one .*consolidate_checkpoint .*full\.ckpt",
+    ),
+    "a missing rank": (
+        "sharded",
+        lambda p: (p / "__1_0.distcp").unlink(),
+        r"sharded\.ckpt is not whole: __1_0\.distcp are missing",
+    ),
+    "a truncated rank": (
+        "sharded",
+        lambda p: cut(p, "__0_0.distcp"),
+        r"__0_0\.distcp are shorter than when they were written.*Copy it anew",
+    ),
+    "no index": ("sharded", lambda p: (p / ".metadata").unlink(), r"not whole: \.metadata are missing"),
+    "half an index": ("sharded", lambda p: cut(p, ".metadata"), r"\.metadata is damaged"),
+    "no skeleton": ("sharded", lambda p: (p / "checkpoint.pt").unlink(), r"not whole: checkpoint\.pt are missing"),
+    "half a skeleton": ("sharded", lambda p: cut(p, "checkpoint.pt"), r"checkpoint\.pt is damaged"),
+    "garbage in a rank": (
+        "sharded",
+        lambda p: garble(p / "__0_0.distcp"),
+        r"sharded\.ckpt .*Copy it anew",
+    ),
+    "a folder of FSDP": (
+        "sharded",
+        lambda p: ((p / "checkpoint.pt").unlink(), (p / "meta.pt").write_text("x")),
+        r"is a folder, and not one .*consolidate_checkpoint .*sharded\.ckpt",
+    ),
+    "a newer folder": ("sharded", changed(newer), r"saved by a newer lightning-parstrat"),
+    "another shape in a folder": ("sharded", changed(other_shape), r"'exp_avg' of shape \(7, 3\) for 'conv"),
+}
+
+
+def attempt(path: str, strategy: str) -> tuple[str, bool]:
+    """The error, and whether anything was trained."""
+    recorder = Recorder()
+    trainer = make_trainer({"zero1": zero1, "tuned": tuned}[strategy](), callbacks=[recorder], max_epochs=2)
+    try:
+        trainer.fit(zoo.Convolutional(), zoo.loader(8, 2), ckpt_path=path, weights_only=False)
+    except Exception as error:
+        return str(error), bool(recorder.losses)
+    return "no error", bool(recorder.losses)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_it_is_refused(pool: RankPool, tmp_path: Path, originals: dict[str, Path], damage: str) -> None:
+    kind, inflict, message = DAMAGES[damage]
+    path = tmp_path / f"{kind}.ckpt"
+    shutil.copy(originals["full"], tmp_path / "other.ckpt")
+    shutil.copytree(originals[kind], path) if kind == "sharded" else shutil.copy(originals[kind], path)
+    inflict(path)
+    strategy = "tuned" if len(damage) % 2 else "zero1"
+    for error, trained in pool.run(2, attempt, str(path), strategy):
+        assert not trained
+        assert re.search(message, error, re.DOTALL), error
+
+
+def attempt_where_one_rank_sees_nothing(path: str) -> str:
+    return attempt(path if dist.get_rank() == 0 else f"{path}.elsewhere", "zero1")[0]
+
+
+def test_what_one_rank_cannot_read_is_refused_by_all(pool: RankPool, originals: dict[str, Path]) -> None:
+    seeing, blind = pool.run(2, attempt_where_one_rank_sees_nothing, str(originals["full"]))
+    assert "Rank 1 failed in loading" in seeing and "All nodes must see the same files" in seeing
+    assert "Checkpoint file not found" in blind
+
+
+def test_a_file_of_the_old_kind_is_read(originals: dict[str, Path], tmp_path: Path) -> None:
+    old = tmp_path / "old.ckpt"
+    torch.save(load(originals["full"]), old, _use_new_zipfile_serialization=False)
+    assert DurableCheckpointIO().load_checkpoint(old, weights_only=True)["global_step"] == 4
+
+
+def anonymous_memory() -> int:
+    """Bytes of this process that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not tell")
+
+
+def test_a_file_is_mapped_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.ckpt"
+    torch.save({"state_dict": {"w": torch.ones(2**25)}, "pytorch-lightning_version": "2.6"}, path)
+    before = anonymous_memory()
+    loaded = DurableCheckpointIO().load_checkpoint(path, weights_only=True)
+    assert loaded["state_dict"]["w"].sum() == 2**25
+    assert anonymous_memory() - before < 2**24
+    # What is written to it is this process's alone, and what takes its place does not reach it.
+    loaded["state_dict"]["w"][0] = 5
+    os.replace(shutil.copy(path, tmp_path / "new.ckpt"), path)
+    assert torch.load(path, weights_only=True)["state_dict"]["w"][0] == 1 and loaded["state_dict"]["w"][0] == 5

@@ -1,0 +1,219 @@
+"""A job that is told to go: who notes it, when all ranks save, and what is left as it was."""
+
+import os
+import signal
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_parstrat.strategies.checkpoint import preemption
+from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
+from lightning_parstrat.strategies.gradients.accumulation import CHECKPOINT_KEY
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.parity import by_flag, make_trainer, zero1
+
+IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+STRATEGIES = {"zero1_custom": zero1, "ddp_tuned": lambda: by_flag(lightning_class("TunedDDPStrategy"))}
+
+
+def lightning_class(name: str) -> Any:
+    import lightning_parstrat
+
+    return getattr(lightning_parstrat, name)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class ToldToGo(Callback):
+    """One rank gets a signal in the middle of a batch; notes after which batches there was a checkpoint."""
+
+    def __init__(self, folder: str, signum: signal.Signals, rank: int, batch: int) -> None:
+        self.folder, self.signum, self.rank, self.batch = Path(folder), signum, rank, batch
+        self.saved_by: list[int] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        dist.barrier()
+        self.saved_by += [batch_idx] * len(list(self.folder.glob("hpc_ckpt_*.ckpt")))
+        if batch_idx == self.batch and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)
+
+
+def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate: int, requeues: bool) -> Any:
+    """The batches before which a checkpoint was there, how training ended, and whether all is as it was."""
+    preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
+    # Never the real one: there may be a job of that number.
+    scontrol = Path(folder) / f"bin-{dist.get_rank()}" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {folder}/asked\n' if requeues else "#!/bin/bash\nexit 1\n")
+    scontrol.chmod(stat.S_IRWXU)
+    path = f"{scontrol.parent}:{os.environ['PATH']}"
+    told = ToldToGo(folder, signum, rank=1, batch=3)
+    before = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
+    trainer = make_trainer(
+        STRATEGIES[strategy](), callbacks=[told], default_root_dir=folder, accumulate_grad_batches=accumulate
+    )
+    callbacks = list(trainer.callbacks)
+    ended: int | None = None
+    with environment(**IN_JOB, PATH=path):
+        try:
+            trainer.fit(zoo.MLP(), zoo.loader(80, 4, rank=dist.get_rank(), world_size=2))
+        except SystemExit as exit:
+            ended = exit.code  # type: ignore[assignment]
+    after = [signal.getsignal(one) for one in (signal.SIGUSR1, signal.SIGTERM)]
+    return told.saved_by, ended, before == after and callbacks == trainer.callbacks, trainer.global_step
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), strategy, signal.SIGUSR1, 1, True)
+    assert results == [([], 143, True, 5)] * 2
+    assert (tmp_path / "asked").read_text() == "requeue 7\n"
+    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
+    assert saved["global_step"] == 5 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
+
+
+def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGTERM, 1, True)
+    assert results == [([], 143, True, 5)] * 2
+    assert (tmp_path / "hpc_ckpt_1.ckpt").exists() and not (tmp_path / "asked").exists()
+
+
+def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 3, True)
+    # Told in the second window of three, agreed at its end, and saved at that of the third.
+    assert results == [([], 143, True, 3)] * 2
+
+
+def test_where_slurm_does_not_requeue_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 1, False)
+    assert results == [(list(range(5, 10)), None, True, 10)] * 2
+
+
+def test_outside_of_slurm_sigusr1_is_the_programs(pool: RankPool) -> None:
+    assert pool.run(2, handlers_in_training) == [(True, True, [15])] * 2
+
+
+def handlers_in_training() -> tuple[bool, bool, list[int]]:
+    """Whether SIGUSR1 is left alone, whether all is given back, and whether the program's own handler is called."""
+    called: list[int] = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.found = signal.getsignal(signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def own(signum: int, _: Any) -> None:
+        called.append(signum)
+
+    before = signal.signal(signal.SIGTERM, own)
+    look, usr1 = Look(), signal.getsignal(signal.SIGUSR1)
+    try:
+        with suppress(SystemExit):
+            make_trainer(zero1(), callbacks=[look]).fit(zoo.MLP(), zoo.loader(20, 2))
+        given_back = signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return look.found == usr1, given_back, called
+
+
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")],
+)
+def test_the_number_of_a_job(variables: dict[str, str], number: str) -> None:
+    with environment(**IN_JOB, **variables):
+        assert job_number() == number
+
+
+@pytest.mark.parametrize(
+    ("own", "name", "in_job", "refused"),
+    [
+        ({"slurm_job": "6"}, "hpc_ckpt_1.ckpt", True, True),
+        ({"slurm_job": "7"}, "hpc_ckpt_1.ckpt", True, False),
+        ({"slurm_job": "6"}, "last.ckpt", True, False),
+        ({"slurm_job": "6"}, "hpc_ckpt_1.ckpt", False, False),
+        ({}, "hpc_ckpt_1.ckpt", True, False),
+    ],
+)
+def test_what_another_job_saved_for_itself_is_refused(own: Any, name: str, in_job: bool, refused: bool) -> None:
+    with environment(**(IN_JOB if in_job else {})):
+        if not refused:
+            check_job(own, f"somewhere/{name}")
+            return
+        with pytest.raises(MisconfigurationException, match=r"was saved by job 6 .* this is job 7"):
+            check_job(own, f"somewhere/{name}")
+
+
+class Counting(zoo.MLP):
+    """Counts what belongs to a batch and to an epoch, some of it in hooks that come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = self.validations = self.epochs = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validations += 1
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["counted"] = (self.batches, self.validations, self.epochs)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches, self.validations, self.epochs = checkpoint["counted"]
+
+
+def count_over_two_runs(folder: str, told_at: int) -> tuple[int, int, int, int]:
+    """Two epochs of five batches, told to go before some batch of the first, and resumed."""
+    preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
+    path = f"{Path(folder).parent}/bin:{os.environ['PATH']}"
+    rank = dist.get_rank()
+    with environment(**IN_JOB, PATH=path):
+        for run in range(2):
+            told = ToldToGo(folder, signal.SIGUSR1, rank=0, batch=told_at if run == 0 else -1)
+            arguments = {"max_epochs": 2, "default_root_dir": folder, "num_sanity_val_steps": 0}
+            trainer = make_trainer(zero1(), callbacks=[told], **arguments)
+            module = Counting()
+            data = (zoo.loader(40, 4, rank=rank, world_size=2), zoo.loader(8, 4))
+            saved = list(Path(folder).glob("hpc_ckpt_*.ckpt"))
+            dist.barrier()
+            try:
+                trainer.fit(module, *data, ckpt_path=str(saved[0]) if saved else None, weights_only=False)
+            except SystemExit:
+                continue
+    return module.batches, module.validations, module.epochs, trainer.global_step
+
+
+@pytest.mark.parametrize("told_at", [0, 2, 3, 4])
+def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp_path: Path, told_at: int) -> None:
+    scontrol = tmp_path / "bin/scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text("#!/bin/bash\nexit 0\n")
+    scontrol.chmod(stat.S_IRWXU)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    # Told before batch 3, they agree before batch 4, and save there; told before 4, after the epoch's end.
+    assert pool.run(2, count_over_two_runs, str(folder), told_at) == [(10, 4, 2, 10)] * 2
+    assert list(folder.glob("hpc_ckpt_1.ckpt"))

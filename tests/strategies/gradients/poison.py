@@ -1,0 +1,119 @@
+"""Trainings in which gradients are not finite in chosen batches, and everything that their steps leave behind."""
+
+import copy
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from tests.strategies.gradients import big_batch
+from tests.strategies.gradients.big_batch import Regression, Sample
+from tests.strategies.gradients.test_accumulation import ranks_batches
+from tests.strategies.parity import make_trainer
+
+KINDS = ["ddp_tuned", "zero1", "exposed"]
+BATCHES = 7
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02)
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, fused=True)
+
+
+class Poisoned(Regression):
+    """Makes gradients that are not finite in the chosen batches (counted over epochs), on one rank.
+
+    Args:
+        at: The batches.
+        rank: The rank.
+        value: What the loss is multiplied by there, NaN or inf.
+        only: The one parameter that is to get such a gradient; by default it is most of them.
+        **arguments: Of the base class.
+    """
+
+    def __init__(
+        self, at: tuple[int, ...] = (), rank: int = 1, value: float = math.nan, only: str = "", **arguments: Any
+    ) -> None:
+        super().__init__(**arguments)
+        self.at, self.rank, self.value, self.only = at, rank, value, only
+        self.count = 0
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.count in self.at and dist.get_rank() == self.rank:
+            loss = loss + (self.get_parameter(self.only) * self.value).sum() if self.only else loss * self.value
+        self.count += 1
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Lightning's own strategies know no norm."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Snapshot(NamedTuple):
+    parameters: list[Tensor]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    rate: float
+    skipped: int
+    scale: float
+
+
+class Snapshots(Callback):
+    """Copies of everything that a step changes, after every batch."""
+
+    def __init__(self) -> None:
+        self.taken: list[Snapshot] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        optimizer = pl_module.optimizers(use_pl_optimizer=False)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.taken.append(
+            Snapshot(
+                [parameter.detach().clone() for parameter in pl_module.parameters()],
+                copy.deepcopy(optimizer.state_dict()),
+                copy.deepcopy(pl_module.lr_schedulers().state_dict()),
+                optimizer.param_groups[0]["lr"],
+                getattr(trainer.strategy, "skipped_steps", 0),
+                1.0 if scaler is None else scaler.get_scale(),
+            )
+        )
+
+
+def run(chosen: Any, module: LightningModule, left_out: tuple[int, ...] = (), **arguments: Any) -> list[Snapshot]:
+    batches = [one for i, one in enumerate(ranks_batches(BATCHES)[dist.get_rank()]) if i not in left_out]
+    snapshots = Snapshots()
+    trainer = make_trainer(
+        chosen, use_distributed_sampler=False, callbacks=[snapshots, *arguments.pop("callbacks", [])], **arguments
+    )
+    trainer.fit(module, big_batch.loader(batches))
+    return snapshots.taken
+
+
+def flattened(value: Any) -> list[Tensor]:
+    """All numbers in a snapshot, in their order."""
+    if isinstance(value, dict):
+        return [tensor for key in value for tensor in flattened(value[key])]
+    if isinstance(value, (list, tuple)):
+        return [tensor for one in value for tensor in flattened(one)]
+    return [torch.as_tensor(value, dtype=torch.float64).reshape(-1)] if isinstance(value, (Tensor, int, float)) else []
+
+
+def apart(one: Any, other: Any) -> float:
+    ours, theirs = torch.cat(flattened(one)), torch.cat(flattened(other))
+    assert ours.shape == theirs.shape and len(ours)
+    return float((ours - theirs).abs().nan_to_num(nan=math.inf).max())
+
+
+def state_of(snapshot: Snapshot) -> tuple[Any, ...]:
+    return snapshot.parameters, snapshot.optimizer["state"]

@@ -1,0 +1,276 @@
+"""What the callback logs is what became of the gradients, and asking costs no waiting."""
+
+import csv
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_parstrat import GradNormMonitor
+from tests.pool import RankPool
+from tests.strategies.gradients import big_batch
+from tests.strategies.gradients.big_batch import Regression, sgd
+from tests.strategies.gradients.poison import KINDS, Poisoned, fused
+from tests.strategies.gradients.test_accumulation import ranks_batches, strategy
+from tests.strategies.gradients.two_optimizers import TwoOptimizers
+from tests.strategies.parity import make_trainer
+
+BATCHES = 7
+Rows = list[dict[str, float]]
+
+
+class Recorder(Callback):
+    """The norm and the limit of every step that was done, by what the strategy tells of its latest."""
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.skipped = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            return
+        skipped, self.skipped = self.skipped, trainer.strategy.skipped_steps
+        self.steps.append(math.nan if self.skipped > skipped else float(trainer.strategy.grad_norm))
+
+
+def read(folder: Path) -> Rows:
+    with open(folder / "metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
+
+
+def fit(module: LightningModule, chosen: Any, folder: str, every: int, **arguments: Any) -> Trainer:
+    trainer = make_trainer(
+        chosen,
+        use_distributed_sampler=False,
+        logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=every,
+        **arguments,
+    )
+    trainer.fit(module, big_batch.loader(ranks_batches(BATCHES)[dist.get_rank()]))
+    return trainer
+
+
+def monitored(kind: str, folder: str, every: int, at: tuple[int, ...], arguments: dict[str, Any]) -> Any:
+    recorder, monitor = Recorder(), GradNormMonitor()
+    chosen = strategy(kind, nonfinite_grads="skip" if at else "propagate")
+    module = Poisoned(at, optimizer=arguments.pop("optimizer", sgd))
+    trainer = fit(module, chosen, folder, every, callbacks=[recorder, monitor], **arguments)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return recorder.steps, read(Path(folder)) if dist.get_rank() == 0 else [], metrics
+
+
+def expected_rows(steps: list[float], every: int, limit: float | None) -> Rows:
+    """Of what every ``every`` steps have done, and of what is left at the end; a step that was skipped is NaN."""
+    rows, skipped = [], 0
+    for start in range(0, len(steps), every):
+        end = min(start + every, len(steps))
+        norms = [norm for norm in steps[start:end] if not math.isnan(norm)]
+        skipped += end - start - len(norms)
+        row = {"step": float(end - 1 if end == start + every else end), "skipped_steps": float(skipped)}
+        if norms:
+            row |= {"grad_norm": sum(norms) / len(norms), "grad_norm_max": max(norms)}
+        if norms and limit is not None:
+            row["grad_clip_ratio"] = sum(norm > limit for norm in norms) / len(norms)
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("every", "at", "arguments"),
+    [
+        (3, (), {}),
+        (2, (), {"gradient_clip_val": 1.0, "max_epochs": 2}),
+        (1, (), {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+        (3, (1, 6), {"gradient_clip_val": 1.0}),
+        (1, (2, 3), {}),
+        (1, (), {"accumulate_grad_batches": 3, "gradient_clip_val": 0.75, "max_epochs": 2}),
+        (2, (4,), {"accumulate_grad_batches": 3, "max_epochs": 2}),
+        (50, (), {"gradient_clip_val": 0.6}),
+        (2, (), {"precision": "bf16-mixed", "gradient_clip_val": 1.0}),
+        (2, (), {"fp16": True, "gradient_clip_val": 1.0}),
+        (4, (), {"fp16": True, "init_scale": 2.0**20, "gradient_clip_val": 0.9}),
+        (4, (), {"fp16": True, "init_scale": 2.0**20, "gradient_clip_val": 0.9, "optimizer": fused}),
+    ],
+    ids=["", "norm", "value", "skips", "all skipped", "window", "window skips", "end", "bf16", "16", "large", "fused"],
+)
+def test_it_logs_what_a_recorder_of_the_norm_has_seen(
+    pool: RankPool, tmp_path: Path, kind: str, every: int, at: tuple[int, ...], arguments: dict[str, Any]
+) -> None:
+    limit = None if "gradient_clip_algorithm" in arguments else arguments.get("gradient_clip_val")
+    told = pool.run(2, monitored, kind, str(tmp_path), every, at, arguments)
+    steps, rows, _ = told[0]
+    assert len(steps) == math.ceil(BATCHES / arguments.get("accumulate_grad_batches", 1)) * arguments.get(
+        "max_epochs", 1
+    )
+    expected = expected_rows(steps, every, limit)
+    if limit is not None and every != 50:
+        assert len({row.get("grad_clip_ratio") for row in expected}) > 1
+    assert len(rows) == len(expected)
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5)
+    # The last that there was of each is in the trainer's metrics, on all ranks.
+    last: dict[str, float] = {}
+    for row in expected:
+        last |= {name: value for name, value in row.items() if name != "step"}
+    for _, _, of_rank in told:
+        assert of_rank == pytest.approx(last, rel=1e-5)
+
+
+def several_optimizers(kind: str, folder: str) -> tuple[list[float], Rows]:
+    norms: list[float] = []
+
+    def clip(module: Any, optimizers: list[Any]) -> None:
+        for optimizer, limit in zip(optimizers, (1e9, 0.5), strict=True):
+            module.clip_gradients(optimizer, gradient_clip_val=limit, gradient_clip_algorithm="norm")
+            norms.append(float(module.trainer.strategy.grad_norm))
+
+    fit(TwoOptimizers(clip), strategy(kind), folder, 2, callbacks=[GradNormMonitor("train/")])
+    return norms, read(Path(folder)) if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_all_optimizers_count_and_names_begin_with_the_prefix(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    norms, rows = pool.run(2, several_optimizers, kind, str(tmp_path))[0]
+    assert len(norms) == 2 * BATCHES
+    for row, start in zip(rows, range(0, len(norms), 4), strict=True):
+        of_row = norms[start : start + 4]
+        assert row["train/grad_norm"] == pytest.approx(sum(of_row) / len(of_row), rel=1e-5)
+        assert row["train/grad_norm_max"] == pytest.approx(max(of_row), rel=1e-5)
+        # The first optimizer's limit is never reached, the second one's always.
+        assert row["train/grad_clip_ratio"] == 0.5
+        assert {name.split("/")[0] for name in row} == {"step", "train"}
+
+
+def on_one_rank(kind: str, rank: int, folder: str, arguments: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
+    callbacks: list[Callback] = [Recorder()] if rank < 0 or dist.get_rank() == rank or arguments else []
+    mine = [GradNormMonitor()] if dist.get_rank() == rank else []
+    trainer = fit(Regression(), strategy(kind), folder, 2, callbacks=callbacks + mine, **arguments)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return callbacks[0].steps if callbacks else [], metrics
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.3}])
+def test_a_monitor_on_one_rank_alone_hangs_nobody(
+    pool: RankPool, tmp_path: Path, kind: str, rank: int, arguments: dict[str, Any]
+) -> None:
+    told = pool.run(2, on_one_rank, kind, rank, str(tmp_path), arguments)
+    steps, metrics = told[rank]
+    assert metrics["grad_norm"] == pytest.approx(steps[-1], rel=1e-5)
+    assert told[1 - rank][1] == {}
+
+
+def under_lightnings_ddp(folder: str) -> str:
+    try:
+        fit(Regression(), DDPStrategy(), folder, 1, callbacks=[GradNormMonitor()])
+    except MisconfigurationException as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_another_strategy_is_refused_and_told_which_to_choose(pool: RankPool, tmp_path: Path) -> None:
+    for message in pool.run(2, under_lightnings_ddp, str(tmp_path)):
+        assert "DDPStrategy" in message and "ddp_tuned" in message and "zero1_custom" in message
+
+
+def fit_twice(kind: str, folder: str, same_trainer: bool) -> tuple[list[list[float]], list[Rows]]:
+    monitor, module = GradNormMonitor(), Poisoned((2,))
+    steps, rows = [], []
+    trainer = None
+    for number in range(2):
+        recorder = Recorder()
+        if trainer is not None and same_trainer:
+            trainer.fit_loop.max_epochs = 2
+            trainer.callbacks.append(recorder)
+            trainer.fit(module, big_batch.loader(ranks_batches(BATCHES)[dist.get_rank()]))
+        else:
+            chosen = strategy(kind, nonfinite_grads="skip")
+            where = f"{folder}/{number}"
+            trainer = fit(module, chosen, where, 2, callbacks=[recorder, monitor])
+        # It goes on recording where the trainer is the same.
+        steps.append(list(recorder.steps))
+        rows.append(read(Path(trainer.logger.log_dir)) if dist.get_rank() == 0 else [])
+    return steps, rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_a_second_fit_is_counted_by_itself(pool: RankPool, tmp_path: Path, kind: str, same_trainer: bool) -> None:
+    steps, rows = pool.run(2, fit_twice, kind, str(tmp_path), same_trainer)[0]
+    assert rows[0] == [pytest.approx(row, rel=1e-5) for row in expected_rows(steps[0], 2, None)]
+    second = rows[1][len(rows[0]) :] if same_trainer else rows[1]
+    names = ("grad_norm", "grad_norm_max", "skipped_steps")
+    if same_trainer:
+        # Seven steps were done: the eighth is the end of an interval of its own.
+        wanted = expected_rows([math.nan, *steps[1]], 2, None)
+        wanted = [{**row, "skipped_steps": row["skipped_steps"] - 1} for row in wanted]
+    else:
+        wanted = expected_rows(steps[1], 2, None)
+    assert [[row.get(name, -1.0) for name in names] for row in second] == [
+        pytest.approx([row.get(name, -1.0) for name in names], rel=1e-5) for row in wanted
+    ]
+
+
+WAITS = ("item", "cpu", "tolist", "numpy", "__float__", "__bool__", "__int__")
+
+
+def waits(kind: str, folder: str, watches: bool, arguments: dict[str, Any]) -> list[int]:
+    """How often the host asked for a tensor's value by the end of each batch; all of them on CPU, where it shows."""
+    count, counts = 0, []
+    originals = {name: getattr(Tensor, name) for name in WAITS}
+
+    def counting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            return original(*args, **kwargs)
+
+        return counted
+
+    class Counts(Regression):
+        def on_train_batch_end(self, *_: Any) -> None:
+            counts.append(count)
+
+    for name, original in originals.items():
+        setattr(Tensor, name, counting(original))
+    try:
+        callbacks = [GradNormMonitor()] if watches else []
+        fit(Counts(), strategy(kind), folder, 1000, callbacks=callbacks, **arguments)
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+    return [after - before for before, after in pairwise(counts)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 0.3}])
+def test_no_step_waits_for_the_monitor(pool: RankPool, tmp_path: Path, kind: str, arguments: dict[str, Any]) -> None:
+    without = pool.run(2, waits, kind, str(tmp_path), False, arguments)
+    assert pool.run(2, waits, kind, str(tmp_path), True, arguments) == without
+    assert all(len(counts) == BATCHES - 1 for counts in without)
+
+
+def nan_in_the_middle(kind: str, folder: str) -> Rows:
+    fit(Poisoned((1,)), strategy(kind), folder, 4, callbacks=[GradNormMonitor()])
+    return read(Path(folder)) if dist.get_rank() == 0 else []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_that_is_not_finite_shows(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    first, last = pool.run(2, nan_in_the_middle, kind, str(tmp_path))[0]
+    assert math.isnan(first["grad_norm"]) and math.isnan(last["grad_norm"])
+    assert first["skipped_steps"] == last["skipped_steps"] == 0.0

@@ -1,0 +1,208 @@
+"""A loss with a weight counts for as much of its window; one without any does not count, whatever it came to."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+
+from tests.pool import RankPool
+from tests.strategies.gradients import big_batch
+from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches, windows_of
+from tests.strategies.gradients.poison import KINDS
+from tests.strategies.gradients.test_accumulation import WEIGHTS, differences, ranks_batches, strategy
+from tests.strategies.parity import make_trainer
+
+BATCHES = 8
+
+
+class Masked(Regression):
+    """The mean over what is not padding: 0 / 0 where all is. ``kind_of`` turns the weight into what is returned."""
+
+    def __init__(self, kind_of: Callable[[float], Any] = float) -> None:
+        super().__init__(weighted=True)
+        self.kind_of = kind_of
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        loss = output["loss"] * batch.weight / torch.tensor(batch.weight)
+        self.log("loss", loss, on_step=True, on_epoch=False)
+        return {"loss": loss, "loss_weight": self.kind_of(batch.weight), "extra": batch_idx}
+
+
+class Outputs(Callback):
+    """What others are shown as the loss."""
+
+    def __init__(self) -> None:
+        self.returned: list[float] = []
+        self.logged: list[float] = []
+        self.extra: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.returned.append(float(outputs["loss"]))
+        self.logged.append(float(trainer.callback_metrics["loss"]))
+        self.extra.append(outputs["extra"])
+
+
+def number(weight: float) -> Any:
+    return int(weight)
+
+
+def tensor(weight: float) -> Any:
+    return torch.tensor(weight)
+
+
+def one_element(weight: float) -> Any:
+    return torch.tensor([int(weight)])
+
+
+def half(weight: float) -> Any:
+    return torch.tensor(weight, dtype=torch.bfloat16)
+
+
+def with_graph(weight: float) -> Any:
+    return torch.tensor(weight, requires_grad=True) * 1
+
+
+def of_numpy(weight: float) -> Any:
+    return numpy.float32(weight)
+
+
+def array(weight: float) -> Any:
+    return numpy.array(weight)
+
+
+def masked(kind: str, kind_of: Any, accumulate: int) -> tuple[tuple[float, float], list[float], list[float], int]:
+    data = ranks_batches(BATCHES, WEIGHTS)
+    module, outputs = Masked(kind_of), Outputs()
+    trainer = make_trainer(
+        strategy(kind), use_distributed_sampler=False, accumulate_grad_batches=accumulate, callbacks=[outputs]
+    )
+    mine = data[dist.get_rank()]
+    trainer.fit(module, big_batch.loader(mine))
+    truth = train_on_big_batches(windows_of(data, accumulate))
+    assert outputs.extra == list(range(BATCHES))
+    nans = sum(sample.weight == 0 for sample in mine)
+    return differences(module, truth, accumulate, BATCHES), outputs.returned, outputs.logged, nans
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind_of", [float, number, tensor, one_element, half, with_graph, of_numpy, array])
+def test_a_loss_that_is_nan_without_weight_does_not_count_and_the_users_loss_stays(
+    pool: RankPool, kind: str, kind_of: Any
+) -> None:
+    for accumulate in (1, 3):
+        for (parameters, _), returned, logged, nans in pool.run(2, masked, kind, kind_of, accumulate):
+            assert parameters <= 2e-6
+            assert sum(map(math.isnan, returned)) == sum(map(math.isnan, logged)) == nans > 0
+            # Lightning hands on what it divides by the window's length, and logs what the user has logged.
+            assert [loss * accumulate for loss in returned] == pytest.approx(logged, nan_ok=True)
+
+
+def weightless(kind: str, accumulate: int) -> tuple[float, int, list[str]]:
+    weights = (1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 3.0, 5.0)
+    data = [big_batch.samples(BATCHES, seed=rank, weights=weights) for rank in range(dist.get_world_size())]
+    module = Masked()
+    chosen = strategy(kind)
+    trainer = make_trainer(
+        chosen, use_distributed_sampler=False, accumulate_grad_batches=accumulate, gradient_clip_val=0.2
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, big_batch.loader(data[dist.get_rank()]))
+    truth = train_on_big_batches(windows_of(data, accumulate), 0.2)
+    said = [str(one.message) for one in caught if "loss_weight" in str(one.message)]
+    return differences(module, truth, accumulate, BATCHES)[0], chosen.skipped_steps, said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("accumulate", "skipped"), [(1, 3), (3, 1)])
+def test_a_window_without_any_weight_is_skipped_and_told_of(
+    pool: RankPool, kind: str, accumulate: int, skipped: int
+) -> None:
+    for rank, (difference, counted, said) in enumerate(pool.run(2, weightless, kind, accumulate)):
+        assert difference <= 2e-6
+        assert counted == skipped
+        assert len(said) == (skipped if rank == 0 else 0)
+
+
+class ByHand(Regression):
+    def __init__(self, weighted: bool) -> None:
+        super().__init__(weighted=weighted)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()
+        self.manual_backward(output["loss"] if self.weighted else output)
+        self.optimizers().step()
+        return output
+
+
+def by_hand(kind: str) -> tuple[float, list[str]]:
+    seen = []
+    said: list[str] = []
+    for weighted in (True, False):
+        module = ByHand(weighted)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_trainer(strategy(kind), use_distributed_sampler=False).fit(
+                module, big_batch.loader(ranks_batches(BATCHES, WEIGHTS)[dist.get_rank()])
+            )
+        seen.append(module.seen)
+        said += [str(one.message) for one in caught if "loss_weight" in str(one.message)]
+    return max(float((a - b).abs().max()) for a, b in zip(*seen, strict=True)), said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_manual_optimization_is_told_once_that_weights_have_no_effect(pool: RankPool, kind: str) -> None:
+    for rank, (difference, said) in enumerate(pool.run(2, by_hand, kind)):
+        assert difference == 0.0
+        assert len(said) == (rank == 0)
+        assert all("manual optimization" in one for one in said)
+
+
+def end_of(chosen: Any, weighted: bool, accumulate: int) -> Tensor:
+    module = Silent(weighted=weighted)
+    trainer = make_trainer(
+        chosen,
+        use_distributed_sampler=False,
+        accumulate_grad_batches=accumulate,
+        precision="bf16-mixed",
+        max_epochs=3,
+        limit_train_batches=6,
+    )
+    trainer.fit(module, big_batch.loader(ranks_batches(BATCHES, WEIGHTS)[dist.get_rank()]))
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+class Silent(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Lightning's own strategies know no norm."""
+
+
+def distances_from_truth(kind: str, accumulate: int) -> tuple[float, float]:
+    """Of a training with weights in bf16-mixed, and of Lightning's own without any."""
+    alike, weighted = (
+        train_on_big_batches(
+            windows_of([rank[:6] for rank in ranks_batches(BATCHES, weights)], accumulate) * 3
+        ).parameters[-1]
+        for weights in ((1.0,), WEIGHTS)
+    )
+    ours = end_of(strategy(kind), True, accumulate)
+    stock = end_of(DDPStrategy(), False, accumulate)
+    return float((ours - weighted).norm()), float((stock - alike).norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_cost_no_precision_in_bf16(pool: RankPool, kind: str, accumulate: int) -> None:
+    for ours, stock in pool.run(2, distances_from_truth, kind, accumulate):
+        assert 0 < ours <= 2 * stock
