@@ -137,7 +137,7 @@ class BucketLayout(NamedTuple):
     def shard_slices(self, rank: int) -> tuple[ShardSlice, ...]:
         """The slices that ``rank`` owns, in the order of the slots; parameters it owns nothing of are left out."""
         slices = (self.slice_of(slot, rank) for slot in self.slots)
-        return tuple(piece for piece in slices if piece is not None)
+        return tuple(shard_slice for shard_slice in slices if shard_slice is not None)
 
 
 def plan_buckets(
@@ -162,7 +162,7 @@ def plan_buckets(
         return tuple(_cut_anywhere([(index, parameters[index]) for index in members], policy) for members in groups)
     owners = _choose_owners(parameters, policy.world_size)
     return tuple(
-        _keep_whole([(index, parameters[index], owners[index]) for index in members], policy) for members in groups
+        _keep_uncut([(index, parameters[index], owners[index]) for index in members], policy) for members in groups
     )
 
 
@@ -210,8 +210,8 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
     the fullest rank has at most 4/3 of the optimum. The order of the parameters does not matter.
     """
     costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
-    whole_cost, whole_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
-    weights = [cost / whole_cost + spec.numel / whole_numel for cost, spec in zip(costs, parameters, strict=True)]
+    total_cost, total_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
+    weights = [cost / total_cost + spec.numel / total_numel for cost, spec in zip(costs, parameters, strict=True)]
     loads = [(0.0, rank) for rank in range(world_size)]
     owners = [0] * len(parameters)
     for index in sorted(range(len(parameters)), key=lambda index: (-weights[index], parameters[index].name)):
@@ -220,7 +220,7 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
     return owners
 
 
-def _keep_whole(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
+def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
     """One rank's parameters after the other's; a rank that owns none of the bucket has an empty shard."""
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)

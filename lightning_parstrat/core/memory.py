@@ -1,7 +1,7 @@
 """Bytes held per rank and bytes sent per step: the formulas that tests, reports and planners share.
 
 With Psi parameters of b bytes on N ranks, a step sends ``(N - 1) / N * Psi * 2 b`` bytes per rank (gradients out,
-parameters home), whatever the number of micro-batches: as much as DDP's ring all-reduce. ZeRO: Rajbhandari et al.,
+gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. ZeRO: Rajbhandari et al.,
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
 
@@ -34,7 +34,7 @@ def step_traffic(
     Args:
         buckets: The plan.
         rank: The rank that sends.
-        topology: Which ranks share a node, where they exchange pieces in two levels; see :class:`Topology`.
+        topology: Which ranks share a node, where they exchange chunks in two levels; see :class:`Topology`.
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
 
     Returns:
@@ -43,15 +43,17 @@ def step_traffic(
         world size 1. In two levels some of it is sent on: with K nodes of R ranks both are ``(R - 1) / R`` of the
         bucket within the node and ``(K - 1) / (K R)`` of it between nodes.
     """
-    away = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in buckets]
-    home = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in gathered or buckets]
+    reductions = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in buckets]
+    gathers = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in gathered or buckets]
     count = sum(bucket.world_size > 1 for bucket in buckets)
     return StepTraffic(
         reduce_scatters=count,
-        reduce_scatter_bytes=sum(one.reduced_within + one.reduced_between for one in away),
+        reduce_scatter_bytes=sum(one.reduced_within + one.reduced_between for one in reductions),
         all_gathers=count,
-        all_gather_bytes=sum(one.gathered_within + one.gathered_between for one in home),
-        between_nodes_bytes=sum(a.reduced_between + h.gathered_between for a, h in zip(away, home, strict=True)),
+        all_gather_bytes=sum(one.gathered_within + one.gathered_between for one in gathers),
+        between_nodes_bytes=sum(
+            r.reduced_between + g.gathered_between for r, g in zip(reductions, gathers, strict=True)
+        ),
     )
 
 
@@ -110,7 +112,7 @@ class HeldBytes(NamedTuple):
 def held_bytes(buckets: Sequence[BucketMemory], rank: int) -> HeldBytes:
     """What ``rank`` holds between two steps: with Adam in fp32 ``(4 + 12 / N) Psi`` bytes, padding included.
 
-    While backward runs, gradients come on top: those of the buckets that are not complete, and on the way twice a
+    While backward runs, gradients come on top: those of the buckets that are not complete, and in flight twice a
     bucket for each (what is sent and what is received) until it has arrived. Where the wire keeps up with backward
     those are two or three buckets; where it does not, ``max_inflight_buckets`` bounds them.
 
@@ -124,9 +126,9 @@ def held_bytes(buckets: Sequence[BucketMemory], rank: int) -> HeldBytes:
         master_weights=sum(numel * bucket.shard_itemsize for bucket, numel in shards if bucket.has_master_weights),
         optimizer_state=round(
             sum(
-                piece.numel * bucket.state_per_element
+                owned.numel * bucket.state_per_element
                 for bucket in buckets
-                for piece in bucket.layout.shard_slices(rank)
+                for owned in bucket.layout.shard_slices(rank)
             )
         ),
         gradient_shards=sum(numel * bucket.shard_itemsize for bucket, numel in shards),
@@ -135,7 +137,7 @@ def held_bytes(buckets: Sequence[BucketMemory], rank: int) -> HeldBytes:
 
 def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:
     """Bytes of parameters whose optimizer state ``rank`` holds; padding holds none."""
-    return sum(piece.numel * bucket.itemsize for bucket in buckets for piece in bucket.shard_slices(rank))
+    return sum(owned.numel * bucket.itemsize for bucket in buckets for owned in bucket.shard_slices(rank))
 
 
 def parameter_bytes(buckets: Sequence[BucketLayout]) -> int:

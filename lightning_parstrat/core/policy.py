@@ -20,7 +20,7 @@ CheckpointFormat = Literal["full", "sharded"]
 
 _FIRST_CAP_MB = 8.0
 _LARGEST_PLANNED_BYTES = 2**26
-"""What is gained by fewer messages is nothing beyond that, and a bucket on its way needs memory of its size."""
+"""What is gained by fewer messages is nothing beyond that, and a bucket in flight needs memory of its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class ShardingPolicy:
             (``"measured"``), or stay in the reverse order of the parameters' registration.
         bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier;
             larger ones pay the latency of a collective less often. ``"auto"`` leaves the size to the plan, and plans
-            which parameters go home together, too.
+            which parameters are gathered together, too.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
             rank, which optimizers that look at whole matrices need; ``"auto"`` chooses by the optimizer.
         expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
@@ -40,10 +40,10 @@ class ShardingPolicy:
         master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
             any (``"auto"``), never, or (True) by all means: that there are none is an error then.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
-        max_inflight_buckets: How many buckets of gradients may be on their way before backward waits for the first of
+        max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them, at least 1; None for as many as there are.
         reduce_dtype: What fp32 gradients are rounded to for the way to their shards' owners, who sum them in fp32.
-        gather_dtype: What fp32 parameters are rounded to for the way home; each rank steps its shard in fp32.
+        gather_dtype: What fp32 parameters are rounded to for their all-gather; each rank steps its shard in fp32.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.

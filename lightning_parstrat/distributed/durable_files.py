@@ -125,7 +125,7 @@ def remove(path: Path) -> None:
         pass
 
 
-def remove_whole(path: Path) -> None:
+def remove_atomically(path: Path) -> None:
     """Removes a file or a folder so that it is there whole until it is not there at all."""
     if path.is_dir() and not path.is_symlink():
         temporary = temporary_name(path.parent)

@@ -51,12 +51,12 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
     Args:
         bucket_cap_mb: Size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready; smaller buckets
             overlap better, larger ones pay latency less often. It is the largest size: see ``bucket_order``. ``"auto"``
-            leaves it to the plan (up to 64 MiB), which then says, too, which parameters are stepped and sent home
+            leaves it to the plan (up to 64 MiB), which then says, too, which parameters are stepped and gathered
             together, by when the next forward needs them.
         bucket_order: ``"measured"``: after two steps buckets are planned anew, by when each gradient was ready and by
             what the wire takes. ``"registration"``: they stay in the reverse order of registration and as large as
             they may be, so that two trainings have the same plan without a checkpoint.
-        partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each whole on one rank,
+        partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` leaves each uncut on one rank,
             which optimizers that look at whole matrices (Muon, Adafactor, Shampoo) need; ``"auto"`` takes ``"element"``
             for torch's element-wise optimizers and ``"parameter"`` for every other.
         expose_gradients: Whether ``param.grad`` shows after backward what it would under DDP. ``"auto"`` does so where
@@ -70,7 +70,7 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
         overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
             begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
             anyway where ``torch.compile`` is at work.
-        max_inflight_buckets: How many buckets of gradients may be on their way before backward waits for the first of
+        max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them. Where the wire is slower than backward, gradients queue up to the size of the model; a small number
             (2 to 4) bounds that, at the price of waiting. Every rank then sends all buckets it is expected to, also
             those of layers that no rank has used in a step. By default there is no bound.
@@ -167,7 +167,7 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
             self._prepare_for_users_of_gradients()
         summary = self._engine.summary()
         rank_zero_info(describe(summary))
-        for line in summary.kept_whole:
+        for line in summary.replicated:
             rank_zero_warn(f"zero1_custom: every rank keeps all state of {line}. It trains as under `ddp`.")
 
     @override
@@ -338,7 +338,7 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
         if self._engine is None:
             return
         if self._broadcast_buffers_next:
-            # Not by the parameters' group, where it would queue behind those that are on their way.
+            # Not by the parameters' group, where it would queue behind those that are in flight.
             broadcast_buffers(self._training_module, self._groups.gradients)
         synchronized = torch.is_grad_enabled() and self._engine.synchronizes
         self._broadcast_buffers_next = synchronized and self._training_module.automatic_optimization

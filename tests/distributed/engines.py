@@ -93,12 +93,12 @@ def assert_shards_hold(engine: ShardedDataParallel, module: nn.Module, expected:
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter, gradient in zip(trainable, expected, strict=True):
         slot = slots[parameter]
-        if slot.shard is None or slot.piece is None:
+        if slot.shard is None or slot.shard_slice is None:
             continue
         if gradient is None:
             assert slot.shard.grad is None
             continue
-        start = slot.piece.parameter_start
-        part = slot.storage_order(gradient)[start : start + slot.piece.numel]
+        start = slot.shard_slice.parameter_start
+        part = slot.storage_order(gradient)[start : start + slot.shard_slice.numel]
         assert slot.shard.grad is not None
         torch.testing.assert_close(slot.shard.grad.reshape(-1), part, rtol=1e-5, atol=1e-7)

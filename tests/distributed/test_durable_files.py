@@ -13,8 +13,8 @@ from lightning_parstrat.distributed.durable_files import (
     PREFIX,
     put_in_place,
     recover,
+    remove_atomically,
     remove_left_behind,
-    remove_whole,
     temporary_name,
     written_durably,
 )
@@ -146,5 +146,5 @@ def test_no_temporary_name_is_taken_for_a_checkpoint(tmp_path: Path) -> None:
 def test_removing(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.ckpt"
     make(path, kind, "old")
-    remove_whole(path)
+    remove_atomically(path)
     assert {one.name for one in tmp_path.iterdir()} == ({"target-of-a.ckpt"} if kind == "link" else set())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lightning_parstrat
 from lightning_parstrat.distributed import durable_files
-from lightning_parstrat.distributed.comm import liveness as roll_call
+from lightning_parstrat.distributed.comm import liveness as liveness
 from tests.faults.jobs import TIMEOUT
 from tests.strategies.parity import make_trainer
 
@@ -71,7 +71,7 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
         more: Further callbacks.
     """
     torch.manual_seed(dist.get_rank())
-    roll_call.GRACE = timedelta(seconds=3)
+    liveness.GRACE = timedelta(seconds=3)
     saving = ModelCheckpoint(
         folder, "{step}", save_last=True, every_n_train_steps=SAVES_EVERY, enable_version_counter=False
     )

@@ -82,7 +82,7 @@ class LateZeRO1(ZeRO1Strategy):
 
         def count() -> None:
             finish_prompt()
-            self.under_way += len(gatherer._on_the_way)
+            self.under_way += len(gatherer._in_flight)
 
         gatherer.finish_prompt = count
 

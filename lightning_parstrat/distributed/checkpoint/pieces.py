@@ -113,14 +113,16 @@ class CheckpointPieces:
         parameter, slot = self._find(source)
         if slot is None:
             return self._share(self._whole(source, parameter), source)
-        if slot.shard is None or slot.piece is None:
+        if slot.shard is None or slot.shard_slice is None:
             return None
         if source.optimizer is None:
             flat = slot.storage_order(parameter.detach())
-            elements = flat[slot.piece.parameter_start : slot.piece.parameter_start + slot.piece.numel]
+            elements = flat[
+                slot.shard_slice.parameter_start : slot.shard_slice.parameter_start + slot.shard_slice.numel
+            ]
         else:
             elements = in_storage_order(self._state_of(source, slot.shard))
-        return Piece(elements, slot.piece.parameter_start, slot.place.numel)
+        return Piece(elements, slot.shard_slice.parameter_start, slot.place.numel)
 
     def _share(self, whole: Tensor, source: TensorSource) -> Piece | None:
         flat = in_storage_order(whole)

@@ -140,9 +140,9 @@ class ShardedCheckpoint:
             if name is None:
                 parts[key] = value
             elif value.shape == slot.parameter.shape and value.stride() == slot.strides:
-                if slot.piece is not None:
-                    target = torch.empty(slot.piece.numel, dtype=value.dtype)
-                    runs[name] = Run(target, slot.piece.parameter_start)
+                if slot.shard_slice is not None:
+                    target = torch.empty(slot.shard_slice.numel, dtype=value.dtype)
+                    runs[name] = Run(target, slot.shard_slice.parameter_start)
                     parts[key] = OwnPart(target)
             else:
                 # It lay differently in memory, or is no such tensor: cut by who knows.

@@ -1,4 +1,4 @@
-"""What ranks tell each other: values of any kind, and numbers while they do something else."""
+"""What ranks agree on: values of any kind, flags and extremes, and numbers while they do something else."""
 
 import hashlib
 from typing import Any
@@ -11,11 +11,6 @@ from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 
 
-def told_by_first(value: Any, control: Collectives) -> Any:
-    """Rank 0's value, on all ranks. Collective; pickled."""
-    return broadcast_object(value, control.group)
-
-
 def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
     """The value of the group's rank 0, on all of its ranks. Collective; pickled; works on host memory."""
     holder = [value]
@@ -23,17 +18,17 @@ def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
     return holder[0]
 
 
-def told_by_all(value: Any, control: Collectives) -> list[Any]:
-    """Each rank's value, on all ranks. Collective; pickled."""
-    values: list[Any] = [None] * control.world_size
-    dist.all_gather_object(values, value, group=control.group)
+def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Each rank's value, on all ranks. Collective; pickled; works on host memory."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def told_to_first(value: Any, control: Collectives) -> list[Any]:
-    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled."""
-    values: list[Any] | None = [None] * control.world_size if control.rank == 0 else None
-    dist.gather_object(value, values, group=control.group, group_dst=0)
+def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled; works on host memory."""
+    values: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
 
 

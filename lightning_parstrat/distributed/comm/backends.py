@@ -1,4 +1,4 @@
-"""Which collectives suit a process group and a device: torch's own, pieces that the ranks exchange, or none."""
+"""Which collectives suit a process group and a device: torch's own, chunks that the ranks exchange, or none."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import DONE, Collectives, Work, as_work, real_view
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, SummedPieces, Transfers
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, SummedChunks, Transfers
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 
 
@@ -46,7 +46,7 @@ class LocalCollectives(Collectives):
 
 
 class NativeCollectives(PairwiseCollectives):
-    """torch's own collectives, as NCCL wants them, where all parts are equal; else the ranks exchange pieces.
+    """torch's own collectives, as NCCL wants them, where all parts are equal; else the ranks exchange chunks.
 
     Gradients that are summed in a wider dtype than they travel in take an all-to-all, of as many bytes as the
     reduce-scatter, and a sum on this rank: one more buffer of the bucket's size until it is made.
@@ -67,16 +67,16 @@ class NativeCollectives(PairwiseCollectives):
         received = torch.empty_like(buffer)
         work = dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True)
         by_rank = list(received.view(self.world_size, -1))
-        return SummedPieces(Transfers([as_work(work)], buffer, received), by_rank, shard)
+        return SummedChunks(Transfers([as_work(work)], buffer, received), by_rank, shard)
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         if not isinstance(bounds, range):
             return super()._all_gather(buffer, bounds)
         self.traffic.all_gather_bytes += buffer.nbytes - buffer.nbytes // self.world_size
-        whole = real_view(buffer)
-        own = whole.view(self.world_size, -1)[self.rank]
-        return as_work(_all_gather_single(whole, own, group=self.group, async_op=True))
+        unsharded = real_view(buffer)
+        own = unsharded.view(self.world_size, -1)[self.rank]
+        return as_work(_all_gather_single(unsharded, own, group=self.group, async_op=True))
 
 
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.

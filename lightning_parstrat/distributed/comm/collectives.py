@@ -31,7 +31,7 @@ class Work(Protocol):
 class Traffic:
     """Payload that this rank has sent, and the collectives it took, since it was created.
 
-    ``between_nodes_bytes`` is what of both phases went to other nodes, where ranks exchange pieces themselves; the way
+    ``between_nodes_bytes`` is what of both phases went to other nodes, where ranks exchange chunks themselves; the way
     that NCCL takes is its own.
     """
 

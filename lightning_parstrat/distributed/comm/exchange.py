@@ -1,7 +1,7 @@
-"""Reduce-scatter and all-gather as pieces that the ranks exchange, and local sums: what CPUs do.
+"""Reduce-scatter and all-gather as chunks that the ranks exchange, and local sums: what CPUs do.
 
-Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the bytes. Here each piece travels once to
-whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each piece between nodes once per node.
+Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the bytes. Here each chunk travels once to
+whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node.
 """
 
 import queue
@@ -18,15 +18,15 @@ from typing_extensions import override
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work, as_work, real_view
 
-Pieces = Callable[[int], Sequence[Tensor]]
-"""What goes to a rank, or comes from it; both sides list the same pieces in the same order."""
+Chunks = Callable[[int], Sequence[Tensor]]
+"""What goes to a rank, or comes from it; both sides list the same chunks in the same order."""
 
 
 class PairwiseCollectives(Collectives):
-    """Every rank sends every other rank its piece; each piece travels once.
+    """Every rank sends every other rank its chunk; each chunk travels once.
 
     Rank r talks to r + 1, r + 2, ... in turn, so that no rank is everyone's first partner. The number of messages
-    grows with the square of the world size, so this is for the tens of ranks that train on CPUs, and for pieces that
+    grows with the square of the world size, so this is for the tens of ranks that train on CPUs, and for chunks that
     differ in length.
     """
 
@@ -36,15 +36,15 @@ class PairwiseCollectives(Collectives):
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        pieces = split(buffer, bounds)
+        chunks = split(buffer, bounds)
         by_rank = [
-            pieces[rank] if rank == self.rank else torch.empty_like(pieces[self.rank])
+            chunks[rank] if rank == self.rank else torch.empty_like(chunks[self.rank])
             for rank in range(self.world_size)
         ]
         transfers = self._exchange(
-            range(self.world_size), lambda rank: [pieces[rank]], lambda rank: [by_rank[rank]], self._count_reduced
+            range(self.world_size), lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], self._count_reduced
         )
-        reduction = SummedPieces(Transfers(transfers, buffer), by_rank, shard)
+        reduction = SummedChunks(Transfers(transfers, buffer), by_rank, shard)
         if buffer.device.type != "cpu":
             # There the waiting stream waits, not a thread.
             return reduction
@@ -59,11 +59,11 @@ class PairwiseCollectives(Collectives):
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
-        pieces = split(buffer, bounds)
+        chunks = split(buffer, bounds)
         transfers = self._exchange(
             range(self.world_size),
-            lambda target: [pieces[self.rank]],
-            lambda source: [pieces[source]],
+            lambda target: [chunks[self.rank]],
+            lambda source: [chunks[source]],
             self._count_gathered,
         )
         return Transfers(transfers, buffer)
@@ -71,18 +71,18 @@ class PairwiseCollectives(Collectives):
     def _exchange(
         self,
         ranks: Sequence[int],
-        outgoing: Pieces,
-        incoming: Pieces,
+        outgoing: Chunks,
+        incoming: Chunks,
         count: Callable[[Tensor, int], None],
         tag: int = 0,
     ) -> list[Work]:
-        """Sends every other one of ``ranks`` its pieces, and receives from it; empty ones stay at home.
+        """Sends every other one of ``ranks`` its chunks, and receives from it; empty ones are not sent.
 
         Args:
             ranks: Those that exchange, this one among them.
             outgoing: What goes to a rank.
             incoming: Where to put what comes from a rank.
-            count: Called with each piece that is sent, and the rank it goes to.
+            count: Called with each chunk that is sent, and the rank it goes to.
             tag: Exchanges of one tag are launched by one thread, so that both sides have the same order of them.
         """
         operations = []
@@ -90,28 +90,28 @@ class PairwiseCollectives(Collectives):
         for step in range(1, len(ranks)):
             target, source = ranks[(place + step) % len(ranks)], ranks[(place - step) % len(ranks)]
             operations += [
-                self._operation(dist.irecv, piece, source, tag) for piece in incoming(source) if piece.numel()
+                self._operation(dist.irecv, chunk, source, tag) for chunk in incoming(source) if chunk.numel()
             ]
-            for piece in outgoing(target):
-                if piece.numel():
-                    count(piece, target)
-                    operations.append(self._operation(dist.isend, piece, target, tag))
+            for chunk in outgoing(target):
+                if chunk.numel():
+                    count(chunk, target)
+                    operations.append(self._operation(dist.isend, chunk, target, tag))
         return [as_work(work) for work in dist.batch_isend_irecv(operations)] if operations else []
 
-    def _operation(self, direction: Callable[..., Work | None], piece: Tensor, peer: int, tag: int) -> dist.P2POp:
-        return dist.P2POp(direction, real_view(piece), group=self.group, group_peer=peer, tag=tag)
+    def _operation(self, direction: Callable[..., Work | None], chunk: Tensor, peer: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(direction, real_view(chunk), group=self.group, group_peer=peer, tag=tag)
 
-    def _count_reduced(self, piece: Tensor, target: int) -> None:
-        self.traffic.reduce_scatter_bytes += piece.nbytes
-        self._count_between_nodes(piece, target)
+    def _count_reduced(self, chunk: Tensor, target: int) -> None:
+        self.traffic.reduce_scatter_bytes += chunk.nbytes
+        self._count_between_nodes(chunk, target)
 
-    def _count_gathered(self, piece: Tensor, target: int) -> None:
-        self.traffic.all_gather_bytes += piece.nbytes
-        self._count_between_nodes(piece, target)
+    def _count_gathered(self, chunk: Tensor, target: int) -> None:
+        self.traffic.all_gather_bytes += chunk.nbytes
+        self._count_between_nodes(chunk, target)
 
-    def _count_between_nodes(self, piece: Tensor, target: int) -> None:
+    def _count_between_nodes(self, chunk: Tensor, target: int) -> None:
         if not self.topology.share_node(self.rank, target):
-            self.traffic.between_nodes_bytes += piece.nbytes
+            self.traffic.between_nodes_bytes += chunk.nbytes
 
 
 class Transfers:
@@ -127,7 +127,7 @@ class Transfers:
 
         Raises:
             RuntimeError: One of them has failed, as when another rank is gone. Whoever waits again is told so at once:
-                Gloo would have him wait until the timeout for those that were done by then.
+                Gloo would make that call wait until the timeout for those that were done by then.
         """
         if self._error is not None:
             raise RuntimeError(f"An exchange between ranks has failed before: {self._error}") from self._error
@@ -144,12 +144,12 @@ class Transfers:
         return all(transfer.is_completed() for transfer in self._transfers)
 
 
-class SummedPieces:
-    """Pieces that are summed once they are there, in rank order, so that the sum does not depend on who owns it.
+class SummedChunks:
+    """Chunks that are summed once they are there, in rank order, so that the sum does not depend on who owns it.
 
     Args:
-        transfers: Bring the pieces.
-        by_rank: The pieces.
+        transfers: Bring the chunks.
+        by_rank: The chunks.
         shard: Where the sum goes, and the dtype that it is made in.
     """
 
@@ -167,14 +167,14 @@ class SummedPieces:
         self._by_rank = []
 
     def is_completed(self) -> bool:
-        """Whether the pieces are there, as far as the backend can tell."""
+        """Whether the chunks are there, as far as the backend can tell."""
         return self._transfers.is_completed()
 
 
-def exchange_pieces(
+def exchange_chunks(
     collectives: Collectives, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
 ) -> None:
-    """Sends pieces to other ranks and waits for those that come: one-time transfers that no formula counts.
+    """Sends chunks to other ranks and waits for those that come: one-time transfers that no formula counts.
 
     Collective among those who exchange; nothing else is under way between them.
 
@@ -184,29 +184,29 @@ def exchange_pieces(
         incoming: Where to put what comes from each rank, in the order in which it sends.
     """
     operations = [
-        dist.P2POp(direction, real_view(piece), group=collectives.group, group_peer=peer)
-        for direction, pieces in ((dist.irecv, incoming), (dist.isend, outgoing))
-        for peer, of_peer in pieces.items()
-        for piece in of_peer
+        dist.P2POp(direction, real_view(chunk), group=collectives.group, group_peer=peer)
+        for direction, chunks in ((dist.irecv, incoming), (dist.isend, outgoing))
+        for peer, of_peer in chunks.items()
+        for chunk in of_peer
     ]
     if operations:
         Transfers([as_work(work) for work in dist.batch_isend_irecv(operations)]).wait()
 
 
 def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
-    """Each rank's piece of a buffer."""
+    """Each rank's chunk of a buffer."""
     return [buffer[start:stop] for start, stop in pairwise(bounds)]
 
 
-def sum_in_order(pieces: Iterable[Tensor], total: Tensor) -> None:
-    """Writes the sum into ``total``, in whose dtype it is made; ``total`` may be the first of ``pieces``."""
-    first, *others = pieces
+def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
+    """Writes the sum into ``total``, in whose dtype it is made; ``total`` may be the first of ``chunks``."""
+    first, *others = chunks
     if others and total.dtype == first.dtype:
         torch.add(first, others.pop(0), out=total)
     else:
         total.copy_(first)
-    for piece in others:
-        total.add_(piece)
+    for chunk in others:
+        total.add_(chunk)
 
 
 class ExchangedWork:

@@ -10,24 +10,24 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 GRACE = timedelta(seconds=10)
-"""How long ranks wait for each other in a roll call: they notice a fault at different times, but soon."""
+"""How long ranks wait for each other: they notice a fault at different times, but soon."""
 
 
 class MissingRanksError(RuntimeError):
     """Ranks did not take part in what all must take part in."""
 
 
-class RollCall:
-    """Ranks that leave word in the store of the process group, which works when collectives do not.
+class Liveness:
+    """Which ranks are alive: they write to the store of the process group, which works when collectives do not.
 
     Args:
-        name: The same on all ranks, and another one for each roll call: what ranks did alone is forgotten with it.
+        name: The same on all ranks, and another one for each training: what ranks did alone is forgotten with it.
         store: By default that of the default process group.
     """
 
     def __init__(self, name: str, store: Store | None = None) -> None:
         store = _get_default_store() if store is None else store
-        self._store = PrefixStore(f"lightning_parstrat/roll_call/{name}", store)
+        self._store = PrefixStore(f"lightning_parstrat/liveness/{name}", store)
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)
@@ -80,14 +80,14 @@ def names_of(ranks: list[int]) -> str:
 
 
 @contextmanager
-def missing_ranks_named(roll_call: RollCall, what: str) -> Iterator[None]:
+def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
     """Within it, an error of a collective that came of missing ranks says which.
 
     All ranks that are there must be within it, for the same thing; after an error they wait for each other for up to
     :data:`GRACE`.
 
     Args:
-        roll_call: Finds out who is missing.
+        liveness: Finds out who is missing.
         what: What is being done, for the message.
 
     Raises:
@@ -96,7 +96,7 @@ def missing_ranks_named(roll_call: RollCall, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        missing = roll_call.missing("fault") if is_of_a_collective(error) else []
+        missing = liveness.missing("fault") if is_of_a_collective(error) else []
         if not missing:
             raise
         raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error

@@ -32,7 +32,7 @@ _SECOND_LEVEL_OF_REDUCTION, _SECOND_LEVEL_OF_GATHER = 1, 2
 class TwoLevelCollectives(PairwiseCollectives):
     """Exchanges within nodes and between counterparts; needs a topology that has two levels.
 
-    Beside its bucket a reduce-scatter holds (R - 1) / R of it as it is received, then one piece for each other node.
+    Beside its bucket a reduce-scatter holds (R - 1) / R of it as it is received, then one chunk for each other node.
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
@@ -45,12 +45,12 @@ class TwoLevelCollectives(PairwiseCollectives):
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        pieces = split(buffer, bounds)
-        arriving = {mate: [torch.empty_like(pieces[rank]) for rank in self._counterparts] for mate in self._node_mates}
-        arriving[self.rank] = [pieces[rank] for rank in self._counterparts]
+        chunks = split(buffer, bounds)
+        arriving = {mate: [torch.empty_like(chunks[rank]) for rank in self._counterparts] for mate in self._node_mates}
+        arriving[self.rank] = [chunks[rank] for rank in self._counterparts]
         transfers = self._exchange(
             self._node_mates,
-            lambda target: [pieces[rank] for rank in self._columns[target]],
+            lambda target: [chunks[rank] for rank in self._columns[target]],
             arriving.__getitem__,
             self._count_reduced,
         )
@@ -96,11 +96,11 @@ class TwoLevelCollectives(PairwiseCollectives):
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
-        pieces = split(buffer, bounds)
+        chunks = split(buffer, bounds)
         transfers = self._exchange(
             self._counterparts,
-            lambda target: [pieces[self.rank]],
-            lambda source: [pieces[source]],
+            lambda target: [chunks[self.rank]],
+            lambda source: [chunks[source]],
             self._count_gathered,
         )
         work = ExchangedWork()
@@ -109,8 +109,8 @@ class TwoLevelCollectives(PairwiseCollectives):
             Transfers(transfers).wait()
             within = self._exchange(
                 self._node_mates,
-                lambda target: [pieces[rank] for rank in self._counterparts],
-                lambda source: [pieces[rank] for rank in self._columns[source]],
+                lambda target: [chunks[rank] for rank in self._counterparts],
+                lambda source: [chunks[rank] for rank in self._columns[source]],
                 self._count_gathered,
                 _SECOND_LEVEL_OF_GATHER,
             )

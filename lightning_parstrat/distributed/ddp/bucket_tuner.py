@@ -28,7 +28,7 @@ from lightning_parstrat.core.tuning import (
     under_load,
 )
 from lightning_parstrat.core.tuning_report import Measured, TuningReport, bucket_times, gradient_times
-from lightning_parstrat.distributed.comm.agreement import told_by_all, told_by_first
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
 from lightning_parstrat.distributed.comm.calibration import all_reduce_buffers, all_reduce_cost
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.ddp.backward_clock import BackwardClock
@@ -152,7 +152,7 @@ class BucketTuner:
     def _tune(self) -> Steps[TuningReport]:
         policy = self._policy
         yield from self._steps(self._settling)
-        kept = self._told_by_first(self._load)
+        kept = self._broadcast(self._load)
         if kept is not None:
             probed = yield from self._probe(kept)
             if probed is not None:
@@ -167,7 +167,7 @@ class BucketTuner:
         problem = self._problem(seen.timing)
         cost = under_load(problem, idle.model, seen.timing.exposed_seconds)
         smallest_gain = max(policy.tune_tolerance * seen.timing.seconds, seen.noise_seconds)
-        decision: Decision = self._told_by_first(lambda: decide(problem, cost, seen.timing.seconds, smallest_gain))
+        decision: Decision = self._broadcast(lambda: decide(problem, cost, seen.timing.seconds, smallest_gain))
         report = TuningReport(
             verdict=decision.verdict,
             reason=decision.reason,
@@ -274,7 +274,7 @@ class BucketTuner:
         self._measuring_seconds += time.perf_counter() - began
         return fit
 
-    def _told_by_first(self, ask: Callable[[], T]) -> T:
+    def _broadcast(self, ask: Callable[[], T]) -> T:
         """What rank 0 has found; what it could not do stops the tuning on all ranks."""
         told: Any = None
         failure = None
@@ -283,7 +283,7 @@ class BucketTuner:
                 told = ask()
             except Exception as error:
                 failure = repr(error)
-        told, failure = told_by_first((told, failure), self._control)
+        told, failure = broadcast_object((told, failure), self._control.group)
         if failure is not None:
             raise TuningFault(f"rank 0: {failure}")
         result: T = told
@@ -297,7 +297,7 @@ class BucketTuner:
             done = act()
         except Exception as error:
             failure = repr(error)
-        failures = told_by_all(failure, self._control)
+        failures = all_gather_object(failure, self._control.group)
         failed = [rank for rank, told in enumerate(failures) if told is not None]
         if failed:
             raise TuningFault(f"rank {failed[0]}: {failures[failed[0]]}")
@@ -309,7 +309,7 @@ class BucketTuner:
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         if not isinstance(error, TuningStopped):
             self._warn(f"buckets are not tuned: {reason}")
-        if any(told_by_all(not self._buckets.are_default, self._control)):
+        if any(all_gather_object(not self._buckets.are_default, self._control.group)):
             try:
                 self._adopt(None)
             except TuningFault as fault:

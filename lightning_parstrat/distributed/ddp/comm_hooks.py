@@ -1,4 +1,4 @@
-"""What gradients of a DistributedDataParallel are compressed to on their way: torch's own hooks, by name."""
+"""What gradients of a DistributedDataParallel are compressed to: torch's own hooks, by name."""
 
 from typing import Any, Literal, NamedTuple
 

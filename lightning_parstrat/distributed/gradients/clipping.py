@@ -1,4 +1,4 @@
-"""Clipping by the norm of whole gradients, wherever they are: in shards (one scalar all-reduce) or on every rank."""
+"""Clipping by the norm of the unsharded gradient, which lies in shards (one scalar all-reduce) or on every rank."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -49,12 +49,12 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
     own = _gradients(shard for shard in shards if shard is not None)
     collectives = shardings[0].reducer.collectives if shardings else None
-    # What every rank steps whole is counted once.
-    counts_whole = collectives is None or collectives.rank == 0
+    # What is replicated is counted once.
+    counts_replicated = collectives is None or collectives.rank == 0
     replicated = _gradients(whole)
     return StepGradients(
         stepped=own + replicated,
-        counted=own + (replicated if counts_whole else []),
+        counted=own + (replicated if counts_replicated else []),
         dtype=accumulation_dtype(parameter.dtype for parameter in parameters),
         device=parameters[0].device if parameters else torch.device("cpu"),
         collectives=collectives,

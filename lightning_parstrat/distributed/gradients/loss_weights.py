@@ -157,7 +157,7 @@ class LossWeights:
 
 
 class _HostCopy:
-    """A GPU's number on its way to the host, which waits for it only when it asks.
+    """A GPU's number that is being copied to the host, which waits for it only when it asks.
 
     Args:
         weight: One element on a CUDA device.

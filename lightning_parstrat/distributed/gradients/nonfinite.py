@@ -5,10 +5,10 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 
 NAMES_SHOWN = 5
@@ -23,7 +23,7 @@ class _Seen(NamedTuple):
     largest: Tensor
 
 
-class GradientWitness:
+class NonfiniteTracker:
     """Remembers of every parameter whether its gradients on this rank were finite, until told to forget.
 
     After the sum over ranks it can no longer be told where a NaN came from. Costs one more pass over the gradients in
@@ -83,8 +83,7 @@ def raise_nonfinite(names: list[str], where: str, control: Collectives) -> None:
     Raises:
         NonfiniteGradientError: Always.
     """
-    gathered: list[list[str]] = [[] for _ in range(control.world_size)]
-    dist.all_gather_object(gathered, names, group=control.group)
+    gathered: list[list[str]] = all_gather_object(names, control.group)
     lines = [f"rank {rank}: {_listed(found)}" for rank, found in enumerate(gathered) if found]
     if not lines:
         lines = ["in no rank's own backward: their sum over ranks overflowed, or a hook has made them so"]

@@ -68,17 +68,17 @@ class NeedClock:
         return self._began is not None
 
     def send(self, bucket: ParameterBucket) -> None:
-        """Says that a bucket is on its way."""
+        """Says that a bucket's all-gather was launched."""
         if self._began is None:
             self._began = time.perf_counter()
 
     def need(self, bucket: ParameterBucket) -> None:
-        """Says that somebody wants to read it, before he waits."""
+        """Says that somebody wants to read it, before that reader waits."""
         if self._began is not None:
             self._seconds.setdefault(bucket, time.perf_counter() - self._began - self._waited)
 
     def wait(self, seconds: float) -> None:
-        """Says how long he has waited."""
+        """Says how long readers have waited."""
         self._waited += seconds
 
     def agree(self, buckets: Sequence[ParameterBucket], control: Collectives) -> list[float]:
@@ -93,12 +93,12 @@ class NeedClock:
 
 
 def group_gathers(buckets: Sequence[ParameterBucket], needed_seconds: Sequence[float], cost: AlphaBeta) -> None:
-    """Has buckets be stepped and sent home together where the forward waits least for that.
+    """Has buckets be stepped and gathered together where the forward waits least for that.
 
     The problem of :func:`~lightning_parstrat.core.bucketing.optimal_gather_buckets`; buckets of gradients are not cut.
 
     Args:
-        buckets: In the order in which they are sent home.
+        buckets: In the order in which they are gathered.
         needed_seconds: When each is needed.
         cost: What one collective takes.
     """

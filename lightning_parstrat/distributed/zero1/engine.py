@@ -37,7 +37,7 @@ from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.torch_compat import is_compiled
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer import make_whole, shard_optimizer
+from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
@@ -45,10 +45,10 @@ from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients
 from lightning_parstrat.distributed.zero1.replanning import Replanner
 from lightning_parstrat.distributed.zero1.shardability import (
-    Treatment,
+    ShardingDecision,
     check_parameters,
-    choose_treatment,
-    parameters_kept_whole,
+    decide_sharding,
+    replicated_parameters,
 )
 from lightning_parstrat.distributed.zero1.state_dict import shard_existing_state
 from lightning_parstrat.distributed.zero1.summary import ShardingSummary, state_bytes_per_parameter_byte
@@ -88,7 +88,7 @@ class ShardedDataParallel:
         self.module = module
         self.policy = policy
         self.optimizers = list(optimizers)
-        earlier = [make_whole(optimizer) for optimizer in self.optimizers]
+        earlier = [unshard(optimizer) for optimizer in self.optimizers]
         parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
         check_parameters(module, parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -102,7 +102,7 @@ class ShardedDataParallel:
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
         self.replanner = Replanner(self.reducer, self.gatherer, policy, plan, measures)
-        self.treatments = _agree(control, [choose_treatment(o, policy.partition) for o in self.optimizers])
+        self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self._shard_optimizers()
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
@@ -124,8 +124,8 @@ class ShardedDataParallel:
         """The optimizers that step shards."""
         return [
             optimizer
-            for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True)
-            if treatment.partition is not None
+            for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
+            if decision.partition is not None
         ]
 
     @contextmanager
@@ -230,24 +230,24 @@ class ShardedDataParallel:
             world_size=self.reducer.collectives.world_size,
             state_bytes=self._state_bytes(rank),
             master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
-            kept_whole=tuple(
-                f"{type(optimizer).__name__}: {treatment.reason}"
-                for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True)
-                if treatment.partition is None
+            replicated=tuple(
+                f"{type(optimizer).__name__}: {decision.reason}"
+                for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
+                if decision.partition is None
             ),
         )
 
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and waited for so far, gradients and parameters together."""
-        away, home = self.reducer.collectives.traffic, self.gatherer.collectives.traffic
-        return Traffic(*(getattr(away, field.name) + getattr(home, field.name) for field in fields(Traffic)))
+        gradients, parameters = self.reducer.collectives.traffic, self.gatherer.collectives.traffic
+        return Traffic(*(getattr(gradients, field.name) + getattr(parameters, field.name) for field in fields(Traffic)))
 
     def step_traffic(self) -> StepTraffic:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
-        away = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
-        home = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
-        return step_traffic(away, self.reducer.collectives.rank, self.topology, home)
+        reduced = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
+        gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
+        return step_traffic(reduced, self.reducer.collectives.rank, self.topology, gathered)
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
@@ -275,7 +275,7 @@ class ShardedDataParallel:
         """Removes the hooks and gives the parameters ordinary storage again.
 
         Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
-        sharded: their ``state_dict()`` still gathers the whole state, so that a checkpoint can be saved after training.
+        sharded: their ``state_dict()`` still gathers the state, so that a checkpoint can be saved after training.
         """
         callback_handler.remove_start_callback(self.gatherer.stop_overlapping)
         if failed:
@@ -323,7 +323,7 @@ class ShardedDataParallel:
         owners = self._owners()
         check_parameters(self.module, list(owners))
         # What was in no optimizer may be in one now; its gradients must not travel twice.
-        self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.keeps_parameters_whole])
+        self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
         for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.kept):
@@ -342,7 +342,7 @@ class ShardedDataParallel:
 
     @property
     def _partitions(self) -> dict[int, Partition]:
-        return {n: one.partition for n, one in enumerate(self.treatments) if one.partition is not None}
+        return {n: one.partition for n, one in enumerate(self.decisions) if one.partition is not None}
 
     def _share_buckets(self, owners: Mapping[Tensor, Owners]) -> None:
         """Gives optimizers the buckets of parameters that they got while those were another's already."""
@@ -355,33 +355,33 @@ class ShardedDataParallel:
                     sharding.add_slot(slots[parameter], bucket)
 
     def _owners(self) -> dict[Tensor, Owners]:
-        """The parameters to shard, each with the optimizers it is in; tells the optimizers which are kept whole."""
-        kept_whole = parameters_kept_whole(self.module, self.optimizers)
-        for optimizer, treatment in zip(self.optimizers, self.treatments, strict=True):
-            if treatment.partition is None:
-                kept_whole |= set(_parameters_of(optimizer))
+        """The parameters to shard, each with the optimizers it is in; tells the optimizers which are replicated."""
+        replicated = replicated_parameters(self.module, self.optimizers)
+        for optimizer, decision in zip(self.optimizers, self.decisions, strict=True):
+            if decision.partition is None:
+                replicated |= set(_parameters_of(optimizer))
         owners: dict[Tensor, Owners] = {}
         for number, optimizer in enumerate(self.optimizers):
-            if self.treatments[number].partition is None:
+            if self.decisions[number].partition is None:
                 continue
             sharding = _sharding_of(optimizer)
             for parameter in _parameters_of(optimizer):
-                if parameter in kept_whole and parameter not in sharding.slots:
-                    sharding.whole.add(parameter)
+                if parameter in replicated and parameter not in sharding.slots:
+                    sharding.replicated.add(parameter)
                 else:
                     owners[parameter] = (*owners.get(parameter, ()), number)
         return owners
 
 
-def _agree(control: Collectives, treatments: list[Treatment]) -> list[Treatment]:
-    """Where any rank would keep an optimizer whole, all do: trying it out may round differently. Collective."""
-    if not treatments:
+def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[ShardingDecision]:
+    """Where any rank would replicate an optimizer, all do: trying it out may round differently. Collective."""
+    if not decisions:
         return []
-    whole = torch.tensor([treatment.partition is None for treatment in treatments], dtype=torch.int32)
+    whole = torch.tensor([decision.partition is None for decision in decisions], dtype=torch.int32)
     control.all_reduce(whole, op=dist.ReduceOp.MAX).wait()
     return [
-        Treatment(None, treatment.reason or "so it is on another rank") if flag else treatment
-        for treatment, flag in zip(treatments, whole.tolist(), strict=True)
+        ShardingDecision(None, decision.reason or "so it is on another rank") if flag else decision
+        for decision, flag in zip(decisions, whole.tolist(), strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
-"""Updated parameters come home: every rank sends the shard it stepped, and receives the others'.
+"""Updated parameters are all-gathered: every rank sends the shard it stepped, and receives the others'.
 
 Gathers run on while the next buckets step, the next batch is loaded and the next forward begins; whoever reads a
-parameter waits for its bucket (``read_guard.py``). All are home before the next backward.
+parameter waits for its bucket (``read_guard.py``). All have arrived before the next backward.
 """
 
 import threading
@@ -20,7 +20,7 @@ from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark,
 
 
 class _Gather(NamedTuple):
-    """A bucket on the way; ``stream`` is the one it was launched from."""
+    """A bucket in flight; ``stream`` is the one it was launched from."""
 
     work: Work
     buffer: Tensor
@@ -43,7 +43,7 @@ class ParameterGatherer:
         self.streams = streams
         self.overlaps = False
         self.clock: NeedClock | None = None
-        self._on_the_way: dict[ParameterBucket, _Gather] = {}
+        self._in_flight: dict[ParameterBucket, _Gather] = {}
         # A thread that saves a checkpoint reads parameters, too.
         self._lock = threading.RLock()
 
@@ -61,7 +61,7 @@ class ParameterGatherer:
             self.clock.send(bucket)
         work = self.collectives.all_gather(buffer, bucket.layout.bounds)
         with self._lock:
-            self._on_the_way[bucket] = _Gather(work, buffer, late, self.streams.current())
+            self._in_flight[bucket] = _Gather(work, buffer, late, self.streams.current())
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
@@ -71,13 +71,13 @@ class ParameterGatherer:
     def finish_prompt(self) -> None:
         """Waits for buckets that somebody could read without being noticed."""
         with self._lock:
-            prompt = [bucket for bucket, gather in self._on_the_way.items() if not gather.can_be_late]
+            prompt = [bucket for bucket, gather in self._in_flight.items() if not gather.can_be_late]
         for bucket in prompt:
             self._arrive(bucket)
 
     def finish(self) -> None:
-        """Waits for all that is on the way. Not collective."""
-        for bucket in list(self._on_the_way):
+        """Waits for all that is in flight. Not collective."""
+        for bucket in list(self._in_flight):
             self._arrive(bucket)
 
     def stop_overlapping(self, *_: object) -> None:
@@ -90,13 +90,13 @@ class ParameterGatherer:
         try:
             self.finish()
         except RuntimeError:
-            for bucket in list(self._on_the_way):
-                self._on_the_way.pop(bucket)
+            for bucket in list(self._in_flight):
+                self._in_flight.pop(bucket)
                 unmark(bucket.parameters)
 
     def _arrive(self, bucket: ParameterBucket) -> None:
         with self._lock:
-            gather = self._on_the_way.get(bucket)
+            gather = self._in_flight.get(bucket)
             if gather is None:
                 return
             if self.clock is not None:
@@ -104,9 +104,9 @@ class ParameterGatherer:
             waited = self.collectives.traffic.waited_seconds
             with self.streams.on(gather.stream):
                 self.collectives.wait(gather.work)
-                bucket.take_home(gather.buffer)
+                bucket.finish_gather(gather.buffer)
                 # Last: another thread that finds an ordinary parameter reads it at once.
-                del self._on_the_way[bucket]
+                del self._in_flight[bucket]
                 unmark(bucket.parameters)
             if self.clock is not None:
                 self.clock.wait(self.collectives.traffic.waited_seconds - waited)

@@ -21,14 +21,14 @@ class ParameterSlot:
         bucket: The bucket it lies in.
         place: Where it lies.
         strides: The strides it has there: its own where it is dense (channels_last is kept), else row-major.
-        piece: Which part of it this rank owns, or None.
+        shard_slice: Which part of it this rank owns, or None.
         shard: That part as a parameter for the optimizer, or None.
         expected: Whether the next bucket launch waits for its gradient.
         fresh: Whether autograd has accumulated into ``param.grad`` since it was last packed.
         arrived: Whether this rank had a gradient for it in the current backward.
         reduced: Whether any rank had a gradient for it in the last backward that was reduced.
         used: Whether any rank has had a gradient for it since gradients were zeroed.
-        is_stranger: Whether its user has given it other data, of which the bucket holds a copy.
+        is_rebound: Whether its user has given it other data, of which the bucket holds a copy.
         trainable: Whether it required a gradient when the last backward began.
         idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
     """
@@ -39,12 +39,12 @@ class ParameterSlot:
         "expected",
         "fresh",
         "idle_backwards",
-        "is_stranger",
+        "is_rebound",
         "parameter",
-        "piece",
         "place",
         "reduced",
         "shard",
+        "shard_slice",
         "strides",
         "trainable",
         "used",
@@ -55,14 +55,14 @@ class ParameterSlot:
         self.bucket = bucket
         self.place = place
         self.strides = torch.empty_like(parameter, device="meta").stride()
-        self.piece = bucket.layout.slice_of(place, bucket.rank)
+        self.shard_slice = bucket.layout.slice_of(place, bucket.rank)
         self.shard: nn.Parameter | None = None
         self.expected = False
         self.fresh = False
         self.arrived = False
         self.reduced = False
         self.used = False
-        self.is_stranger = False
+        self.is_rebound = False
         self.trainable = False
         self.idle_backwards = 0
 
@@ -81,28 +81,30 @@ class ParameterSlot:
         return flat.as_strided(self.parameter.shape, self.strides, flat.storage_offset() + self.place.offset)
 
     def view_into_shard(self, flat_shard: Tensor) -> Tensor:
-        """The part this rank owns, in a buffer of the shard's length: 1-D, or all of the parameter in its shape."""
-        if self.piece is None:
+        """The part this rank owns, in a buffer of the shard's length: 1-D, or the uncut parameter in its shape."""
+        if self.shard_slice is None:
             raise AssertionError("a view of a shard was asked for on a rank that owns nothing of it")
-        start = flat_shard.storage_offset() + self.piece.shard_start
-        if self.piece.numel == self.place.numel:
+        start = flat_shard.storage_offset() + self.shard_slice.shard_start
+        if self.shard_slice.numel == self.place.numel:
             # An optimizer that looks at shapes (Muon, Adafactor) must see the parameter's own.
             return flat_shard.as_strided(self.parameter.shape, self.strides, start)
-        return flat_shard.as_strided((self.piece.numel,), (1,), start)
+        return flat_shard.as_strided((self.shard_slice.numel,), (1,), start)
 
-    def storage_order(self, whole: Tensor) -> Tensor:
+    def storage_order(self, unsharded: Tensor) -> Tensor:
         """A tensor of the parameter's shape as 1-D, its elements in the order in which they lie in the bucket."""
-        if whole.stride() != self.strides:
-            whole = torch.empty_strided(whole.shape, self.strides, dtype=whole.dtype, device=whole.device).copy_(whole)
-        return whole.as_strided((whole.numel(),), (1,))
+        if unsharded.stride() != self.strides:
+            unsharded = torch.empty_strided(
+                unsharded.shape, self.strides, dtype=unsharded.dtype, device=unsharded.device
+            ).copy_(unsharded)
+        return unsharded.as_strided((unsharded.numel(),), (1,))
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def part_of(self, unsharded: Tensor) -> Tensor:
         """The part this rank owns of a tensor of the parameter's shape: a view where its strides are the bucket's."""
-        if self.piece is None or self.shard is None:
+        if self.shard_slice is None or self.shard is None:
             raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
-        start = self.piece.parameter_start
-        part = self.storage_order(whole)[start : start + self.piece.numel]
-        return part.as_strided(self.shard.shape, self.strides) if self.piece.numel == self.place.numel else part
+        start = self.shard_slice.parameter_start
+        part = self.storage_order(unsharded)[start : start + self.shard_slice.numel]
+        return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
 
     def owned_by(self, rank: int) -> ShardSlice:
         """Which part of it ``rank`` owns.
@@ -110,10 +112,10 @@ class ParameterSlot:
         Raises:
             AssertionError: ``rank`` owns nothing of it.
         """
-        piece = self.bucket.layout.slice_of(self.place, rank)
-        if piece is None:
+        shard_slice = self.bucket.layout.slice_of(self.place, rank)
+        if shard_slice is None:
             raise AssertionError(f"rank {rank} owns nothing of a parameter it has state for")
-        return piece
+        return shard_slice
 
 
 class GradientBucket:
@@ -122,12 +124,12 @@ class GradientBucket:
     Args:
         index: Position in the order of reductions.
         layout: The plan; its slots refer to positions in ``parameters``.
-        parameters: The parameters of the whole plan, at least one of which is in this bucket.
+        parameters: All parameters of the plan, at least one of which is in this bucket.
         rank: Whose shard of the gradient is this process's.
         reduce_dtype: What the gradients travel in; by default their own dtype.
     """
 
-    keeps_parameters_whole = True
+    is_replicated = True
     """Whether every rank steps all of every parameter, so that ``param.grad`` must hold the mean on all of them."""
 
     def __init__(
@@ -147,7 +149,7 @@ class GradientBucket:
         self.reduce_dtype = reduce_dtype or first.dtype
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.shard_gradient: Tensor | None = None
-        self.whole_gradient: Tensor | None = None
+        self.unsharded_gradient: Tensor | None = None
 
     @property
     def has_gradients(self) -> bool:
@@ -164,9 +166,9 @@ class GradientBucket:
         """Whether this rank steps a copy of its shard, not the parameters themselves."""
         return False
 
-    def shard_of(self, whole: Tensor) -> Tensor:
+    def shard_of(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a buffer of the bucket's length: 1-D, a view."""
-        return whole[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
+        return unsharded[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
 
     def pack_gradients(self, exposed: bool, again: bool) -> Tensor:
         """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
@@ -215,9 +217,9 @@ class GradientBucket:
         """Forgets the reduced gradients of ``slots``, or fills them with zeros."""
         mine = [slot for slot in self.slots if slot in slots]
         if set_to_none and len(mine) == len(self.slots):
-            self.shard_gradient = self.whole_gradient = None
+            self.shard_gradient = self.unsharded_gradient = None
         for slot in mine:
-            if self.shard_gradient is not None and slot.piece is not None:
+            if self.shard_gradient is not None and slot.shard_slice is not None:
                 slot.view_into_shard(self.shard_gradient).zero_()
             if set_to_none:
                 slot.used = False

@@ -39,7 +39,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None, **arguments: Any)
     """
     if not self._sharding.attached:
         # Its training has ended, or it is a copy: it goes on as an ordinary optimizer, of its own class.
-        whole = make_whole(self)
+        whole = unshard(self)
         self.load_state_dict(whole)
         original = functools.partial(type(self).step, self)
         with without_step_hooks(self):
@@ -70,15 +70,15 @@ class ShardedOptimizer(Optimizer):
             self._sharding.adopt_added_parameters()
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state on every rank, in torch's own format and on the host. Collective."""
+        """The unsharded state on every rank, in torch's own format and on the host. Collective."""
         return gather_state_dict(self, destination=None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads whole state in torch's own format, of which this rank keeps its shards; see :func:`load_sharded`."""
+        """Loads unsharded state in torch's format, of which this rank keeps its shards; see :func:`load_sharded`."""
         load_sharded(self, state_dict, super().load_state_dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles hold this rank's part of the state; used on all ranks together, they become whole."""
+        """Copies and pickles hold this rank's part of the state; used on all ranks together, they become unsharded."""
         kept = ("defaults", "state", "param_groups", "_sharding")
         attributes = {key: vars(self)[key] for key in kept}
         return _rebuild, (self._sharding.original, {**attributes, "state": dict(self.state)})
@@ -88,7 +88,7 @@ def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: Pa
     """Swaps the optimizer's class; its buckets are added by the caller.
 
     Args:
-        optimizer: An optimizer that :func:`choose_treatment` wants sharded.
+        optimizer: An optimizer that :func:`decide_sharding` wants sharded.
         reducer: Brings mean gradients to the shards.
         gatherer: Brings updated parameters back.
 
@@ -136,24 +136,24 @@ def _rebuild(original: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     return optimizer
 
 
-def unshard_optimizer(optimizer: Optimizer) -> None:
-    """Restores the optimizer's class; its state must have been made whole, or emptied, before."""
+def _restore_class(optimizer: Optimizer) -> None:
+    """Restores the optimizer's class; its state must have been gathered, or emptied, before."""
     optimizer.__class__ = original_class(optimizer)
     del optimizer._sharding  # type: ignore[attr-defined]
     _renew_scheduler_wrapper(optimizer)
 
 
-def make_whole(optimizer: Optimizer) -> dict[str, Any] | None:
+def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
     """Undoes the sharding of an earlier training, if there was one, and leaves the state empty. Collective.
 
     Returns:
-        The optimizer's whole state, in host memory, to be loaded; or None where it had not been sharded.
+        The optimizer's unsharded state, in host memory, to be loaded; or None where it had not been sharded.
     """
     if not isinstance(optimizer, ShardedOptimizer):
         return None
     state_dict = optimizer.state_dict()
     optimizer.state = defaultdict(dict)
-    unshard_optimizer(optimizer)
+    _restore_class(optimizer)
     return state_dict
 
 

@@ -62,7 +62,7 @@ class OptimizerSharding:
         self.gatherer = gatherer
         self.buckets: list[ParameterBucket] = []
         self.slots: dict[Tensor, ParameterSlot] = {}
-        self.whole: set[Tensor] = set()
+        self.replicated: set[Tensor] = set()
         self.attached = True
         self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
         self._control: Collectives | None = reducer.control
@@ -111,13 +111,13 @@ class OptimizerSharding:
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
         """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""
         return any(
-            parameter not in self.slots and parameter not in self.whole
+            parameter not in self.slots and parameter not in self.replicated
             for group in optimizer.param_groups
             for parameter in group["params"]
         )
 
     def stand_ins(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank steps for ``parameters``: its shards of them, and those that every rank steps whole."""
+        """What this rank steps for ``parameters``: its shards of them, and those that every rank steps replicated."""
         found = []
         for parameter in parameters:
             slot = self.slots.get(parameter)
@@ -153,7 +153,7 @@ class OptimizerSharding:
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
-        known = next(iter((*self.slots, *self.whole)), None)
+        known = next(iter((*self.slots, *self.replicated)), None)
         return torch.device("cpu") if known is None else known.device
 
     def maximum_over_ranks(self, value: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class OptimizerSharding:
         closure: Callable[[], Any] | None,
         arguments: dict[str, Any],
     ) -> Any:
-        """Steps the shards, brings the parameters home. Collective: one all-gather per bucket that may have moved.
+        """Steps the shards, all-gathers the parameters. Collective: one all-gather per bucket that may have moved.
 
         Args:
             optimizer: The optimizer that this is of.
@@ -219,7 +219,7 @@ class OptimizerSharding:
         return result
 
     def _parts(self, optimizer: Optimizer) -> list["_Part"]:
-        """What is stepped one after the other, so that the first is on its way while the next steps.
+        """What is stepped one after the other, so that the first is in flight while the next steps.
 
         The next forward reads parameters in the reverse order of their gradients. An optimizer that is not known to
         step each element alone steps once: it may count its steps, or do something once per step.
@@ -259,7 +259,7 @@ class OptimizerSharding:
             self.reducer.reduce_left_over(self.buckets[known:])
         self.finish_gradients()
         for bucket in self.buckets:
-            bucket.take_in_strangers()
+            bucket.copy_in_rebound()
             bucket.refresh_master_weights()
 
     def _stepped_buckets(self) -> list[ParameterBucket]:

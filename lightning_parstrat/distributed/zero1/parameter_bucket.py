@@ -31,12 +31,12 @@ class ParameterBucket(GradientBucket):
     Args:
         index: Position in the order of reductions.
         layout: The plan; its slots refer to positions in ``parameters``.
-        parameters: The parameters of the whole plan.
+        parameters: All parameters of the plan.
         rank: Whose shard is this process's.
         wire: What gradients and parameters travel in, and what this rank's shard is kept in.
     """
 
-    keeps_parameters_whole = False
+    is_replicated = False
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ParameterBucket(GradientBucket):
         wire = wire or WireFormat()
         super().__init__(index, layout, parameters, rank, wire.reduce_dtype)
         self.gather_dtype = wire.gather_dtype or self.dtype
-        # Neighbours with the same number are stepped and sent home together.
+        # Neighbours with the same number are stepped and gathered together.
         self.gather_group: int | None = None
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self._left_behind: set[int] = set()
@@ -57,12 +57,12 @@ class ParameterBucket(GradientBucket):
         self.master = None if wire.master_dtype is None else self.shard.to(wire.master_dtype, copy=True)
         stepped = self.shard if self.master is None else self.master
         for slot in self.slots:
-            if slot.piece is not None:
+            if slot.shard_slice is not None:
                 slot.shard = nn.Parameter(slot.view_into_shard(stepped))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which hold what is owned but not the parameters of the whole bucket."""
-        return {**vars(self), "flat": self.flat.new_empty(0), "shard_gradient": None, "whole_gradient": None}
+        return {**vars(self), "flat": self.flat.new_empty(0), "shard_gradient": None, "unsharded_gradient": None}
 
     @property
     @override
@@ -87,7 +87,7 @@ class ParameterBucket(GradientBucket):
     @property
     def is_read_through_parameters(self) -> bool:
         """Whether nothing but the parameters themselves shows what is in the buffer: no view, detached or other."""
-        return not any(slot.is_stranger for slot in self.slots) and not self._is_held_by_others(self.slots)
+        return not any(slot.is_rebound for slot in self.slots) and not self._is_held_by_others(self.slots)
 
     @property
     def storages(self) -> set[int]:
@@ -95,7 +95,7 @@ class ParameterBucket(GradientBucket):
         return self._left_behind | {self.flat.untyped_storage().data_ptr()}
 
     @torch.no_grad()
-    def take_in_strangers(self) -> None:
+    def copy_in_rebound(self) -> None:
         """Copies in what users have put in the place of parameters' data: other tensors, which stay theirs.
 
         The tensor goes on being the parameter's storage, as under DDP where its user may hold on to it; the bucket
@@ -105,19 +105,19 @@ class ParameterBucket(GradientBucket):
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
         """
-        strangers = [slot for slot in self.slots if slot.place.numel and not self._lies_in(slot)]
-        if not strangers:
+        rebound = [slot for slot in self.slots if slot.place.numel and not self._lies_in(slot)]
+        if not rebound:
             return
-        self._check_unchanged(strangers)
-        if not all(slot.is_stranger for slot in strangers):
-            self._leave_memory_that_others_hold(strangers)
-        for slot in strangers:
-            slot.is_stranger = True
+        self._check_unchanged(rebound)
+        if not all(slot.is_rebound for slot in rebound):
+            self._leave_memory_that_others_hold(rebound)
+        for slot in rebound:
+            slot.is_rebound = True
             slot.view_into(self.flat).copy_(slot.parameter.data)
 
-    def _copy_out_to_strangers(self) -> None:
+    def _copy_out_rebound(self) -> None:
         for slot in self.slots:
-            if slot.is_stranger:
+            if slot.is_rebound:
                 slot.parameter.data.copy_(slot.view_into(self.flat))
 
     @torch.no_grad()
@@ -130,8 +130,8 @@ class ParameterBucket(GradientBucket):
 
     def _lies_in(self, slot: ParameterSlot) -> bool:
         data = slot.parameter.data
-        home = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
-        return data.data_ptr() == home and data.stride() == slot.strides and data.dtype == self.dtype
+        place = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
+        return data.data_ptr() == place and data.stride() == slot.strides and data.dtype == self.dtype
 
     def _check_unchanged(self, slots: Sequence[ParameterSlot]) -> None:
         for slot in slots:
@@ -143,23 +143,23 @@ class ParameterBucket(GradientBucket):
                     " before `fit`, not during it."
                 )
 
-    def _leave_memory_that_others_hold(self, strangers: Sequence[ParameterSlot]) -> None:
-        """Moves to a new buffer where tensors other than the parameters at home and the shards lie in this one."""
-        at_home = [slot for slot in self.slots if slot not in strangers]
-        if not self._is_held_by_others(at_home):
+    def _leave_memory_that_others_hold(self, rebound: Sequence[ParameterSlot]) -> None:
+        """Moves to a new buffer where other tensors lie in this one than the parameters ``in_place`` and the shards."""
+        in_place = [slot for slot in self.slots if slot not in rebound]
+        if not self._is_held_by_others(in_place):
             return
         self._left_behind.add(self.flat.untyped_storage().data_ptr())
         self.flat = self.flat.clone()
-        self._move_in(at_home)
+        self._move_in(in_place)
         if self.master is None:
             for slot in self.slots:
                 if slot.shard is not None:
                     slot.shard.data = slot.view_into_shard(self.shard)
 
-    def _is_held_by_others(self, at_home: Sequence[ParameterSlot]) -> bool:
-        """Whether tensors other than the parameters ``at_home`` and the shards lie in the buffer."""
+    def _is_held_by_others(self, in_place: Sequence[ParameterSlot]) -> bool:
+        """Whether tensors other than the parameters ``in_place`` and the shards lie in the buffer."""
         shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
-        own = 2 + sum(slot.place.numel > 0 for slot in at_home) + shards  # The buffer itself, and the handle asked.
+        own = 2 + sum(slot.place.numel > 0 for slot in in_place) + shards  # The buffer itself, and the handle asked.
         count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
         return count > own
 
@@ -173,13 +173,13 @@ class ParameterBucket(GradientBucket):
             storages: Addresses of all buckets' storages; parameters may have traded data.
         """
         for slot in self.slots:
-            if not slot.is_stranger or slot.parameter.data.untyped_storage().data_ptr() in storages:
+            if not slot.is_rebound or slot.parameter.data.untyped_storage().data_ptr() in storages:
                 slot.parameter.data = slot.parameter.data.clone()
             if slot.shard is not None:
                 slot.shard.grad = None
                 if self.master is None:
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
-        self.shard_gradient = self.whole_gradient = None
+        self.shard_gradient = self.unsharded_gradient = None
         self.flat = self.flat.new_empty(0)
 
     @torch.no_grad()
@@ -196,7 +196,7 @@ class ParameterBucket(GradientBucket):
 
     def let_go(self) -> None:
         """Frees what is left when everything has moved: bucket and slots hold each other until they are collected."""
-        self.shard_gradient = self.whole_gradient = self.master = None
+        self.shard_gradient = self.unsharded_gradient = self.master = None
         for slot in self.slots:
             if slot.shard is not None:
                 slot.shard.grad = None
@@ -224,11 +224,11 @@ class ParameterBucket(GradientBucket):
         return buffer
 
     @torch.no_grad()
-    def take_home(self, gathered: Tensor) -> None:
+    def finish_gather(self, gathered: Tensor) -> None:
         """Puts what was gathered where the parameters are, and where they have storage outside of the bucket."""
         if gathered is not self.flat:
             self.flat.copy_(gathered)
-        self._copy_out_to_strangers()
+        self._copy_out_rebound()
 
     def _rounded(self, master: Tensor) -> Tensor:
         return master.to(self.gather_dtype).to(self.dtype)

@@ -30,7 +30,7 @@ Owners = tuple[int, ...]
 class Grouping:
     """Chooses which parameters share a bucket, and which bucket goes first; this one knows no more than their order.
 
-    All ranks choose alike. A bucket of parameters that stay whole on one rank and one of parameters that are cut are
+    All ranks choose alike. A bucket of parameters that stay uncut on one rank and one of parameters that are cut are
     grouped apart, but leave in one order.
     """
 
@@ -59,7 +59,7 @@ class PlannedBucket(NamedTuple):
 
     Attributes:
         layout: Its slots refer to positions in ``parameters``.
-        parameters: Those of the whole plan.
+        parameters: All parameters of the plan.
         owners: The positions of the optimizers that step all of its parameters.
         wire: What its gradients and parameters travel in.
     """

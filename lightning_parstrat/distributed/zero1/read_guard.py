@@ -3,8 +3,8 @@
 While a bucket is gathered, its parameters are of a subclass of ``nn.Parameter`` whose ``__torch_function__`` waits for
 the bucket before it lets the operation go on, and gives the parameters their own class back. Whoever holds a reference
 is served: modules, penalties over a list of weights, ``state_dict``, optimizers, callbacks, copies. What asks for
-shape, dtype, or gradient alone does not wait. Nothing is paid once a parameter is home; to mark and unmark one takes
-some tenths of a microsecond.
+shape, dtype, or gradient alone does not wait. Nothing is paid once a parameter has arrived; to mark and unmark one
+takes some tenths of a microsecond.
 
 Only C++ code that takes a parameter without asking torch could read one early, such as an extension called by its
 module: so modules that are called wait for what they hold.
@@ -20,8 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-_ON_THE_WAY: dict[int, Callable[[], None]] = {}
-"""What brings a marked parameter home, by its identity; marked parameters are held by their buckets."""
+_IN_FLIGHT: dict[int, Callable[[], None]] = {}
+"""What waits for a marked parameter, by its identity; marked parameters are held by their buckets."""
 
 _WATCH: list[RemovableHandle] = []
 """The hook that has modules wait for what they hold: one for the process, while any parameter is marked."""
@@ -51,7 +51,7 @@ _NEEDS_NO_CONTENT: set[Any] = {
 }
 
 
-class ParameterOnTheWay(nn.Parameter):
+class InFlightParameter(nn.Parameter):
     """A parameter whose new values are being gathered. Never instantiated: :func:`mark` swaps classes."""
 
     @classmethod
@@ -62,18 +62,18 @@ class ParameterOnTheWay(nn.Parameter):
         if func not in _NEEDS_NO_CONTENT:
             found = _marked_in([args, kwargs or {}])
             if found:
-                bring_home(found)
+                wait_for_parameters(found)
             else:
                 # One is hidden in an object of the caller's.
-                for arrive in list(_ON_THE_WAY.values()):
+                for arrive in list(_IN_FLIGHT.values()):
                     arrive()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy is of the class that this has once it is home.
-        bring_home([self])
+        # The copy is of the class that this has once it has arrived.
+        wait_for_parameters([self])
         return copy.deepcopy(self, memo)
 
 
@@ -85,39 +85,39 @@ def can_be_marked(parameter: Tensor) -> bool:
 def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
     """Has ``arrive`` called before anyone reads one of ``parameters``; it calls :func:`unmark`."""
     if not _WATCH:
-        _WATCH.append(register_module_forward_pre_hook(_bring_home_parameters_of))
+        _WATCH.append(register_module_forward_pre_hook(_wait_for_parameters_of))
     for parameter in parameters:
-        _ON_THE_WAY[id(parameter)] = arrive
-        parameter.__class__ = ParameterOnTheWay
+        _IN_FLIGHT[id(parameter)] = arrive
+        parameter.__class__ = InFlightParameter
 
 
 def unmark(parameters: Iterable[Tensor]) -> None:
     """Makes of ``parameters`` ordinary ones again."""
     for parameter in parameters:
-        _ON_THE_WAY.pop(id(parameter), None)
+        _IN_FLIGHT.pop(id(parameter), None)
         parameter.__class__ = nn.Parameter
-    while _WATCH and not _ON_THE_WAY:
+    while _WATCH and not _IN_FLIGHT:
         _WATCH.pop().remove()
 
 
-def bring_home(parameters: Iterable[Tensor]) -> None:
-    """Waits for those of ``parameters`` that are on the way."""
+def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
+    """Waits for those of ``parameters`` that are in flight."""
     for parameter in parameters:
-        arrive = _ON_THE_WAY.get(id(parameter))
+        arrive = _IN_FLIGHT.get(id(parameter))
         if arrive is not None:
             arrive()
-        elif type(parameter) is ParameterOnTheWay:
+        elif type(parameter) is InFlightParameter:
             # A copy that something made of the class as it was.
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def _bring_home_parameters_of(module: nn.Module, _: Any) -> None:
-    bring_home(p for p in module._parameters.values() if type(p) is ParameterOnTheWay)
+def _wait_for_parameters_of(module: nn.Module, _: Any) -> None:
+    wait_for_parameters(p for p in module._parameters.values() if type(p) is InFlightParameter)
 
 
 def _marked_in(values: Any) -> list[Tensor]:
     """All marked parameters in nested arguments."""
-    if isinstance(values, ParameterOnTheWay):
+    if isinstance(values, InFlightParameter):
         return [values]
     if isinstance(values, dict):
         values = values.values()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parstrat.core.layout import ShardSlice
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.exchange import exchange_pieces
+from lightning_parstrat.distributed.comm.exchange import exchange_chunks
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 
 State = dict[str, Any]
@@ -71,7 +71,7 @@ def move_state(
             continue
         own: State = {} if move.old.shard is None else optimizer.state.get(move.old.shard, {})
         whole = [key for key, entry in entries.items() if entry.dtype is not None]
-        arrived = _move_pieces(move, [(own.get(key), entries[key].dtype) for key in whole], collectives)
+        arrived = _move_slices(move, [(own.get(key), entries[key].dtype) for key in whole], collectives)
         if move.new.shard is None:
             continue
         moved = dict(zip(whole, arrived, strict=True))
@@ -87,7 +87,7 @@ def move_master_weights(moves: Sequence[Move], collectives: Collectives) -> None
     """Brings master weights to their new owners. Collective; nothing is under way."""
     for move in moves:
         if move.new.bucket.has_master_weights:
-            (arrived,) = _move_pieces(move, [(move.old.shard, move.new.bucket.shard_dtype)], collectives)
+            (arrived,) = _move_slices(move, [(move.old.shard, move.new.bucket.shard_dtype)], collectives)
             if move.new.shard is not None and arrived is not None:
                 move.new.shard.copy_(arrived)
 
@@ -102,8 +102,8 @@ def move_gradients(moves: Sequence[Move], collectives: Collectives) -> None:
         if bucket.shard_gradient is None:
             numel = bucket.layout.shard_numel(bucket.rank)
             bucket.shard_gradient = torch.zeros(numel, dtype=bucket.shard_dtype, device=bucket.device)
-        own = None if reduced is None or move.old.piece is None else move.old.view_into_shard(reduced)
-        (arrived,) = _move_pieces(move, [(own, bucket.shard_dtype)], collectives)
+        own = None if reduced is None or move.old.shard_slice is None else move.old.view_into_shard(reduced)
+        (arrived,) = _move_slices(move, [(own, bucket.shard_dtype)], collectives)
         if arrived is not None:
             move.new.view_into_shard(bucket.shard_gradient).copy_(arrived)
 
@@ -140,7 +140,7 @@ def _value(entry: _Known, slot: ParameterSlot) -> Any:
     return value.to(slot.parameter.device) if entry.on_device else value
 
 
-def _move_pieces(
+def _move_slices(
     move: Move, own: Sequence[tuple[Tensor | None, torch.dtype | None]], collectives: Collectives
 ) -> list[Tensor | None]:
     """Exchanges tensors that lie like the parameter.
@@ -160,15 +160,15 @@ def _move_pieces(
     outgoing: dict[int, list[Tensor]] = {}
     incoming: dict[int, list[Tensor]] = {}
     for other in range(collectives.world_size):
-        to_send = _common(move.old.piece, move.new.bucket.layout.slice_of(move.new.place, other), parts)
-        to_receive = _common(move.new.piece, move.old.bucket.layout.slice_of(move.old.place, other), arrived)
+        to_send = _common(move.old.shard_slice, move.new.bucket.layout.slice_of(move.new.place, other), parts)
+        to_receive = _common(move.new.shard_slice, move.old.bucket.layout.slice_of(move.old.place, other), arrived)
         if other == rank:
-            for place, piece in zip(to_receive, to_send, strict=True):
-                place.copy_(piece)
+            for place, shard_slice in zip(to_receive, to_send, strict=True):
+                place.copy_(shard_slice)
         else:
             outgoing[other], incoming[other] = to_send, to_receive
-    exchange_pieces(collectives, outgoing, incoming)
-    if move.new.shard is None or move.new.piece is None:
+    exchange_chunks(collectives, outgoing, incoming)
+    if move.new.shard is None or move.new.shard_slice is None:
         return [None] * len(own)
     shape, strides = move.new.shard.shape, move.new.shard.stride()
     return [None if part is None else part.as_strided(shape, strides) for part in arrived]
@@ -177,7 +177,7 @@ def _move_pieces(
 def _common(
     of_this_rank: ShardSlice | None, of_other: ShardSlice | None, parts: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """What this rank's parts have in common with another rank's piece of the parameter: views."""
+    """What this rank's parts have in common with another rank's shard_slice of the parameter: views."""
     if of_this_rank is None or of_other is None:
         return []
     start = max(of_this_rank.parameter_start, of_other.parameter_start)
@@ -190,18 +190,22 @@ def _common(
 
 def _flat(slot: ParameterSlot, tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     """A part as 1-D in storage order."""
-    if slot.shard is None or slot.piece is None:
+    if slot.shard is None or slot.shard_slice is None:
         return None
     if tensor is None:
-        return torch.zeros(slot.piece.numel, dtype=dtype, device=slot.parameter.device)
-    whole = slot.piece.numel == slot.place.numel
+        return torch.zeros(slot.shard_slice.numel, dtype=dtype, device=slot.parameter.device)
+    whole = slot.shard_slice.numel == slot.place.numel
     return slot.storage_order(tensor.detach()) if whole else tensor.detach().contiguous()
 
 
 def _new_part(slot: ParameterSlot, dtype: torch.dtype | None) -> Tensor | None:
-    return None if slot.piece is None else torch.zeros(slot.piece.numel, dtype=dtype, device=slot.parameter.device)
+    return (
+        None
+        if slot.shard_slice is None
+        else torch.zeros(slot.shard_slice.numel, dtype=dtype, device=slot.parameter.device)
+    )
 
 
-def _elements(piece: ShardSlice | None) -> tuple[int, int] | None:
-    """Which elements of its parameter a piece has, wherever they lie in the shard."""
-    return None if piece is None else (piece.parameter_start, piece.numel)
+def _elements(shard_slice: ShardSlice | None) -> tuple[int, int] | None:
+    """Which elements of its parameter a shard_slice has, wherever they lie in the shard."""
+    return None if shard_slice is None else (shard_slice.parameter_start, shard_slice.numel)

@@ -51,7 +51,7 @@ class GradientReducer:
     Args:
         collectives: Carry the gradients.
         control: Carries the flags; its group works on host memory.
-        max_inflight: How many buckets may be on their way before backward waits. With such a bound every rank sends
+        max_inflight: How many buckets may be in flight before backward waits. With such a bound every rank sends
             all buckets that are expected, also those of which no rank turns out to have a gradient.
     """
 
@@ -232,10 +232,7 @@ class GradientReducer:
                 self._missing[bucket] = expected
         # Whether this backward waits for the flags must not depend on what this rank finds in it.
         self._settles_in_backward = self.exposes_gradients or any(
-            slot.parameter.requires_grad
-            for bucket in self.buckets
-            if bucket.keeps_parameters_whole
-            for slot in bucket.slots
+            slot.parameter.requires_grad for bucket in self.buckets if bucket.is_replicated for slot in bucket.slots
         )
 
     def _on_loss_gradient(self, _: Tensor) -> None:
@@ -276,7 +273,7 @@ class GradientReducer:
         return 1.0 / self.collectives.world_size
 
     def _exposes(self, bucket: GradientBucket) -> bool:
-        return self.exposes_gradients or bucket.keeps_parameters_whole
+        return self.exposes_gradients or bucket.is_replicated
 
     def _flush(self) -> None:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""

@@ -39,13 +39,13 @@ class Launch(NamedTuple):
 class _Reduction(NamedTuple):
     """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
 
-    ``whole`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
+    ``unsharded`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
     What ``scale`` is divided by, ``applied``, has been done before the sum.
     """
 
     bucket: GradientBucket
     shard: Tensor
-    whole: Tensor | None
+    unsharded: Tensor | None
     work: Work
     applied: float
     launch: Launch
@@ -57,7 +57,7 @@ class Reductions:
     A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
 
     Args:
-        max_inflight: How many may be on their way before :meth:`launch` waits for the first of them; None for any
+        max_inflight: How many may be in flight before :meth:`launch` waits for the first of them; None for any
             number. Only where every rank sends all buckets it is expected to, whether or not it has their gradients:
             else a rank that waits in backward may wait for one that waits for the flags of all.
     """
@@ -77,14 +77,14 @@ class Reductions:
             # A sum over ranks overflows in float16 where the mean does not.
             applied = 1.0 / collectives.world_size
             buffer.mul_(applied)
-        whole = None
+        unsharded = None
         if how.exposes:
-            whole = torch.empty_like(buffer, dtype=bucket.dtype)
-            shard = bucket.shard_of(whole)
+            unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
+            shard = bucket.shard_of(unsharded)
         else:
             shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
         work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        self._under_way.append(_Reduction(bucket, shard, whole, work, applied, how))
+        self._under_way.append(_Reduction(bucket, shard, unsharded, work, applied, how))
         self._not_waited_for.append(work)
 
     def _hold_back(self, collectives: Collectives) -> None:
@@ -106,7 +106,7 @@ class Reductions:
                 reduction.shard.mul_(scale)
             # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
             if bucket.shard_gradient is None or (how.exposes and not how.again):
-                bucket.shard_gradient, bucket.whole_gradient = reduction.shard, reduction.whole
+                bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
             else:
                 bucket.shard_gradient.add_(reduction.shard)
         for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
@@ -123,7 +123,7 @@ class Reductions:
 
 
 def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:
-    """Gathers the reduced gradients of whole buckets and makes ``param.grad`` views of them.
+    """Gathers the reduced gradients of buckets and makes ``param.grad`` views of them.
 
     Collective: one all-gather per bucket. Parameters that no rank had a gradient for keep what they have. This rank's
     shard is a part of the gathered buffer, so what is written into ``param.grad`` in place is what steps.
@@ -132,15 +132,17 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
         buckets: Those reduced in this backward, in the same order on all ranks.
         collectives: The reducer's.
     """
-    under_way = [(bucket, collectives.all_gather(_whole_gradient(bucket), bucket.layout.bounds)) for bucket in buckets]
+    under_way = [
+        (bucket, collectives.all_gather(_unsharded_gradient(bucket), bucket.layout.bounds)) for bucket in buckets
+    ]
     for bucket, work in under_way:
         collectives.wait(work)
         for slot in bucket.slots:
             if slot.reduced:
-                slot.parameter.grad = slot.view_into(_whole_gradient(bucket))
-        if bucket.keeps_parameters_whole:
+                slot.parameter.grad = slot.view_into(_unsharded_gradient(bucket))
+        if bucket.is_replicated:
             # From here on `param.grad` is all that holds it, and zeroing it frees it.
-            bucket.shard_gradient = bucket.whole_gradient = None
+            bucket.shard_gradient = bucket.unsharded_gradient = None
 
 
 @contextmanager
@@ -155,8 +157,8 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
     """
     shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
     for bucket in shown:
-        bucket.whole_gradient = torch.empty_like(bucket.flat)
-        bucket.shard_of(bucket.whole_gradient).copy_(_shard_gradient(bucket))
+        bucket.unsharded_gradient = torch.empty_like(bucket.flat)
+        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
         for slot in bucket.slots:
             slot.reduced = slot.used
     expose_gradients(shown, collectives)
@@ -173,16 +175,16 @@ def _take_back(bucket: ParameterBucket) -> None:
     for slot in bucket.slots:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
-        if gradient is not None and slot.piece is not None:
+        if gradient is not None and slot.shard_slice is not None:
             take_where_changed(slot.view_into_shard(_shard_gradient(bucket)), slot.part_of(gradient))
-    bucket.whole_gradient = None
+    bucket.unsharded_gradient = None
     bucket.attach_gradients()
 
 
-def _whole_gradient(bucket: GradientBucket) -> torch.Tensor:
-    if bucket.whole_gradient is None:
+def _unsharded_gradient(bucket: GradientBucket) -> torch.Tensor:
+    if bucket.unsharded_gradient is None:
         raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
-    return bucket.whole_gradient
+    return bucket.unsharded_gradient
 
 
 def _shard_gradient(bucket: ParameterBucket) -> torch.Tensor:

@@ -29,7 +29,7 @@ from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 
 _MEASURED_ROUND = 2
 _ATTEMPTS = 10
-"""As long as somebody holds a view of a parameter, its bucket cannot be changed under him."""
+"""As long as somebody holds a view of a parameter, its bucket cannot be replaced: the view would show old values."""
 
 _SMALLEST_WORTH_TIMING = 2**23
 """Bytes of parameters; below, buckets are as large as the cap allows: what could be hidden takes no time."""
@@ -45,7 +45,7 @@ class Replanner:
 
     Args:
         reducer: Sends gradients, and has the hooks that see them come.
-        gatherer: Brings parameters home.
+        gatherer: All-gathers parameters.
         policy: How to bucket.
         kept: A plan to begin with, by the parameters' names; empty for none.
         measures: Whether buckets may be planned anew.
@@ -110,10 +110,10 @@ class Replanner:
         return _ByReadiness(ready, cap, cost)
 
     def plan_gathers(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Plans once which buckets go home together: when gradients have their buckets, and a forward was measured.
+        """Plans once which buckets are gathered together: after their re-plan, and when a forward was measured.
 
         Args:
-            buckets: In the order of their reductions, which is the reverse of that in which they go home.
+            buckets: In the order of their reductions, which is the reverse of that in which they are gathered.
         """
         if not self._plans_gathers or self._measures:
             return
@@ -125,8 +125,8 @@ class Replanner:
             self._plans_gathers = self._wire is not None
             self._gatherer.clock = None if self._wire is None else NeedClock()
         elif self._has_needs and self._wire is not None:
-            homeward = list(reversed(buckets))
-            group_gathers(homeward, clock.agree(homeward, self._reducer.control), self._wire)
+            in_gather_order = list(reversed(buckets))
+            group_gathers(in_gather_order, clock.agree(in_gather_order, self._reducer.control), self._wire)
             self._gatherer.clock, self._plans_gathers = None, False
 
     def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
@@ -150,12 +150,12 @@ class Replanner:
         for optimizer, sharding in shardings.items():
             of_optimizer = [moves[parameter] for parameter in sharding.slots]
             others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-            kept_whole = {key: value for key, value in optimizer.state.items() if key in sharding.whole}
+            replicated = {key: value for key, value in optimizer.state.items() if key in sharding.replicated}
             states = move_state(optimizer, of_optimizer, self._gatherer.collectives, control)
             sharding.exchange_slots({parameter: places[parameter] for parameter in sharding.slots})
             # The same dictionary: users may hold it.
             optimizer.state.clear()
-            optimizer.state.update({**others, **kept_whole, **states})
+            optimizer.state.update({**others, **replicated, **states})
         self._reducer.replace_buckets(old, new)
         for bucket in new:
             bucket.attach_gradients()

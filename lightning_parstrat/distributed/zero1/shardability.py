@@ -1,4 +1,4 @@
-"""What can be sharded, and how; what every rank steps whole instead, as under DDP.
+"""What can be sharded, and how; what is replicated instead, as under DDP.
 
 Nothing is refused that can be had with DDP's memory: an optimizer that looks at all parameters together is left as it
 is, on every rank, with averaged gradients in ``param.grad``.
@@ -31,17 +31,17 @@ from lightning_parstrat.distributed.zero1.optimizer_sharding import (
 )
 
 
-class Treatment(NamedTuple):
-    """How an optimizer's parameters are partitioned; None where every rank steps them whole, for ``reason``."""
+class ShardingDecision(NamedTuple):
+    """How an optimizer's parameters are partitioned; None where they are replicated, for ``reason``."""
 
     partition: Partition | None
     reason: str = ""
 
 
-def choose_treatment(optimizer: Optimizer, choice: PartitionChoice) -> Treatment:
+def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDecision:
     """How to shard ``optimizer``, if it can be.
 
-    ``"auto"`` cuts parameters only for torch's element-wise optimizers; any other keeps them whole on one rank, and is
+    ``"auto"`` cuts parameters only for torch's element-wise optimizers; any other leaves them uncut on one rank, and is
     tried out first (see :func:`steps_parameters_alone`). Not collective.
 
     Args:
@@ -53,26 +53,26 @@ def choose_treatment(optimizer: Optimizer, choice: PartitionChoice) -> Treatment
             and its update of an element looks at others.
     """
     if not isinstance(optimizer, Optimizer):
-        return Treatment(None, "it is no torch.optim.Optimizer")
+        return ShardingDecision(None, "it is no torch.optim.Optimizer")
     _check_supported(optimizer)
     cls = original_class(optimizer)
     if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        return Treatment(None, "its `step` was replaced on the object")
+        return ShardingDecision(None, "its `step` was replaced on the object")
     if cls.state_dict is not Optimizer.state_dict:
-        return Treatment(None, "it saves its state in a way of its own")
+        return ShardingDecision(None, "it saves its state in a way of its own")
     if hasattr(cls, "train") and hasattr(cls, "eval"):
-        return Treatment(None, "its `train` and `eval` change parameters outside of `step`")
+        return ShardingDecision(None, "its `train` and `eval` change parameters outside of `step`")
     if cls in ELEMENTWISE_OPTIMIZERS:
-        return Treatment("element" if choice == "auto" else choice)
+        return ShardingDecision("element" if choice == "auto" else choice)
     try:
         if choice == "element":
             _check_elementwise(optimizer)
-        return _try_out(optimizer) if choice == "auto" else Treatment(choice)
+        return _try_out(optimizer) if choice == "auto" else ShardingDecision(choice)
     except ClosureEvaluatedAgainError as error:
         raise ValueError(str(error)) from None
 
 
-def parameters_kept_whole(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
+def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
     """Parameters of ``optimizers`` that cannot move into a bucket, so that every rank steps them.
 
     Those that share memory with another parameter or buffer without being the same, those that DDP is told to ignore,
@@ -120,15 +120,15 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         )
 
 
-def _try_out(optimizer: Optimizer) -> Treatment:
+def _try_out(optimizer: Optimizer) -> ShardingDecision:
     alone = steps_parameters_alone(optimizer)
     if alone:
-        return Treatment("parameter")
+        return ShardingDecision("parameter")
     if alone is None:
-        return Treatment(
+        return ShardingDecision(
             None, "it could not be tried out whether it steps each parameter alone (partition='parameter' says it does)"
         )
-    return Treatment(None, "its step of one parameter depends on the others")
+    return ShardingDecision(None, "its step of one parameter depends on the others")
 
 
 def _sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:

@@ -1,7 +1,7 @@
 """Sharded optimizer state to and from the ordinary torch ``state_dict``.
 
 Gathering goes over host memory, one tensor at a time, so that a device never holds more than a shard of it; loading
-takes each rank's part of a whole state. Both directions keep torch's own format, which knows nothing of ranks.
+takes each rank's part of an unsharded state. Both directions keep torch's own format, which knows nothing of ranks.
 """
 
 from collections import defaultdict
@@ -32,7 +32,7 @@ MASTER_WEIGHTS = "master_weights"
 
 
 class OwnPart(NamedTuple):
-    """This rank's part of an entry that was not there as a whole, 1-D in storage order."""
+    """This rank's part of an entry of which there was no unsharded tensor, 1-D in storage order."""
 
     elements: Tensor
 
@@ -49,19 +49,19 @@ StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
 
 
 def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
-    """The optimizer's whole state in torch's own format, its tensors in host memory.
+    """The optimizer's unsharded state in torch's own format, its tensors in host memory.
 
     Collective. Each rank sends its shard of the state once; the destination receives one tensor after the other, and
-    its host holds the whole state at the end. A device never holds more than it does anyway.
+    its host holds the unsharded state at the end. A device never holds more than it does anyway.
 
     Args:
         optimizer: A sharded optimizer.
-        destination: The rank that gets it; None for every rank, which sends the whole state to all of them.
+        destination: The rank that gets it; None for every rank, which sends the unsharded state to all of them.
         stand_in: Where given, nothing is sent but what is no part of a shard (counts of steps), and what this makes
             stands in the place of the tensors.
 
     Returns:
-        The whole state on the destination; on other ranks the parameter groups, with an empty state.
+        The unsharded state on the destination; on other ranks the parameter groups, with an empty state.
     """
     sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
@@ -81,8 +81,8 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
     by_parameter: dict[Tensor, StateDict] = {slots[index].parameter: state for index, state in gathered.items()}
     if destination is None or dist.get_rank(group) == destination:
         # Every rank has the same state for what every rank steps.
-        kept_whole = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
-        by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in kept_whole})
+        replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
+        by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in replicated})
     state_dict = _pack(optimizer, by_parameter)
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         state_dict = post_hook(optimizer, state_dict) or state_dict
@@ -90,13 +90,13 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
 
 
 def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
-    """Loads the whole state, of which this rank keeps its shards.
+    """Loads the unsharded state, of which this rank keeps its shards.
 
     Not collective, but for parameters that joined the groups since the last step, which are bucketed first.
 
     Args:
         optimizer: A sharded optimizer.
-        state_dict: In torch's own format, whole tensors, from any strategy and world size.
+        state_dict: In torch's own format, unsharded tensors, from any strategy and world size.
         load: The original ``load_state_dict``, bound to the optimizer.
 
     Raises:
@@ -214,7 +214,7 @@ def _gather_states(
     destination: int,
     described: list[dict[int, dict[str, _Entry]]] | None,
 ) -> dict[int, StateDict]:
-    """Whole state by position in ``slots``, on the destination; nothing elsewhere."""
+    """Unsharded state by position in ``slots``, on the destination; nothing elsewhere."""
     rank = dist.get_rank(group)
     if described is None:
         for slot in slots:
@@ -230,8 +230,10 @@ def _gather_states(
             continue
         if key not in state:
             state[key] = torch.empty_strided(slot.parameter.shape, slot.strides, dtype=entry.dtype)
-        piece = slot.owned_by(source)
-        target = slot.storage_order(state[key])[piece.parameter_start : piece.parameter_start + piece.numel]
+        shard_slice = slot.owned_by(source)
+        target = slot.storage_order(state[key])[
+            shard_slice.parameter_start : shard_slice.parameter_start + shard_slice.numel
+        ]
         if source == rank:
             target.copy_(_own_part(optimizer, slot, key))
         else:
@@ -267,11 +269,11 @@ def _on_host(value: Any) -> Any:
 
 def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
     """This rank's part of a sharded entry: 1-D in storage order, in host memory."""
-    if slot.shard is None or slot.piece is None:
+    if slot.shard is None or slot.shard_slice is None:
         raise AssertionError("state was found for a shard that does not exist")
     value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
     value = value.detach()
-    whole = slot.piece.numel == slot.place.numel
+    whole = slot.shard_slice.numel == slot.place.numel
     return (slot.storage_order(value) if whole else value).cpu().contiguous()
 
 
@@ -354,7 +356,7 @@ class StateByShard(defaultdict[Any, Any]):
 
 
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:
-    """This rank's shards of whole state that is there before its parameter is sharded (Adagrad makes it at once)."""
+    """This rank's shards of state that is there before its parameter is sharded (Adagrad makes it at once)."""
     if isinstance(state, StateByShard) and not any(key in slots for key in state):
         return state
     sharded = StateByShard(slots, {})
@@ -364,7 +366,7 @@ def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, Parame
 
 
 def shard_value(value: Any, slot: ParameterSlot) -> Any:
-    """This rank's part of one entry of a parameter's state; what has not the parameter's shape is kept whole."""
+    """This rank's part of one entry of a parameter's state; what has not the parameter's shape is replicated."""
     if isinstance(value, OwnPart) and slot.shard is not None:
         part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
     elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:

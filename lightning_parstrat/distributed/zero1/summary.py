@@ -27,7 +27,7 @@ class ShardingSummary(NamedTuple):
     """Optimizer state unsharded and on this rank, where it can be told before the first step."""
     master_bytes: int
     """Master weights on this rank."""
-    kept_whole: tuple[str, ...]
+    replicated: tuple[str, ...]
     """Optimizers that are not sharded, each with the reason."""
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.durable_files import check_may_be_replaced, remove_whole, written_durably
+from lightning_parstrat.distributed.durable_files import check_may_be_replaced, remove_atomically, written_durably
 
 _MAGIC_OF_ZIP = b"PK\x03\x04"
 _NEEDED = ("state_dict", "pytorch-lightning_version")
@@ -72,7 +72,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Removes a file, or a folder so that it is there whole until it is not there at all."""
         local = local_path(path)
         if local is not None:
-            remove_whole(local)
+            remove_atomically(local)
         else:
             super().remove_checkpoint(path)
 

@@ -23,11 +23,11 @@ from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Placeholders, with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.writing import CheckpointNotSavedError, save_sharded
-from lightning_parstrat.distributed.comm.agreement import told_by_all, told_by_first
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group
-from lightning_parstrat.distributed.durable_files import recover, remove_whole
+from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
@@ -104,7 +104,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
         """The module's state. The first that Lightning asks for when it saves: after an exception, who is there?"""
         self._absent = []
         if self._is_interrupted and self.world_size > 1:
-            self._absent = self._roll_call.missing("save after an exception")
+            self._absent = self._liveness.missing("save after an exception")
         if self._absent and not self._can_save_alone:
             return {}
         return super().lightning_module_state_dict()
@@ -136,7 +136,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             # Processes that were spawned have ended, or have not begun: there is nobody to wait for.
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
             return
-        with missing_ranks_named(self._roll_call, f"Saving {filepath}"):
+        with missing_ranks_named(self._liveness, f"Saving {filepath}"):
             self._wait_for_all()
             checkpoint = self._completed(checkpoint, self._control)
             if self._saves_sharded:
@@ -159,7 +159,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
         except Exception as error:
             failure = error
-        told = told_by_first(None if failure is None else repr(failure), self._control)
+        told = broadcast_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
         if told is not None:
@@ -222,7 +222,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             self._pending.remove_later(local)
         elif local is not None and is_sharded_checkpoint(local):
             if self.is_global_zero:
-                remove_whole(local)
+                remove_atomically(local)
         else:
             super().remove_checkpoint(filepath)
 
@@ -279,7 +279,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
 
     def _raise_together(self, failure: Exception | None, what: str) -> None:
         """Raises on all ranks where one has failed. Collective."""
-        failures = told_by_all(None if failure is None else repr(failure), self._control)
+        failures = all_gather_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
         failed = [rank for rank, told in enumerate(failures) if told is not None]
@@ -357,7 +357,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             MissingRanksError: Ranks have not written their part.
         """
         if self._pending.is_under_way:
-            with missing_ranks_named(self._roll_call, "Saving a checkpoint while training went on"):
+            with missing_ranks_named(self._liveness, "Saving a checkpoint while training went on"):
                 self._pending.finish(self.is_global_zero)
 
     @override

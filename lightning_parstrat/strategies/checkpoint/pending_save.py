@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parstrat.distributed.checkpoint.writing import CheckpointNotSavedError, RunningSave
-from lightning_parstrat.distributed.durable_files import remove_whole
+from lightning_parstrat.distributed.durable_files import remove_atomically
 
 
 class PendingSave:
@@ -59,7 +59,7 @@ class PendingSave:
             raise
         if removes:
             for path in obsolete:
-                remove_whole(path)
+                remove_atomically(path)
 
     def abandon(self) -> None:
         """Waits for the save that is under way, whatever comes of it, and removes nothing."""

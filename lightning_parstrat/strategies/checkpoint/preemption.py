@@ -110,8 +110,8 @@ class SavesWhenPreempted(Callback):
         self._resume_points = resume_points
         self._requeue_signal = requeue_signal
         self._wait_for_saves = wait_for_saves
-        self._told = 0
-        self._told_to_anybody = 0
+        self._own_signal = 0
+        self._signal_of_any_rank = 0
         self._window_is_open = False
         self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
@@ -136,7 +136,7 @@ class SavesWhenPreempted(Callback):
             self._loop = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._told = max(self._told, _REQUEUE if signum == self._requeue_signal else _TERMINATE)
+        self._own_signal = max(self._own_signal, _REQUEUE if signum == self._requeue_signal else _TERMINATE)
         users = self._handler_of_user(signum)
         if users is not None:
             users(signum, frame)
@@ -154,7 +154,7 @@ class SavesWhenPreempted(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
         if trainer.received_sigterm:
-            self._told = _TERMINATE
+            self._own_signal = _TERMINATE
             trainer._signal_connector.received_sigterm = False
         self.listen(signal.SIGTERM)
         self._loop = trainer.fit_loop.epoch_loop
@@ -168,8 +168,8 @@ class SavesWhenPreempted(Callback):
         self._window_is_open = trainer.fit_loop._should_accumulate()
         if self._window_is_open:
             return
-        self._told_to_anybody = self._agreement.answer()
-        if self._told_to_anybody:
+        self._signal_of_any_rank = self._agreement.answer()
+        if self._signal_of_any_rank:
             # Where training goes on from: when it is saved, another batch will have been fetched.
             self._resume_points.note(trainer)
 
@@ -181,13 +181,13 @@ class SavesWhenPreempted(Callback):
         """
         if self._window_is_open:
             return
-        told, self._told_to_anybody = self._told_to_anybody, 0
+        told, self._signal_of_any_rank = self._signal_of_any_rank, 0
         if told:
-            self._told = 0
+            self._own_signal = 0
             self._save(trainer)
             if told == _TERMINATE or self._requeue(trainer):
                 self._end(trainer)
-        self._agreement.ask(self._told)
+        self._agreement.ask(self._own_signal)
 
     def _save(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_parstrat.distributed.comm.agreement import told_to_first
+from lightning_parstrat.distributed.comm.agreement import gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 
 RNG = "rng"
@@ -136,7 +136,7 @@ class RandomNumbers:
         own = rng_state() if point is None else point.rng
         progress = trainer.fit_loop.epoch_loop.batch_progress
         within = bool(progress.current.ready) and not progress.is_last_batch
-        states = [own] if control is None else told_to_first(own, control)
+        states = [own] if control is None else gather_object(own, control.group)
         return {"states": states, "within_epoch": within if point is None else point.loaders is not None}
 
     def load(self, saved: Mapping[str, Any] | None, rank: int, world_size: int) -> None:

@@ -32,7 +32,7 @@ class ShardedStateStrategy(CheckpointingStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective.
+        """The unsharded state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective.
 
         In a sharded checkpoint nothing is gathered: stand-ins are in the place of tensors.
         """
@@ -41,7 +41,7 @@ class ShardedStateStrategy(CheckpointingStrategy):
             return super().optimizer_state(optimizer)
         if self._absent:
             return {"state": {}, "param_groups": []}
-        with missing_ranks_named(self._roll_call, "Gathering the optimizer's state"):
+        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"):
             self._wait_for_all()
             if not self._saves_sharded:
                 return gather_state_dict(optimizer, destination=0)

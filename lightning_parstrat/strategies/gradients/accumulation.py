@@ -24,7 +24,7 @@ from lightning_parstrat.core.accumulation import (
 )
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights, without_weightless
-from lightning_parstrat.distributed.gradients.nonfinite import GradientWitness, raise_nonfinite
+from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteTracker, raise_nonfinite
 from lightning_parstrat.distributed.zero1.reductions import GradientScale
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY, CheckpointingStrategy
 from lightning_parstrat.strategies.checkpoint.preemption import (
@@ -82,7 +82,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._window = AccumulationWindow()
         self._weights: LossWeights | None = None
         self._clipper: GradientClipper | None = None
-        self._witness: GradientWitness | None = None
+        self._nonfinite_tracker: NonfiniteTracker | None = None
         self._restore_precision: Callable[[], None] | None = None
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._accumulates = False
@@ -145,7 +145,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
                     "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
                     " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
                 )
-            self._witness = GradientWitness(self._training_module.named_parameters())
+            self._nonfinite_tracker = NonfiniteTracker(self._training_module.named_parameters())
         self._restore_precision = equip_precision(
             self.precision_plugin, self._clipper, self._complete_window, self._note_skipped_step
         )
@@ -193,8 +193,8 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if self._weights is not None:
             self._weights.begin_window()
         module = self._training_module
-        if self._witness is not None and module.automatic_optimization:
-            self._witness.forget(set(module.parameters()))
+        if self._nonfinite_tracker is not None and module.automatic_optimization:
+            self._nonfinite_tracker.forget(set(module.parameters()))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -314,11 +314,13 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             result = None
         except StepNotFinite:
             trainer = self._training_module.trainer
-            names = [] if self._witness is None else self._witness.nonfinite()
+            names = [] if self._nonfinite_tracker is None else self._nonfinite_tracker.nonfinite()
             where = f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
             raise_nonfinite(names, where, self._control)
-        if self._witness is not None:
-            self._witness.forget({parameter for group in optimizer.param_groups for parameter in group["params"]})
+        if self._nonfinite_tracker is not None:
+            self._nonfinite_tracker.forget(
+                {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            )
         return result
 
     def _note_skipped_step(self, optimizer: Optimizer) -> None:
@@ -353,9 +355,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
 
     def _end_training(self) -> None:
         self._schedulers.release()
-        if self._witness is not None:
-            self._witness.remove()
-            self._witness = None
+        if self._nonfinite_tracker is not None:
+            self._nonfinite_tracker.remove()
+            self._nonfinite_tracker = None
         if self._restore_precision is not None:
             self._restore_precision()
             self._restore_precision = None

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.liveness import RollCall, is_of_a_collective, names_of, wait_for_all
+from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
 from lightning_parstrat.distributed.comm.process_groups import control_group
 from lightning_parstrat.strategies.launch.elastic import ElasticStrategy
 from lightning_parstrat.strategies.launch.job_size import SizedStrategy
@@ -31,21 +31,21 @@ class FaultAwareStrategy(SizedStrategy, ElasticStrategy):
     """The name it is registered under, which messages begin with."""
 
     def __init__(self, **kwargs: Any) -> None:
-        self._known_roll_call: RollCall | None = None
+        self._known_liveness: Liveness | None = None
         super().__init__(**kwargs)
 
     @override
     def setup_distributed(self) -> None:
-        """Joins the process group, and agrees on where to leave word when something goes wrong."""
+        """Joins the process group, and agrees on where ranks report when something goes wrong."""
         super().setup_distributed()
-        self._known_roll_call = RollCall(self.broadcast(uuid.uuid4().hex))
+        self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Says which ranks are missing where that is what went wrong. Not collective."""
         super().on_exception(exception)
         if self.world_size > 1 and is_of_a_collective(exception):
-            missing = self._roll_call.missing("exception")
+            missing = self._liveness.missing("exception")
             if missing:
                 message = f"{names_of(missing).capitalize()} did not answer: dead, or stuck elsewhere."
                 log.error(f"{self.flag}, rank {self.global_rank}: {message}")
@@ -64,13 +64,13 @@ class FaultAwareStrategy(SizedStrategy, ElasticStrategy):
     @property
     def _has_ranks(self) -> bool:
         """Whether this process has joined others."""
-        return self._known_roll_call is not None
+        return self._known_liveness is not None
 
     @property
-    def _roll_call(self) -> RollCall:
-        if self._known_roll_call is None:
+    def _liveness(self) -> Liveness:
+        if self._known_liveness is None:
             raise AssertionError("ranks were asked for that have not been set up")
-        return self._known_roll_call
+        return self._known_liveness
 
     @property
     def _training_module(self) -> LightningModule:

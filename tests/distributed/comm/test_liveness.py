@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_parstrat.distributed.comm.liveness import (
+    Liveness,
     MissingRanksError,
-    RollCall,
     is_of_a_collective,
     missing_ranks_named,
 )
@@ -19,12 +19,12 @@ SHORT = timedelta(seconds=0.5)
 
 def who_is_missing(name: str, delays: list[float | None]) -> list[int] | None:
     """Each rank comes after its delay; None for never."""
-    roll_call = RollCall(name)
+    liveness = Liveness(name)
     delay = delays[dist.get_rank()]
     if delay is None:
         return None
     time.sleep(delay)
-    return roll_call.missing("test", SHORT)
+    return liveness.missing("test", SHORT)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_those_that_do_not_come_are_missing(
 
 
 def meets_twice(name: str) -> list[list[int]]:
-    found = [RollCall(f"{name} {attempt}").missing("test", SHORT) for attempt in range(2)]
-    roll_call = RollCall(name)
+    found = [Liveness(f"{name} {attempt}").missing("test", SHORT) for attempt in range(2)]
+    liveness = Liveness(name)
     if dist.get_rank() == 0:
-        roll_call.missing("alone", SHORT)
-    return [*found, roll_call.missing("test", SHORT * 4), roll_call.missing("test", SHORT * 4)]
+        liveness.missing("alone", SHORT)
+    return [*found, liveness.missing("test", SHORT * 4), liveness.missing("test", SHORT * 4)]
 
 
 def test_calls_are_told_apart(pool: RankPool) -> None:
@@ -56,11 +56,11 @@ def test_calls_are_told_apart(pool: RankPool) -> None:
 
 
 def failing(name: str, absent: int | None) -> str:
-    roll_call = RollCall(name)
+    liveness = Liveness(name)
     if dist.get_rank() == absent:
         return "absent"
     try:
-        with missing_ranks_named(roll_call, "Saving a.ckpt"):
+        with missing_ranks_named(liveness, "Saving a.ckpt"):
             raise RuntimeError("Connection closed by peer")
     except MissingRanksError as error:
         return f"{error} <- {error.__cause__}"

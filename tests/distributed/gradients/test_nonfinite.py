@@ -13,7 +13,7 @@ from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.gradients.nonfinite import GradientWitness, NonfiniteGradientError, raise_nonfinite
+from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteGradientError, NonfiniteTracker, raise_nonfinite
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 
@@ -36,8 +36,8 @@ class Branches(nn.Module):
         return torch.stack([(getattr(self, name) * factor).sum().real for name, factor in factors.items()]).sum()
 
 
-def witness_of(module: nn.Module) -> GradientWitness:
-    return GradientWitness(module.named_parameters())
+def tracker_of(module: nn.Module) -> NonfiniteTracker:
+    return NonfiniteTracker(module.named_parameters())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -45,96 +45,96 @@ def witness_of(module: nn.Module) -> GradientWitness:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parameters_are_named_whose_gradients_are_not_finite(dtype: torch.dtype, position: int, value: float) -> None:
     module = Branches(dtype)
-    witness = witness_of(module)
+    tracker = tracker_of(module)
     spoil = torch.ones(5, dtype=dtype)
     spoil[position] = value
     module(one=1.0, two=spoil, three=2.0).backward()
-    assert witness.nonfinite() == ["two"]
+    assert tracker.nonfinite() == ["two"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(5, dtype=dtype))
-    witness = GradientWitness([("weight", parameter)])
+    tracker = NonfiniteTracker([("weight", parameter)])
     # Their sum, and their squares, are not.
     largest = torch.finfo(dtype).max
     parameter.backward(torch.tensor([largest, largest, -largest, largest, largest], dtype=dtype))
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
 
 
 def test_a_backward_that_was_not_finite_is_remembered_until_told_to_forget() -> None:
     module = Branches()
-    witness = witness_of(module)
+    tracker = tracker_of(module)
     module(one=1.0, two=math.inf).backward()
     # Accumulates onto it; what did not take part again is still known.
     module(one=1.0, three=1.0).backward()
     module(two=1.0).backward()
-    assert witness.nonfinite() == ["two"]
+    assert tracker.nonfinite() == ["two"]
     module(one=-math.inf).backward()
-    assert sorted(witness.nonfinite()) == ["one", "two"]
+    assert sorted(tracker.nonfinite()) == ["one", "two"]
     # A step later.
     module.zero_grad()
-    witness.forget({module.one})
-    assert witness.nonfinite() == ["two"]
-    witness.forget(set(module.parameters()))
-    assert witness.nonfinite() == []
+    tracker.forget({module.one})
+    assert tracker.nonfinite() == ["two"]
+    tracker.forget(set(module.parameters()))
+    assert tracker.nonfinite() == []
     module(two=1.0, three=math.nan).backward()
-    assert witness.nonfinite() == ["three"]
+    assert tracker.nonfinite() == ["three"]
 
 
 def test_what_accumulates_beyond_the_largest_number_is_seen() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    witness = GradientWitness([("weight", parameter)])
+    tracker = NonfiniteTracker([("weight", parameter)])
     largest = torch.full((2,), torch.finfo(torch.float32).max)
     parameter.backward(largest)
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
     parameter.backward(largest)
-    assert witness.nonfinite() == ["weight"]
+    assert tracker.nonfinite() == ["weight"]
 
 
 def test_a_frozen_parameter_is_looked_at_once_it_is_trained() -> None:
     module = Branches()
     module.two.requires_grad_(False)
     counter = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    witness = GradientWitness([*module.named_parameters(), ("counter", counter)])
+    tracker = NonfiniteTracker([*module.named_parameters(), ("counter", counter)])
     assert [module.one.requires_grad, module.two.requires_grad, counter.requires_grad] == [True, False, False]
     module(one=1.0, two=math.nan).backward()
     assert module.two.grad is None
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
     module.two.requires_grad_(True)
     module(one=1.0, two=math.nan).backward()
-    assert witness.nonfinite() == ["two"]
+    assert tracker.nonfinite() == ["two"]
 
 
 @pytest.mark.parametrize("tokens", [[1, 3, 1], []], ids=["rows", "no rows"])
 def test_sparse_gradients_are_looked_at_where_they_are(tokens: list[int]) -> None:
     module = nn.Embedding(6, 4, sparse=True)
-    witness = witness_of(module)
+    tracker = tracker_of(module)
     rows = module(torch.tensor(tokens, dtype=torch.int64))
     rows.sum().backward(retain_graph=True)
     assert module.weight.grad.is_sparse
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
     # Of one row, given in two parts, each of which is finite.
     rows.backward(torch.full_like(rows, 2e38))
-    assert witness.nonfinite() == (["weight"] if tokens else [])
+    assert tracker.nonfinite() == (["weight"] if tokens else [])
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_parameters_without_elements_are_finite(shape: tuple[int, ...]) -> None:
     parameter = nn.Parameter(torch.empty(shape))
-    witness = GradientWitness([("empty", parameter)])
+    tracker = NonfiniteTracker([("empty", parameter)])
     (parameter * math.nan).sum().backward()
     assert parameter.grad is not None
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
 
 
 def test_a_gradient_that_a_users_hook_has_taken_away_is_not_missed() -> None:
     module = Branches()
     module.one.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
-    witness = witness_of(module)
+    tracker = tracker_of(module)
     module(one=math.nan).backward()
     assert module.one.grad is None
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
 
 
 def test_a_witness_that_was_removed_leaves_nothing_behind() -> None:
@@ -142,14 +142,14 @@ def test_a_witness_that_was_removed_leaves_nothing_behind() -> None:
     module.two.requires_grad_(False)
     seen: list[str] = []
     module.one.register_post_accumulate_grad_hook(lambda _: seen.append("the user's"))
-    witness = witness_of(module)
+    tracker = tracker_of(module)
     module(one=math.nan).backward()
-    assert witness.nonfinite() == ["one"]
-    witness.remove()
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == ["one"]
+    tracker.remove()
+    assert tracker.nonfinite() == []
     module.two.requires_grad_(True)
     module(one=math.nan, two=math.nan).backward()
-    assert witness.nonfinite() == []
+    assert tracker.nonfinite() == []
     assert seen == ["the user's"] * 2
     assert [len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters()] == [1, 0, 0]
 
@@ -158,21 +158,21 @@ def seen_before_the_sum(kind: str) -> tuple[list[str], list[bool]]:
     """The names that this rank has seen; and of all parameters, whether their gradients are finite after the sum."""
     module = Branches()
     factors = {"one": 1.0, "two": [1.0, math.nan][dist.get_rank()], "three": 2.0}
-    witness = witness_of(module) if kind == "ddp around it" else None
+    tracker = tracker_of(module) if kind == "ddp around it" else None
     if kind == "shards":
         engine = make_engine(module, sgd(module.parameters()))
-        witness = witness_of(module)
+        tracker = tracker_of(module)
         with engine.no_sync():
             backward(engine, module(**{**factors, "two": 1.0}))
         backward(engine, module(**factors))
         with engine.full_gradients():
-            return witness.nonfinite(), [bool(parameter.grad.isfinite().all()) for parameter in module.parameters()]
+            return tracker.nonfinite(), [bool(parameter.grad.isfinite().all()) for parameter in module.parameters()]
     wrapped = DistributedDataParallel(module, gradient_as_bucket_view=kind == "ddp with views")
-    witness = witness or witness_of(module)
+    tracker = tracker or tracker_of(module)
     with wrapped.no_sync():
         wrapped(**{**factors, "two": 1.0}).backward()
     wrapped(**factors).backward()
-    return witness.nonfinite(), [bool(parameter.grad.isfinite().all()) for parameter in module.parameters()]
+    return tracker.nonfinite(), [bool(parameter.grad.isfinite().all()) for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "ddp with views", "ddp around it", "shards"])

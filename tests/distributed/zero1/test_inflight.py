@@ -22,7 +22,7 @@ def net(layers: int = 6) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
 
 
-def most_on_the_way(bound: int | None) -> int:
+def most_in_flight(bound: int | None) -> int:
     module = net()
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), max_inflight_buckets=bound)
     log: Log = []
@@ -37,7 +37,7 @@ def most_on_the_way(bound: int | None) -> int:
 
 @pytest.mark.parametrize(("bound", "expected"), [(None, 6), (1, 1), (2, 2), (5, 5), (6, 6), (7, 6)])
 def test_no_more_are_on_the_way_than_allowed(pool: RankPool, bound: int | None, expected: int) -> None:
-    assert pool.run(2, most_on_the_way, bound) == [expected] * 2
+    assert pool.run(2, most_in_flight, bound) == [expected] * 2
 
 
 class Detours(nn.Module):

@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parstrat.distributed.torch_compat import is_compiled
 from lightning_parstrat.distributed.zero1.read_guard import (
-    ParameterOnTheWay,
-    bring_home,
+    InFlightParameter,
     can_be_marked,
     mark,
     unmark,
+    wait_for_parameters,
 )
 
 NEW = 3.0
@@ -165,8 +165,8 @@ def test_who_asks_for_no_content_does_not_wait(name: str) -> None:
     on_the_way = OnTheWay(nn.Linear(4, 4))
     KNOWN[name](on_the_way.module)
     assert on_the_way.arrivals == 0
-    assert all(type(parameter) is ParameterOnTheWay for parameter in on_the_way.module.parameters())
-    bring_home(on_the_way.parameters)
+    assert all(type(parameter) is InFlightParameter for parameter in on_the_way.module.parameters())
+    wait_for_parameters(on_the_way.parameters)
     assert on_the_way.arrivals == 1
 
 

@@ -173,9 +173,9 @@ def resumed(world_size: int) -> tuple[bool, bool, bool]:
     keeps_it = engine.plan == plan
     engine.close()
     other = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-    stranger = ShardedDataParallel(other, adamw(other), policy, process_groups(), plan=plan)
-    own = {name for bucket in stranger.plan for name in bucket} == {name for name, _ in other.named_parameters()}
-    stranger.close()
+    rebound = ShardedDataParallel(other, adamw(other), policy, process_groups(), plan=plan)
+    own = {name for bucket in rebound.plan for name in bucket} == {name for name, _ in other.named_parameters()}
+    rebound.close()
     return has_it, keeps_it, own
 
 

@@ -13,9 +13,9 @@ from lightning_parstrat.core.update_cost import elementwise, newton_schulz
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.planning import trained_outside
 from lightning_parstrat.distributed.zero1.shardability import (
-    Treatment,
-    choose_treatment,
-    parameters_kept_whole,
+    ShardingDecision,
+    decide_sharding,
+    replicated_parameters,
     update_cost,
 )
 from tests.distributed.engines import sgd
@@ -120,11 +120,11 @@ TREATMENTS: dict[str, tuple[Callable[[Any], Any], PartitionChoice, str | None, s
 
 
 @pytest.mark.parametrize("name", TREATMENTS)
-def test_treatments(name: str) -> None:
+def test_decisions(name: str) -> None:
     make, choice, partition, reason = TREATMENTS[name]
-    treatment = choose_treatment(make(linear().parameters()), choice)
-    assert treatment.partition == partition
-    assert reason in treatment.reason and bool(treatment.reason) is (partition is None)
+    decision = decide_sharding(make(linear().parameters()), choice)
+    assert decision.partition == partition
+    assert reason in decision.reason and bool(decision.reason) is (partition is None)
 
 
 REFUSALS: dict[str, tuple[Callable[[Any], Optimizer], PartitionChoice, list[str]]] = {
@@ -152,7 +152,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], Optimizer], PartitionChoice, list[str]
 def test_refusals_say_what_to_do(name: str) -> None:
     make, choice, words = REFUSALS[name]
     with pytest.raises(ValueError) as caught:
-        choose_treatment(make(linear().parameters()), choice)
+        decide_sharding(make(linear().parameters()), choice)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -160,7 +160,7 @@ def test_deciding_leaves_the_optimizer_alone() -> None:
     optimizer = NormOfAParameter(linear().parameters())
     attributes = dict(vars(optimizer))
     for choice in ("auto", "parameter"):
-        assert choose_treatment(optimizer, choice) == Treatment("parameter")
+        assert decide_sharding(optimizer, choice) == ShardingDecision("parameter")
     assert vars(optimizer) == attributes and type(optimizer) is NormOfAParameter and not optimizer.state
 
 
@@ -236,7 +236,7 @@ class Integers(Plain):
 
 
 # Which parameters every rank keeps whole, by name.
-KEPT_WHOLE: dict[type[nn.Module], set[str]] = {
+REPLICATED: dict[type[nn.Module], set[str]] = {
     Plain: set(),
     Adjacent: set(),
     Shared: {"first.weight", "other"},
@@ -253,29 +253,29 @@ def names_of(module: nn.Module, parameters: set[Tensor]) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in parameters}
 
 
-@pytest.mark.parametrize("cls", KEPT_WHOLE)
+@pytest.mark.parametrize("cls", REPLICATED)
 def test_parameters_that_cannot_move_are_kept_whole(cls: type[nn.Module]) -> None:
     module = cls()
-    assert names_of(module, parameters_kept_whole(module, [sgd(module.parameters())])) == KEPT_WHOLE[cls]
+    assert names_of(module, replicated_parameters(module, [sgd(module.parameters())])) == REPLICATED[cls]
 
 
 def test_only_the_optimizers_parameters_are_of_interest() -> None:
     module = Shared()
-    assert names_of(module, parameters_kept_whole(module, [sgd(module.first.parameters())])) == {"first.weight"}
-    assert parameters_kept_whole(module, [sgd([module.frozen])]) == set()
-    assert parameters_kept_whole(module, []) == set()
+    assert names_of(module, replicated_parameters(module, [sgd(module.first.parameters())])) == {"first.weight"}
+    assert replicated_parameters(module, [sgd([module.frozen])]) == set()
+    assert replicated_parameters(module, []) == set()
 
 
 def test_memory_shared_with_a_parameter_outside_the_module_counts() -> None:
     module = Plain()
     outside = nn.Parameter(module.first.bias.data)
     optimizers = [sgd(module.parameters()), sgd([outside])]
-    assert parameters_kept_whole(module, optimizers) == {module.first.bias, outside}
+    assert replicated_parameters(module, optimizers) == {module.first.bias, outside}
 
 
 def test_a_parameter_of_two_optimizers_does_not_share_memory_with_itself() -> None:
     module = Plain()
-    assert parameters_kept_whole(module, [sgd(module.parameters()), sgd(module.first.parameters())]) == set()
+    assert replicated_parameters(module, [sgd(module.parameters()), sgd(module.first.parameters())]) == set()
 
 
 # Which parameters get gradients without being sharded, where `first` alone is.

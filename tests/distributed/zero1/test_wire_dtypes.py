@@ -202,14 +202,14 @@ def read_in_another_thread() -> bool:
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     engine = make_engine(module, optimizer, bucket_cap_mb=1.0, gather_dtype="bf16")
     (bucket,) = engine.buckets
-    taken, take_home = threading.Event(), bucket.take_home
+    taken, finish_gather = threading.Event(), bucket.finish_gather
 
-    def take_home_slowly(buffer: Tensor) -> None:
+    def finish_gather_slowly(buffer: Tensor) -> None:
         taken.set()
         time.sleep(0.2)
-        take_home(buffer)
+        finish_gather(buffer)
 
-    bucket.take_home = take_home_slowly  # type: ignore[method-assign]
+    bucket.finish_gather = finish_gather_slowly  # type: ignore[method-assign]
     backward(engine, module(torch.ones(2, 4)).sum())
     optimizer.step()
     thread = threading.Thread(target=lambda: module[0].weight.sum())
