@@ -13,3 +13,8 @@ def is_compiled(module: nn.Module) -> bool:
         isinstance(child, (OptimizedModule, torch.jit.ScriptModule)) or child._compiled_call_impl is not None
         for child in module.modules()
     )
+
+
+def profiler_is_enabled() -> bool:
+    """Whether ``torch.profiler`` (or its predecessor) records what this thread does."""
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined,no-any-return]

@@ -66,7 +66,7 @@ def make_engine(
 
 
 def log_reductions(engine: ShardedDataParallel, log: Log) -> None:
-    engine.reducer.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
+    engine.reducer.reductions.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
 
 
 def sgd(parameters: Iterable[Any]) -> Optimizer:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.comm.streams import Streams
+from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.clocks import NeedClock
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark, unmark
@@ -59,7 +60,8 @@ class ParameterGatherer:
         buffer = bucket.parameters_to_send()
         if self.clock is not None:
             self.clock.send(bucket)
-        work = self.collectives.all_gather(buffer, bucket.layout.bounds)
+        with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
+            work = self.collectives.all_gather(buffer, bucket.layout.bounds)
         with self._lock:
             self._in_flight[bucket] = _Gather(work, buffer, late, self.streams.current())
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
@@ -102,7 +104,10 @@ class ParameterGatherer:
             if self.clock is not None:
                 self.clock.need(bucket)
             waited = self.collectives.traffic.waited_seconds
-            with self.streams.on(gather.stream):
+            with (
+                marked(f"zero1_custom: wait for parameters of bucket {bucket.index}"),
+                self.streams.on(gather.stream),
+            ):
                 self.collectives.wait(gather.work)
                 bucket.finish_gather(gather.buffer)
                 # Last: another thread that finds an ordinary parameter reads it at once.

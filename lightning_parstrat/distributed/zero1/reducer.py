@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.clocks import ReadyClock
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
@@ -36,10 +37,50 @@ More than one, because the optimizers of a GAN take turns."""
 
 
 class _Agreement(NamedTuple):
-    """Flags of all ranks under way, combined by maximum: gradients per parameter, leftovers per bucket, expectation."""
+    """Flags of all ranks in flight, combined by maximum: gradients per parameter, leftovers per bucket, expectation."""
 
     flags: Tensor
     work: Work
+
+
+class _Backward:
+    """One backward that reduces gradients, from its announcement until all ranks know what came of it.
+
+    Its phases: announced (``graph_task`` is None), running, and agreeing (``agreement`` is there). The reducer drops it
+    when it is settled; whoever finds it running after backward has returned knows that an exception ended it.
+
+    Attributes:
+        scale: Turns sums over ranks into means.
+        queue: The buckets that all ranks expect gradients for, in the order in which they are sent.
+        missing: How many of the expected gradients each of them still waits for.
+        launched: How many of the queue have been sent.
+        sent: All buckets that have been sent; what is sent of one again is added.
+        settles_at_end: Whether backward itself waits for the other ranks' flags.
+        graph_task: Autograd's number for it; None until its first gradient is there.
+        agreement: The flags, from the end of backward on.
+    """
+
+    def __init__(
+        self, scale: GradientScale, queue: Sequence[GradientBucket] = (), settles_at_end: bool = False
+    ) -> None:
+        self.scale = scale
+        self.queue = queue
+        self.missing = {bucket: sum(slot.expected for slot in bucket.slots) for bucket in queue}
+        self.launched = 0
+        self.sent: set[GradientBucket] = set()
+        self.settles_at_end = settles_at_end
+        self.graph_task: int | None = None
+        self.agreement: _Agreement | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether gradients may still come."""
+        return self.agreement is None
+
+    @property
+    def waiting(self) -> Sequence[GradientBucket]:
+        """What of the queue has not been sent."""
+        return self.queue[self.launched :]
 
 
 class GradientReducer:
@@ -51,36 +92,213 @@ class GradientReducer:
     Args:
         collectives: Carry the gradients.
         control: Carries the flags; its group works on host memory.
-        max_inflight: How many buckets may be in flight before backward waits. With such a bound every rank sends
-            all buckets that are expected, also those of which no rank turns out to have a gradient.
+        max_inflight: How many buckets may be in flight before backward waits. With such a bound every rank sends all
+            buckets that are expected, also those of which no rank turns out to have a gradient.
     """
 
     def __init__(self, collectives: Collectives, control: Collectives, max_inflight: int | None = None) -> None:
-        self.collectives = collectives
+        self.reductions = Reductions(collectives, max_inflight)
         self.control = control
         self.buckets: list[GradientBucket] = []
+        self.exposes_gradients = False
+        self.collects_unannounced = False
+        self.synchronize = True
+        self.clock: ReadyClock | None = None
         self._slots: list[ParameterSlot] = []
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
-        self.exposes_gradients = False
-        self.collects_unannounced = False
-        self._settles_in_backward = False
-        self._synchronize = True
-        self._running = False
-        self._graph_task: int | None = None
-        self._queue: list[GradientBucket] = []
-        self._launched = 0
-        self._missing: dict[GradientBucket, int] = {}
-        self._sent: set[GradientBucket] = set()
-        self._reductions = Reductions(max_inflight)
-        self._backward = 0
-        self._agreement: _Agreement | None = None
-        self.clock: ReadyClock | None = None
-        self._scale: GradientScale = self._mean_over_ranks
+        self._backward: _Backward | None = None
+
+    @property
+    def collectives(self) -> Collectives:
+        """What carries the gradients."""
+        return self.reductions.collectives
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward accumulates local gradients in ``param.grad`` and sends nothing."""
+        before, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = before
+
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
+        """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
+
+        The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
+        task of a reentrant activation checkpoint, and run too early.
+
+        Args:
+            loss: What backward is called on.
+            scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number.
+        """
+        self._end_backward()
+        self._remove_loss_hook()
+        if not self.synchronize:
+            return
+        # Several may be stepped as one: they are added up as they come, not held one by one.
+        self.reductions.complete(self.buckets)
+        self._let_users_hooks_run_first()
+        backward = self._backward = self._begin(scale or self._mean_over_ranks)
+        if loss.requires_grad:
+            hook = partial(self._on_loss_gradient, backward)
+            self._loss_hook = loss.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _begin(self, scale: GradientScale) -> _Backward:
+        """Fixes which gradients this backward waits for. All ranks come to the same answer."""
+        for slot in self._slots:
+            slot.arrived = False
+            slot.trainable = slot.parameter.requires_grad
+            slot.expected = slot.trainable and slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
+        queue = [bucket for bucket in self.buckets if any(slot.expected for slot in bucket.slots)]
+        # It must not depend on what this rank finds in backward: a rank that waits there for the flags of others that
+        # do not send theirs until they have come to the step would wait for ever.
+        replicated = any(slot.trainable for bucket in self.buckets if bucket.is_replicated for slot in bucket.slots)
+        return _Backward(scale, queue, settles_at_end=self.exposes_gradients or replicated)
+
+    def _on_loss_gradient(self, backward: _Backward, _: Tensor) -> None:
+        self._enter(backward)
+
+    def _enter(self, backward: _Backward) -> None:
+        backward.graph_task = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._flush, backward))
+
+    def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
+        """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
+        slot.fresh = True
+        if self.clock is not None:
+            self.clock.note(slot.parameter)
+        backward = self._backward
+        if backward is None or not backward.is_running:
+            # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
+            return
+        if backward.graph_task is None:
+            self._enter(backward)
+        if not slot.expected or torch._C._current_graph_task_id() != backward.graph_task:
+            # Within a reentrant checkpoint this may be a part of the gradient: it waits for the flush.
+            return
+        backward.missing[slot.bucket] -= 1
+        if backward.missing[slot.bucket] == 0:
+            self._launch_complete_buckets(backward)
+
+    def _launch_complete_buckets(self, backward: _Backward) -> None:
+        # In the order of the queue, whatever order they fill in: all ranks must launch alike.
+        while backward.waiting and backward.missing[backward.waiting[0]] <= 0:
+            bucket = backward.waiting[0]
+            backward.launched += 1
+            self._launch(backward, bucket)
+
+    def _launch(self, backward: _Backward, bucket: GradientBucket) -> None:
+        how = Launch(self._exposes(bucket), bucket in backward.sent, backward.scale, backward)
+        backward.sent.add(bucket)
+        self.reductions.launch(bucket, how)
+
+    def _flush(self, backward: _Backward) -> None:
+        """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
+        self._remove_loss_hook()
+        if self.reductions.max_inflight is not None:
+            # Other ranks may be waiting in backward for what is not complete here.
+            backward.missing = dict.fromkeys(backward.missing, 0)
+            self._launch_complete_buckets(backward)
+        self._send_flags(backward, self.buckets)
+        if backward.waiting or backward.settles_at_end:
+            self._end_backward()
+
+    def _send_flags(self, backward: _Backward, buckets: Sequence[GradientBucket]) -> None:
+        """Tells the other ranks for which parameters there were gradients, and which buckets have some left over."""
+        waiting, looked_into = set(backward.waiting), set(buckets)
+        left = [slot.bucket in looked_into and self._has_gradient(slot) for slot in self._slots]
+        arrived = [slot.arrived or has for slot, has in zip(self._slots, left, strict=True)]
+        with_left = {slot.bucket for slot, has in zip(self._slots, left, strict=True) if has}
+        left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
+        # A maximum of a number and of its negative shows whether all ranks have the same one.
+        expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
+        flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
+        with marked("zero1_custom: send flags of used parameters"):
+            backward.agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
+
+    def _end_backward(self) -> None:
+        """Ends the last backward, if nothing has yet: collective, but for one that an exception had ended."""
+        backward, self._backward = self._backward, None
+        if backward is None:
+            return
+        if backward.agreement is None:
+            # Its memory must outlive the transfers.
+            self.reductions.set_aside(backward)
+        else:
+            self._settle(backward, backward.agreement)
+
+    def _settle(self, backward: _Backward, agreement: _Agreement) -> None:
+        """Learns which parameters any rank has used, and sends what any rank has gradients for."""
+        with marked("zero1_custom: wait for flags of used parameters"):
+            agreement.work.wait()
+        flags: list[int] = agreement.flags.tolist()
+        if flags[-2] != -flags[-1]:
+            raise RuntimeError(
+                "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
+                " ranks when backward begins."
+            )
+        for slot, used in zip(self._slots, flags, strict=False):
+            slot.reduced = bool(used)
+            slot.used = slot.used or slot.reduced
+            if slot.trainable:
+                slot.idle_backwards = 0 if used else slot.idle_backwards + 1
+        for bucket in backward.waiting:
+            if any(slot.reduced for slot in bucket.slots):
+                self._launch(backward, bucket)
+        left_over = flags[len(self._slots) : -2]
+        for bucket, needed in zip(self.buckets, left_over, strict=True):
+            if needed:
+                self._launch(backward, bucket)
+        exposed = [bucket for bucket in self.buckets if bucket in backward.sent and self._exposes(bucket)]
+        self.reductions.complete(exposed)
+        expose_gradients(exposed, self.collectives)
+
+    def finish(self, buckets: Sequence[GradientBucket]) -> None:
+        """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
+
+        Collective. Called again before the next backward, it takes over what was written into exposed gradients.
+        """
+        self._end_backward()
+        if self.collects_unannounced:
+            self.reduce_left_over(buckets)
+        self.reductions.complete(self.buckets)
+        if self.exposes_gradients:
+            for bucket in buckets:
+                bucket.attach_exposed_gradients()
+
+    def complete(self) -> None:
+        """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
+        self._end_backward()
+        self.reductions.complete(self.buckets)
+
+    def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
+        """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
+
+        One small all-reduce, and a reduce-scatter for each of ``buckets`` in which any rank has some.
+
+        Args:
+            buckets: Those to look into.
+            scale: See :meth:`prepare_backward`.
+        """
+        self._end_backward()
+        for slot in self._slots:
+            slot.arrived = slot.trainable = slot.expected = False
+        # A backward in which nothing was expected, and everything is left over.
+        self._backward = _Backward(scale or self._mean_over_ranks)
+        self._send_flags(self._backward, buckets)
+        self._end_backward()
+
+    def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients of ``slots``; reductions in flight are waited for first. Collective."""
+        self.complete()
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            bucket.zero_gradients(slots, set_to_none)
 
     def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Takes charge of further buckets; call it outside of backward, on all ranks alike."""
-        self._settle()
+        self._end_backward()
         self.buckets += buckets
         for bucket in buckets:
             for slot in bucket.slots:
@@ -88,12 +306,6 @@ class GradientReducer:
                 slot.fresh = slot.parameter.grad is not None
                 self._slots.append(slot)
                 self._register_hook(slot)
-
-    def complete(self) -> None:
-        """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
-        self._settle()
-        self._abandon_unfinished_backward()
-        self._reductions.complete(self.buckets, self.collectives)
 
     def replace_buckets(self, old: Sequence[GradientBucket], new: Sequence[GradientBucket]) -> None:
         """Puts buckets of the same parameters in the place of others, before all that stay; outside of backward."""
@@ -111,7 +323,7 @@ class GradientReducer:
 
         A reduced gradient that is shown in ``param.grad`` stays there, and so finds its way into the new bucket.
         """
-        self._settle()
+        self._end_backward()
         self.buckets = [bucket for bucket in self.buckets if bucket not in buckets]
         self._slots = [slot for slot in self._slots if slot.bucket not in buckets]
         for bucket in buckets:
@@ -119,7 +331,7 @@ class GradientReducer:
                 self._hooks.pop(slot).remove()
 
     def remove(self, failed: bool) -> None:
-        """Removes all hooks and forgets what is under way. Not collective: it may follow an exception on one rank.
+        """Removes all hooks and forgets what is in flight. Not collective: it may follow an exception on one rank.
 
         Args:
             failed: Whether an exception ends the training, so that other ranks may not be there any more.
@@ -128,146 +340,11 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
-        if not failed and not self._running:
+        if not failed and (self._backward is None or not self._backward.is_running):
             # A backward that nobody stepped: all ranks have launched all of it.
-            self._settle()
-            self._reductions.complete(self.buckets, self.collectives)
-        self._reductions.set_aside()
-        self._agreement = None
-        self._running = False
-
-    @property
-    def synchronize(self) -> bool:
-        """Whether a backward that began now would send gradients."""
-        return self._synchronize
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates local gradients in ``param.grad`` and sends nothing."""
-        before, self._synchronize = self._synchronize, False
-        try:
-            yield
-        finally:
-            self._synchronize = before
-
-    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
-        """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
-
-        The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
-        task of a reentrant activation checkpoint, and run too early.
-
-        Args:
-            loss: What backward is called on.
-            scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number.
-        """
-        self._settle()
-        self._remove_loss_hook()
-        self._abandon_unfinished_backward()
-        if not self._synchronize:
-            return
-        # Several may be stepped as one: they are added up as they come, not held one by one.
-        self._reductions.complete(self.buckets, self.collectives)
-        self._let_users_hooks_run_first()
-        self._scale = scale or self._mean_over_ranks
-        self._begin()
-        if loss.requires_grad:
-            self._loss_hook = loss.register_hook(self._on_loss_gradient)  # type: ignore[no-untyped-call]
-
-    def finish(self, buckets: Sequence[GradientBucket]) -> None:
-        """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
-
-        Collective. Called again before the next backward, it takes over what was written into exposed gradients.
-        """
-        self._settle()
-        self._abandon_unfinished_backward()
-        if self.collects_unannounced:
-            self.reduce_left_over(buckets)
-        self._reductions.complete(self.buckets, self.collectives)
-        if self.exposes_gradients:
-            for bucket in buckets:
-                bucket.attach_exposed_gradients()
-
-    def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
-        """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
-
-        One small all-reduce, and a reduce-scatter for each of ``buckets`` in which any rank has some.
-
-        Args:
-            buckets: Those to look into.
-            scale: See :meth:`prepare_backward`.
-        """
-        self._settle()
-        self._sent.clear()
-        self._scale = scale or self._mean_over_ranks
-        for slot in self._slots:
-            slot.arrived = slot.trainable = slot.expected = False
-        self._agree_on_leftovers(buckets)
-        self._settle()
-
-    def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
-        """Forgets the reduced gradients of ``slots``; reductions still under way are waited for first."""
-        self.complete()
-        for bucket in dict.fromkeys(slot.bucket for slot in slots):
-            bucket.zero_gradients(slots, set_to_none)
-
-    def _begin(self) -> None:
-        """Fixes which gradients this backward waits for. All ranks come to the same answer."""
-        self._running = True
-        self._graph_task = None
-        self._queue = []
-        self._launched = 0
-        self._backward += 1
-        self._missing.clear()
-        self._sent.clear()
-        for bucket in self.buckets:
-            expected = 0
-            for slot in bucket.slots:
-                slot.arrived = False
-                awaited = slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
-                slot.trainable = slot.parameter.requires_grad
-                slot.expected = awaited and slot.trainable
-                expected += slot.expected
-            if expected:
-                self._queue.append(bucket)
-                self._missing[bucket] = expected
-        # Whether this backward waits for the flags must not depend on what this rank finds in it.
-        self._settles_in_backward = self.exposes_gradients or any(
-            slot.parameter.requires_grad for bucket in self.buckets if bucket.is_replicated for slot in bucket.slots
-        )
-
-    def _on_loss_gradient(self, _: Tensor) -> None:
-        self._enter_backward()
-
-    def _enter_backward(self) -> None:
-        self._graph_task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._flush)
-
-    def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
-        """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
-        slot.fresh = True
-        if self.clock is not None:
-            self.clock.note(slot.parameter)
-        if not self._running:
-            # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
-            return
-        if self._graph_task is None:
-            self._enter_backward()
-        if not slot.expected or torch._C._current_graph_task_id() != self._graph_task:
-            # Within a reentrant checkpoint this may be a part of the gradient: it waits for the flush.
-            return
-        self._missing[slot.bucket] -= 1
-        if self._missing[slot.bucket] == 0:
-            self._launch_complete_buckets()
-
-    def _launch_complete_buckets(self) -> None:
-        while self._launched < len(self._queue) and self._missing[self._queue[self._launched]] <= 0:
-            self._launched += 1
-            self._launch(self._queue[self._launched - 1])
-
-    def _launch(self, bucket: GradientBucket) -> None:
-        how = Launch(self._exposes(bucket), bucket in self._sent, self._scale, self._backward)
-        self._sent.add(bucket)
-        self._reductions.launch(bucket, how, self.collectives)
+            self.complete()
+        self.reductions.set_aside()
+        self._backward = None
 
     def _mean_over_ranks(self) -> float:
         return 1.0 / self.collectives.world_size
@@ -275,68 +352,8 @@ class GradientReducer:
     def _exposes(self, bucket: GradientBucket) -> bool:
         return self.exposes_gradients or bucket.is_replicated
 
-    def _flush(self) -> None:
-        """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
-        self._running = False
-        self._remove_loss_hook()
-        if self._reductions.max_inflight is not None:
-            # Other ranks may be waiting in backward for what is not complete here.
-            self._missing = dict.fromkeys(self._missing, 0)
-            self._launch_complete_buckets()
-        self._agree_on_leftovers(self.buckets)
-        if self._launched < len(self._queue) or self._settles_in_backward:
-            self._settle()
-
-    def _agree_on_leftovers(self, buckets: Sequence[GradientBucket]) -> None:
-        """Tells the other ranks for which parameters there were gradients, and which buckets have some left over."""
-        waiting = set(self._queue[self._launched :])
-        looked_into = set(buckets)
-        left = [slot.bucket in looked_into and self._has_gradient(slot) for slot in self._slots]
-        arrived = [slot.arrived or has for slot, has in zip(self._slots, left, strict=True)]
-        with_left = {slot.bucket for slot, has in zip(self._slots, left, strict=True) if has}
-        left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
-        expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
-        flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
-        self._agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
-
-    def _settle(self) -> None:
-        """Ends the round: sends what any rank has gradients for, and learns which parameters were used at all."""
-        if self._agreement is None:
-            return
-        agreement, self._agreement = self._agreement, None
-        agreement.work.wait()
-        flags: list[int] = agreement.flags.tolist()
-        if flags[-2] != -flags[-1]:
-            raise RuntimeError(
-                "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
-                " ranks when backward begins."
-            )
-        for slot, used in zip(self._slots, flags, strict=False):
-            slot.reduced = bool(used)
-            slot.used = slot.used or slot.reduced
-            if slot.trainable:
-                slot.idle_backwards = 0 if used else slot.idle_backwards + 1
-        for bucket in self._queue[self._launched :]:
-            if any(slot.reduced for slot in bucket.slots):
-                self._launch(bucket)
-        self._launched = len(self._queue)
-        left_over = flags[len(self._slots) : -2]
-        for bucket, needed in zip(self.buckets, left_over, strict=True):
-            if needed:
-                self._launch(bucket)
-        exposed = [bucket for bucket in self.buckets if bucket in self._sent and self._exposes(bucket)]
-        self._reductions.complete(exposed, self.collectives)
-        expose_gradients(exposed, self.collectives)
-
     def _has_gradient(self, slot: ParameterSlot) -> bool:
         return slot.fresh and slot.parameter.grad is not None
-
-    def _abandon_unfinished_backward(self) -> None:
-        """Sets aside what a backward that raised had launched; its memory must outlive the transfers."""
-        if self._running:
-            self._running = False
-            self._queue, self._launched = [], 0
-            self._reductions.set_aside(self._backward)
 
     def _remove_loss_hook(self) -> None:
         if self._loss_hook is not None:

@@ -1,4 +1,4 @@
-"""Reduce-scatters under way, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
+"""Reduce-scatters in flight, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, take_where_changed
 
 GradientScale = Callable[[], float]
-"""What makes a mean of the sum over ranks; asked for after the sum is under way. Collective, as its sources may be."""
+"""What makes a mean of the sum over ranks; asked for while the sum is in flight. Collective, as its sources may be."""
 
-_TRANSFERS_UNDER_WAY: list[Work] = []
+_TRANSFERS_SET_ASIDE: list[Work] = []
 """What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
 must stay posted: else the next training on these process groups would receive what was meant for this one."""
 
@@ -27,17 +28,17 @@ class Launch(NamedTuple):
         exposes: Whether the gradient will be shown in ``param.grad``.
         again: Whether the bucket has been sent in this backward before: then the result is added.
         scale: Turns the sum into a mean.
-        backward: The number of the backward, for :meth:`Reductions.set_aside`.
+        backward: What it belongs to, for :meth:`Reductions.set_aside`.
     """
 
     exposes: bool
     again: bool
     scale: GradientScale
-    backward: int
+    backward: object
 
 
 class _Reduction(NamedTuple):
-    """A bucket under way: its shard of the sum is in ``shard`` once ``work`` was waited for.
+    """A bucket in flight: its shard of the sum is in ``shard`` once ``work`` was waited for.
 
     ``unsharded`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
     What ``scale`` is divided by, ``applied``, has been done before the sum.
@@ -57,25 +58,32 @@ class Reductions:
     A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
 
     Args:
+        collectives: Carry the gradients.
         max_inflight: How many may be in flight before :meth:`launch` waits for the first of them; None for any
             number. Only where every rank sends all buckets it is expected to, whether or not it has their gradients:
             else a rank that waits in backward may wait for one that waits for the flags of all.
     """
 
-    def __init__(self, max_inflight: int | None = None) -> None:
+    def __init__(self, collectives: Collectives, max_inflight: int | None = None) -> None:
+        self.collectives = collectives
         self.max_inflight = max_inflight
-        self._under_way: list[_Reduction] = []
+        self._in_flight: list[_Reduction] = []
         self._not_waited_for: deque[Work] = deque()
 
     @torch.no_grad()
-    def launch(self, bucket: GradientBucket, how: Launch, collectives: Collectives) -> None:
+    def launch(self, bucket: GradientBucket, how: Launch) -> None:
         """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
-        self._hold_back(collectives)
+        self._hold_back()
+        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"):
+            self._in_flight.append(self._send(bucket, how))
+        self._not_waited_for.append(self._in_flight[-1].work)
+
+    def _send(self, bucket: GradientBucket, how: Launch) -> _Reduction:
         buffer = bucket.pack_gradients(how.exposes, how.again)
         applied = 1.0
-        if buffer.dtype == torch.float16 and collectives.world_size > 1:
+        if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
             # A sum over ranks overflows in float16 where the mean does not.
-            applied = 1.0 / collectives.world_size
+            applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
         unsharded = None
         if how.exposes:
@@ -83,24 +91,25 @@ class Reductions:
             shard = bucket.shard_of(unsharded)
         else:
             shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
-        work = collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        self._under_way.append(_Reduction(bucket, shard, unsharded, work, applied, how))
-        self._not_waited_for.append(work)
+        work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
+        return _Reduction(bucket, shard, unsharded, work, applied, how)
 
-    def _hold_back(self, collectives: Collectives) -> None:
+    def _hold_back(self) -> None:
         waiting = self._not_waited_for
         # Only who waits for a work makes it let go of its buffers.
         while waiting and (waiting[0].is_completed() or len(waiting) == self.max_inflight):
-            collectives.wait(waiting.popleft())
+            with marked("zero1_custom: hold backward back, max_inflight_buckets"):
+                self.collectives.wait(waiting.popleft())
 
-    def complete(self, buckets: Collection[GradientBucket], collectives: Collectives) -> None:
+    def complete(self, buckets: Collection[GradientBucket]) -> None:
         """Waits for the reductions of ``buckets`` and leaves the mean gradients in their shards."""
-        pending = [reduction for reduction in self._under_way if reduction.bucket in buckets]
-        self._under_way = [reduction for reduction in self._under_way if reduction.bucket not in buckets]
-        self._not_waited_for = deque(reduction.work for reduction in self._under_way)
+        pending = [reduction for reduction in self._in_flight if reduction.bucket in buckets]
+        self._in_flight = [reduction for reduction in self._in_flight if reduction.bucket not in buckets]
+        self._not_waited_for = deque(reduction.work for reduction in self._in_flight)
         for reduction in pending:
-            collectives.wait(reduction.work)
             bucket, how = reduction.bucket, reduction.launch
+            with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
+                self.collectives.wait(reduction.work)
             scale = how.scale() / reduction.applied
             if scale != 1.0:
                 reduction.shard.mul_(scale)
@@ -112,14 +121,14 @@ class Reductions:
         for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
             bucket.attach_gradients()
 
-    def set_aside(self, backward: int | None = None) -> None:
+    def set_aside(self, backward: object | None = None) -> None:
         """Forgets those of one backward, or all; their memory must outlive the transfers."""
-        _TRANSFERS_UNDER_WAY[:] = [work for work in _TRANSFERS_UNDER_WAY if not work.is_completed()]
-        for reduction in self._under_way:
+        _TRANSFERS_SET_ASIDE[:] = [work for work in _TRANSFERS_SET_ASIDE if not work.is_completed()]
+        for reduction in self._in_flight:
             if backward in (None, reduction.launch.backward):
-                _TRANSFERS_UNDER_WAY.append(reduction.work)
-        self._under_way = [one for one in self._under_way if backward not in (None, one.launch.backward)]
-        self._not_waited_for = deque(reduction.work for reduction in self._under_way)
+                _TRANSFERS_SET_ASIDE.append(reduction.work)
+        self._in_flight = [one for one in self._in_flight if backward not in (None, one.launch.backward)]
+        self._not_waited_for = deque(reduction.work for reduction in self._in_flight)
 
 
 def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:
@@ -132,11 +141,13 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
         buckets: Those reduced in this backward, in the same order on all ranks.
         collectives: The reducer's.
     """
-    under_way = [
-        (bucket, collectives.all_gather(_unsharded_gradient(bucket), bucket.layout.bounds)) for bucket in buckets
-    ]
-    for bucket, work in under_way:
-        collectives.wait(work)
+    gathers = []
+    for bucket in buckets:
+        with marked(f"zero1_custom: all-gather gradients of bucket {bucket.index}"):
+            gathers.append((bucket, collectives.all_gather(_unsharded_gradient(bucket), bucket.layout.bounds)))
+    for bucket, work in gathers:
+        with marked(f"zero1_custom: wait for all-gathered gradients of bucket {bucket.index}"):
+            collectives.wait(work)
         for slot in bucket.slots:
             if slot.reduced:
                 slot.parameter.grad = slot.view_into(_unsharded_gradient(bucket))

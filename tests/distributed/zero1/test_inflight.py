@@ -97,7 +97,7 @@ class Watched(PairwiseCollectives):
 def buffers_left() -> int:
     module = net()
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    watched = engine.reducer.collectives = Watched(engine.reducer.collectives.group)
+    watched = engine.reducer.reductions.collectives = Watched(engine.reducer.collectives.group)
     backward(engine, module(torch.ones(2, 8)).sum())
     assert len(watched.buffers) == 6
     deadline = time.monotonic() + 20
@@ -134,7 +134,7 @@ def most_buffers_held() -> int:
     module = net(12)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = make_engine(module, optimizer, max_inflight_buckets=2, reduce_dtype="bf16")
-    watched = engine.reducer.collectives = WatchedNative(engine.reducer.collectives.group)
+    watched = engine.reducer.reductions.collectives = WatchedNative(engine.reducer.collectives.group)
     backward(engine, module(torch.ones(2, 8)).sum())
     engine.reducer.complete()
     assert len(watched.buffers) == 12
@@ -151,7 +151,7 @@ def shards_held_after(backwards: int) -> int:
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
     for _ in range(backwards):
         backward(engine, module(torch.ones(2, 8)).sum())
-    return sum(reduction.shard.numel() for reduction in engine.reducer._reductions._under_way)
+    return sum(reduction.shard.numel() for reduction in engine.reducer.reductions._in_flight)
 
 
 def test_backwards_that_are_stepped_as_one_are_added_up_as_they_come(pool: RankPool) -> None:
@@ -171,12 +171,11 @@ def works_kept_after_failures(failures: int) -> int:
             backward(engine, module[1:](hidden).sum())
         deadline = time.monotonic() + 20
         while (
-            not all(r.work.is_completed() for r in engine.reducer._reductions._under_way)
-            and time.monotonic() < deadline
+            not all(r.work.is_completed() for r in engine.reducer.reductions._in_flight) and time.monotonic() < deadline
         ):
             time.sleep(0.001)
     engine.reducer.complete()
-    return len(reductions._TRANSFERS_UNDER_WAY)
+    return len(reductions._TRANSFERS_SET_ASIDE)
 
 
 def test_batches_that_are_skipped_after_an_exception_leave_no_more_behind_each(pool: RankPool) -> None:
