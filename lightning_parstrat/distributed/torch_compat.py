@@ -17,4 +17,4 @@ def is_compiled(module: nn.Module) -> bool:
 
 def profiler_is_enabled() -> bool:
     """Whether ``torch.profiler`` (or its predecessor) records what this thread does."""
-    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined,no-any-return]
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]

@@ -93,7 +93,7 @@ class DelayedZeRO1(ZeRO1Strategy):
     @override
     def _shard(self, optimizers: list[Optimizer]) -> None:
         super()._shard(optimizers)
-        for mover in (self._engine.gatherer, self._engine.reducer):
+        for mover in (self._engine.gatherer, self._engine.reducer.reductions):
             mover.collectives = DelayedCollectives(mover.collectives.group)
 
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, grouped_parameters
 
 _BYTES_WORTH_SPLITTING = 2**22
@@ -140,8 +141,7 @@ class CheckpointPieces:
             return parameter, self._slots.get(parameter)
         optimizer = self._optimizers[source.optimizer]
         parameter = grouped_parameters(optimizer)[int(source.parameter)]
-        sharding = vars(optimizer).get("_sharding")
-        return parameter, None if sharding is None else sharding.slots.get(parameter)
+        return parameter, sharding_of(optimizer).slots.get(parameter) if is_sharded(optimizer) else None
 
     def _whole(self, source: TensorSource, parameter: Tensor) -> Tensor:
         if source.optimizer is None:

@@ -20,6 +20,7 @@ from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.writing import SKELETON
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, OwnPart, StateDict
 
 METADATA = ".metadata"
@@ -116,8 +117,7 @@ class ShardedCheckpoint:
         Raises:
             ValueError: A tensor has another shape than the parameter it belongs to.
         """
-        sharding = vars(optimizer).get("_sharding")
-        slots: Mapping[Tensor, ParameterSlot] = {} if sharding is None else sharding.slots
+        slots: Mapping[Tensor, ParameterSlot] = sharding_of(optimizer).slots if is_sharded(optimizer) else {}
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         identifiers = (identifier for group in state_dict["param_groups"] for identifier in group["params"])
         placed = {i: slots[p] for i, p in zip(identifiers, parameters, strict=False) if p in slots}

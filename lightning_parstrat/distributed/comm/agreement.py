@@ -1,6 +1,7 @@
 """What ranks agree on: values of any kind, flags and extremes, and numbers while they do something else."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,11 @@ def topology_of_ranks(node: str, control: Collectives) -> Topology:
 
 def any_rank(flag: bool, control: Collectives) -> bool:
     """Whether any rank says so. Collective, and waited for on the host."""
-    flags = torch.tensor(int(flag))
-    control.all_reduce(flags, op=dist.ReduceOp.MAX).wait()
-    return bool(flags)
+    return any_rank_for_each([flag], control)[0]
+
+
+def any_rank_for_each(flags: Sequence[bool], control: Collectives) -> list[bool]:
+    """For each flag, whether any rank says so. Collective, and waited for on the host; 4 bytes a flag."""
+    combined = torch.tensor(flags, dtype=torch.int32)
+    control.all_reduce(combined, op=dist.ReduceOp.MAX).wait()
+    return [bool(flag) for flag in combined.tolist()]

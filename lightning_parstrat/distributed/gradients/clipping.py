@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -157,9 +156,9 @@ def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:
 
     Exposed gradients are in ``param.grad`` on every rank, for users to change: what they left there is what counts.
     """
-    if not isinstance(optimizer, ShardedOptimizer):
+    if not is_sharded(optimizer):
         return None
-    sharding = optimizer._sharding
+    sharding = sharding_of(optimizer)
     return sharding if sharding.attached and not sharding.exposes_gradients else None
 
 

@@ -12,7 +12,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
@@ -29,7 +28,7 @@ from lightning_parstrat.core.memory import (
 )
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.tensor_trees import with_own_storage
-from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
+from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
@@ -38,7 +37,7 @@ from lightning_parstrat.distributed.torch_compat import is_compiled
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
+from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
@@ -172,7 +171,7 @@ class ShardedDataParallel:
         grouping = self.replanner.by_readiness(ready)
         planned = self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
         if self.replanner.differs(planned, self.buckets):
-            shardings = {optimizer: _sharding_of(optimizer) for optimizer in self.sharded_optimizers}
+            shardings = {optimizer: sharding_of(optimizer) for optimizer in self.sharded_optimizers}
             self.replanner.adopt(planned, self.buckets, shardings)
 
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
@@ -182,7 +181,7 @@ class ShardedDataParallel:
             loss: What backward is called on.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
-        if any(_sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
+        if any(sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
             self._bucket_parameters()
         self.gatherer.finish()
         if self.reducer.synchronize:
@@ -212,9 +211,7 @@ class ShardedDataParallel:
         Returns:
             Whether they will be shown, the same on all ranks: a callback may be there on one rank only.
         """
-        flag = torch.tensor(int(wanted))
-        self.reducer.control.all_reduce(flag, op=dist.ReduceOp.MAX).wait()
-        self.reducer.exposes_gradients = bool(flag)
+        self.reducer.exposes_gradients = any_rank(wanted, self.reducer.control)
         return self.reducer.exposes_gradients
 
     def summary(self) -> ShardingSummary:
@@ -256,7 +253,7 @@ class ShardedDataParallel:
             ratio = state_bytes_per_parameter_byte(optimizer)
             if ratio is None:
                 return None
-            for bucket in _sharding_of(optimizer).buckets:
+            for bucket in sharding_of(optimizer).buckets:
                 per_element[bucket] += ratio * bucket.shard_dtype.itemsize
         memory = [
             BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
@@ -287,7 +284,7 @@ class ShardedDataParallel:
         for bucket in self.buckets:
             bucket.move_out(storages)
         for optimizer in self.sharded_optimizers:
-            _sharding_of(optimizer).attached = False
+            sharding_of(optimizer).attached = False
 
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
@@ -298,7 +295,7 @@ class ShardedDataParallel:
             ratio = state_bytes_per_parameter_byte(optimizer)
             if ratio is None:
                 return None
-            for bucket in _sharding_of(optimizer).buckets:
+            for bucket in sharding_of(optimizer).buckets:
                 # An optimizer keeps its state in the dtype that it steps.
                 width = ratio * bucket.shard_dtype.itemsize / bucket.dtype.itemsize
                 whole += width * parameter_bytes([bucket.layout])
@@ -330,10 +327,10 @@ class ShardedDataParallel:
             bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.rank)
             self.reducer.add_buckets([bucket])
             for number in planned.owners:
-                _sharding_of(self.optimizers[number]).add_buckets([bucket])
+                sharding_of(self.optimizers[number]).add_buckets([bucket])
         self._share_buckets(owners)
         for optimizer in self.sharded_optimizers:
-            optimizer.state = shard_existing_state(optimizer.state, _sharding_of(optimizer).slots)
+            optimizer.state = shard_existing_state(optimizer.state, sharding_of(optimizer).slots)
         outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
 
@@ -349,7 +346,7 @@ class ShardedDataParallel:
         slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
         for parameter, numbers in owners.items():
             for number in numbers:
-                sharding = _sharding_of(self.optimizers[number])
+                sharding = sharding_of(self.optimizers[number])
                 bucket = slots[parameter].bucket
                 if parameter not in sharding.slots and isinstance(bucket, ParameterBucket):
                     sharding.add_slot(slots[parameter], bucket)
@@ -364,7 +361,7 @@ class ShardedDataParallel:
         for number, optimizer in enumerate(self.optimizers):
             if self.decisions[number].partition is None:
                 continue
-            sharding = _sharding_of(optimizer)
+            sharding = sharding_of(optimizer)
             for parameter in _parameters_of(optimizer):
                 if parameter in replicated and parameter not in sharding.slots:
                     sharding.replicated.add(parameter)
@@ -377,18 +374,12 @@ def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[Shar
     """Where any rank would replicate an optimizer, all do: trying it out may round differently. Collective."""
     if not decisions:
         return []
-    whole = torch.tensor([decision.partition is None for decision in decisions], dtype=torch.int32)
-    control.all_reduce(whole, op=dist.ReduceOp.MAX).wait()
+    replicated = any_rank_for_each([decision.partition is None for decision in decisions], control)
     return [
         ShardingDecision(None, decision.reason or "so it is on another rank") if flag else decision
-        for decision, flag in zip(decisions, whole.tolist(), strict=True)
+        for decision, flag in zip(decisions, replicated, strict=True)
     ]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _sharding_of(optimizer: Optimizer) -> OptimizerSharding:
-    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
-    return sharding

@@ -37,10 +37,20 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
 """torch's optimizers whose update of an element looks at that element alone. Exact classes: a subclass may differ."""
 
 
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether the optimizer knows of a sharding; it stays so after its training, until its state is unsharded."""
+    return "_sharding" in vars(optimizer)
+
+
+def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
+    """What a sharded optimizer knows of its sharding; see :func:`is_sharded`."""
+    sharding: OptimizerSharding = vars(optimizer)["_sharding"]
+    return sharding
+
+
 def original_class(optimizer: Optimizer) -> type[Optimizer]:
     """The optimizer's class as its user knows it."""
-    sharding = vars(optimizer).get("_sharding")
-    return sharding.original if sharding is not None else type(optimizer)
+    return sharding_of(optimizer).original if is_sharded(optimizer) else type(optimizer)
 
 
 def _nothing_to_adopt() -> None:

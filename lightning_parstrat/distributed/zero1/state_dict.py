@@ -20,8 +20,8 @@ from lightning_parstrat.distributed.comm.agreement import broadcast_object
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     ELEMENTWISE_OPTIMIZERS,
-    OptimizerSharding,
     original_class,
+    sharding_of,
 )
 
 State = dict[str, Any]
@@ -63,7 +63,7 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
     Returns:
         The unsharded state on the destination; on other ranks the parameter groups, with an empty state.
     """
-    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    sharding = sharding_of(optimizer)
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     group = sharding.control_group
@@ -102,7 +102,7 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     Raises:
         ValueError: The groups do not match the optimizer's.
     """
-    sharding: OptimizerSharding = optimizer._sharding  # type: ignore[attr-defined]
+    sharding = sharding_of(optimizer)
     saved_groups = state_dict["param_groups"]
     if sharding.attached and sharding.has_added_parameters(optimizer):
         sharding.adopt_added_parameters()

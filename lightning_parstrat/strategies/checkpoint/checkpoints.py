@@ -29,6 +29,7 @@ from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, na
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
 from lightning_parstrat.strategies.checkpoint.pending_save import FileSystemToBe, PendingSave
@@ -314,7 +315,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self._loaded is not None:
             return self._loaded.own_parts(optimizer, state)
-        if "_sharding" in vars(optimizer):
+        if is_sharded(optimizer):
             return state
         # What was mapped from a file would be written to later, page by page.
         copied: dict[str, Any] = replace_leaves(state, torch.clone)
