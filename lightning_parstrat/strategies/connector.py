@@ -36,14 +36,15 @@ def _wrong_job_size(connector: Any, registry: Any) -> Exception | None:
     # Here, as this module is imported while Lightning is.
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-    from lightning_parstrat.strategies.launch.job_size import SizedStrategy, wrong_job_size
+    from lightning_parstrat.strategies.launch.job_size import wrong_job_size
+    from lightning_parstrat.strategies.launch.ranks import RanksStrategy
     from lightning_parstrat.strategies.registry import create_tuned_ddp, create_zero1
 
     asked_for = connector._strategy_flag
     if isinstance(asked_for, str):
         ours = asked_for in registry and registry[asked_for]["strategy"] in (create_tuned_ddp, create_zero1)
     else:
-        ours = isinstance(asked_for, SizedStrategy)
+        ours = isinstance(asked_for, RanksStrategy)
     if not ours:
         return None
     wrong = wrong_job_size(os.environ, connector._num_nodes_flag, len(connector._parallel_devices))

@@ -2,7 +2,7 @@
 
 import socket
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,16 +33,16 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, broadcast_module, check_same_module
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from lightning_parstrat.strategies.checkpoint.sharded_state import ShardedStateStrategy
+from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
-from lightning_parstrat.strategies.launch.processes import ProcessStrategy
+from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 from lightning_parstrat.strategies.report import StepMeter, describe
 
 
-class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStrategy):
+class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1).
 
     Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
@@ -111,8 +111,7 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
             reduce_dtype=reduce_dtype,
             gather_dtype=gather_dtype,
         )
-        self._engine = None
-        self._kept = {}
+        self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
         self._in_training = False
         self._failed = False
@@ -319,11 +318,42 @@ class ZeRO1Strategy(ShardedStateStrategy, AccumulationAwareStrategy, ProcessStra
         """Gives the parameters ordinary storage again. Not collective after an exception."""
         self._close_engine()
         self._in_training = self._failed = self._validated_by_some = False
-        self._kept = {}
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()
         super().teardown()
+
+    @override
+    def _own_entries(self) -> dict[str, Any]:
+        """The plan of the buckets: a resumed training sums gradients in the same order."""
+        plan = {} if self._engine is None else {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
+        return {**super()._own_entries(), **plan}
+
+    def _planned_for(self) -> dict[str, Any]:
+        policy = self._policy
+        return {
+            "world_size": self.world_size,
+            "bucket_cap_mb": policy.bucket_cap_mb,
+            "bucket_order": policy.bucket_order,
+        }
+
+    def _kept_plan(self) -> list[list[str]]:
+        """The buckets of the checkpoint that was loaded.
+
+        A plan made for another world size or other arguments is left: what is asked for now counts.
+        """
+        loaded = self._loaded_entries
+        return loaded["bucket_plan"] if loaded.get("planned_for") == self._planned_for() else []
+
+    @override
+    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A parameter is written as itself, not with the bucket it lies in."""
+        saved: dict[str, Any] = checkpoint if self._engine is None else self._engine.with_own_storage(checkpoint)
+        return saved
+
+    @override
+    def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
+        return {} if self._engine is None else self._engine.slots
 
     @property
     def _groups(self) -> ProcessGroups:

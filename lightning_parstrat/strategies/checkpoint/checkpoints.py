@@ -20,7 +20,12 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Placeholders, with_placeholders_for_state
+from lightning_parstrat.distributed.checkpoint.pieces import (
+    CheckpointPieces,
+    Placeholders,
+    TensorSource,
+    with_placeholders_for_state,
+)
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.writing import CheckpointNotSavedError, save_sharded
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
@@ -30,7 +35,7 @@ from lightning_parstrat.distributed.comm.process_groups import checkpoint_group
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
-from lightning_parstrat.distributed.zero1.state_dict import check_shapes
+from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
 from lightning_parstrat.strategies.checkpoint.pending_save import FileSystemToBe, PendingSave
 from lightning_parstrat.strategies.checkpoint.resume import (
@@ -39,7 +44,7 @@ from lightning_parstrat.strategies.checkpoint.resume import (
     ResumePoints,
     from_which_training_goes_on,
 )
-from lightning_parstrat.strategies.launch.faults import FaultAwareStrategy
+from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 CHECKPOINT_KEY = "lightning_parstrat"
@@ -53,7 +58,7 @@ _AFTER_SAVING = "Trainer.save_checkpoint"
 log = logging.getLogger(__name__)
 
 
-class CheckpointingStrategy(FaultAwareStrategy):
+class CheckpointingStrategy(RanksStrategy):
     """DDP whose checkpoints are whole and durable, and from which training goes on as if it had not stopped.
 
     Args:
@@ -74,6 +79,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
         self._checkpoint_policy = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
         self._placeholders = Placeholders()
         self._loaded: ShardedCheckpoint | None = None
+        self._loaded_entries: Mapping[str, Any] = {}
         self._pending = PendingSave()
         self._random = RandomNumbers()
         self._resume_points = ResumePoints()
@@ -112,13 +118,32 @@ class CheckpointingStrategy(FaultAwareStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state; in a sharded checkpoint, with stand-ins for the tensors."""
+        """The unsharded state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective.
+
+        In a sharded checkpoint nothing is gathered: stand-ins are in the place of tensors.
+        """
+        optimizer = unwrapped(optimizer)
+        if is_sharded(optimizer):
+            return self._state_of_sharded(optimizer)
         state = super().optimizer_state(optimizer)
         if self._saves_sharded:
-            return with_placeholders_for_state(
-                state, unwrapped(optimizer), self._position_of(optimizer), self._placeholders
-            )
+            return with_placeholders_for_state(state, optimizer, self._position_of(optimizer), self._placeholders)
         return state
+
+    def _state_of_sharded(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._absent:
+            return {"state": {}, "param_groups": []}
+        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"):
+            self._wait_for_all()
+            if not self._saves_sharded:
+                return gather_state_dict(optimizer, destination=0)
+            number = self._position_of(optimizer)
+
+            def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
+                source = TensorSource(number, position, entry)
+                return self._placeholders.issue(slot.parameter.shape, slot.strides, dtype, source)
+
+            return gather_state_dict(optimizer, destination=0, stand_in=stand_in)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
@@ -212,8 +237,8 @@ class CheckpointingStrategy(FaultAwareStrategy):
 
     @property
     def _can_save_alone(self) -> bool:
-        """Whether this rank could write a checkpoint without the others."""
-        return not self._saves_sharded
+        """Whether this rank could write a checkpoint without the others: no rank has all of a sharded state."""
+        return not self._saves_sharded and not any(is_sharded(unwrapped(one)) for one in self.optimizers)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -248,7 +273,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             self._raise_together(failure, f"loading {checkpoint_path}")
         elif failure is not None:
             raise failure
-        own = checkpoint.get(CHECKPOINT_KEY, {})
+        own = self._loaded_entries = checkpoint.get(CHECKPOINT_KEY, {})
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
         self._loaded_loaders = copy.deepcopy(fit_loop.get("state_dict", {}).get("combined_loader"))
@@ -380,6 +405,7 @@ class CheckpointingStrategy(FaultAwareStrategy):
             if isinstance(callback, ModelCheckpoint) and isinstance(callback._fs, FileSystemToBe):
                 callback._fs = callback._fs.filesystem
         self._loaded = None
+        self._loaded_entries = {}
         self._random = RandomNumbers()
         self._placeholders = Placeholders()
         super().teardown()

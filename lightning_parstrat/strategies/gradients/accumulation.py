@@ -26,7 +26,7 @@ from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteG
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights, without_weightless
 from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteTracker, raise_nonfinite
 from lightning_parstrat.distributed.zero1.reductions import GradientScale
-from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY, CheckpointingStrategy
+from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
 from lightning_parstrat.strategies.checkpoint.preemption import (
     SavesWhenPreempted,
     check_job,
@@ -343,7 +343,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, unless it is what another Slurm job saved for itself."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        check_job(checkpoint.get(CHECKPOINT_KEY, {}), checkpoint_path)
+        check_job(self._loaded_entries, checkpoint_path)
         return checkpoint
 
     @override

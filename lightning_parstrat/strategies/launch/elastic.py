@@ -7,6 +7,7 @@ fewer ranks, share out the data among ranks that are not there; and torch would 
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -52,63 +53,53 @@ def started_ranks(environment: ClusterEnvironment | None) -> StartedRanks | None
     )
 
 
-class ElasticStrategy(DDPStrategy):
-    """DDP of as many ranks as torchelastic has started. Under every other launcher nothing changes."""
+def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | None) -> None:
+    """Joins the ranks of this start, over a store in which those of earlier ones have left nothing. Collective.
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Among how many ranks a sampler splits the data, and which of them this is."""
-        kwargs = super().distributed_sampler_kwargs
-        if started_ranks(self.cluster_environment) is not None:
-            kwargs["num_replicas"] = self.world_size
-        return kwargs
+    Under every other launcher, and where the process group is there already, it does nothing.
 
-    @override
-    def setup_distributed(self) -> None:
-        """Joins the ranks of this start, over a store in which those of earlier ones have left nothing. Collective."""
-        environment = self.cluster_environment
-        starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
-        if starts_over and not _distributed_is_initialized():
-            timeout = {} if self._timeout is None else {"timeout": self._timeout}
-            store = connect_agent_store(
-                environment.main_address, environment.main_port, self.global_rank, self.world_size, **timeout
-            )
-            device = None if self.root_device.type == "cpu" else self.root_device
-            backend = self._get_process_group_backend()
-            _init_dist_connection(environment, backend, store=store, device_id=device, timeout=self._timeout)
-        super().setup_distributed()
-
-    @override
-    def _configure_launcher(self) -> None:
-        """The Trainer calls this when all that it was told is set, and before anybody asks how many ranks there are."""
-        started = started_ranks(self.cluster_environment)
-        if started is not None:
-            self._believe(started)
-        super()._configure_launcher()
-        if started is not None and isinstance(self._launcher, _SubprocessScriptLauncher):
-            self._launcher = _StartedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def _believe(self, started: StartedRanks) -> None:
-        devices = self.parallel_devices or []
-        if started.on_this_node > len(devices):
-            raise MisconfigurationException(
-                f"torchrun has started {started.on_this_node} ranks on this node, but the Trainer has"
-                f" {len(devices)} devices for them (`devices`), and each rank needs its own. Start at most"
-                f" {len(devices)} by `--nproc-per-node`, or give the Trainer `devices={started.on_this_node}`."
-            )
-        told = self.num_nodes * self.num_processes
-        if told != started.ranks:
-            rank_zero_warn(
-                f"The Trainer was told of {told} ranks (num_nodes={self.num_nodes} times {self.num_processes} devices),"
-                f" but torchrun has started {started.ranks}, and that number counts: a global batch is that of"
-                f" {started.ranks} ranks instead of {told}, and the steps of an epoch change with it."
-            )
-        self.num_nodes = started.nodes
-        self.parallel_devices = devices[: started.on_this_node]
+    Args:
+        strategy: Whose ranks they are.
+        backend: Of the process group.
+        timeout: Of the process group; None for the backend's default.
+    """
+    environment = strategy.cluster_environment
+    starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
+    if not starts_over or _distributed_is_initialized():
+        return
+    given = {} if timeout is None else {"timeout": timeout}
+    store = connect_agent_store(
+        environment.main_address, environment.main_port, strategy.global_rank, strategy.world_size, **given
+    )
+    device = None if strategy.root_device.type == "cpu" else strategy.root_device
+    _init_dist_connection(environment, backend, store=store, device_id=device, timeout=timeout)
 
 
-class _StartedLauncher(_SubprocessScriptLauncher):
+def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
+    """Gives the strategy the ranks that were started instead of those that the Trainer was told of. Not collective.
+
+    Raises:
+        MisconfigurationException: More were started on this node than there are devices for.
+    """
+    devices = strategy.parallel_devices or []
+    if started.on_this_node > len(devices):
+        raise MisconfigurationException(
+            f"torchrun has started {started.on_this_node} ranks on this node, but the Trainer has"
+            f" {len(devices)} devices for them (`devices`), and each rank needs its own. Start at most"
+            f" {len(devices)} by `--nproc-per-node`, or give the Trainer `devices={started.on_this_node}`."
+        )
+    told = strategy.num_nodes * strategy.num_processes
+    if told != started.ranks:
+        rank_zero_warn(
+            f"The Trainer was told of {told} ranks (num_nodes={strategy.num_nodes} times {strategy.num_processes}"
+            f" devices), but torchrun has started {started.ranks}, and that number counts: a global batch is that of"
+            f" {started.ranks} ranks instead of {told}, and the steps of an epoch change with it."
+        )
+    strategy.num_nodes = started.nodes
+    strategy.parallel_devices = devices[: started.on_this_node]
+
+
+class StartedLauncher(_SubprocessScriptLauncher):
     """Calls the function in processes that torchelastic has started, as many as they may be."""
 
     @override

@@ -1,14 +1,24 @@
-"""Ranks and devices must be as many as the Trainer was told of; in a Slurm job the error has the line to change."""
+"""A Slurm job must be of the size that the Trainer was told of; the error has the lines to change."""
 
 import os
 from collections.abc import Mapping
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from typing_extensions import override
 
-from lightning_parstrat.distributed.comm.process_groups import world_size
+
+def check_job_size(environment: ClusterEnvironment | None, num_nodes: int, devices: int) -> None:
+    """Refuses a Slurm job of another size than the Trainer was told of. Not collective.
+
+    Raises:
+        MisconfigurationException: It is; the message has the lines of the job file to change.
+    """
+    # What users derive from it may look for its size elsewhere.
+    if type(environment) is SLURMEnvironment and environment.detect():
+        wrong = wrong_job_size(os.environ, num_nodes, devices)
+        if wrong is not None:
+            raise MisconfigurationException(wrong)
 
 
 def wrong_job_size(variables: Mapping[str, str], num_nodes: int, devices: int) -> str | None:
@@ -55,30 +65,3 @@ def _other_way_out(nodes: int, tasks: int | None, ranks: int) -> str:
     if tasks % nodes:
         return f" {tasks} tasks cannot be divided evenly among {nodes} nodes."
     return f" If the job is to stay as it is, tell the Trainer of num_nodes={nodes} and devices={tasks // nodes}."
-
-
-class SizedStrategy(DDPStrategy):
-    """DDP that refuses, before training, jobs and process groups of another size than the Trainer was told of."""
-
-    @override
-    def _configure_launcher(self) -> None:
-        """Looks at the Slurm job as soon as the numbers of nodes and devices are known, within ``Trainer()``."""
-        environment = self.cluster_environment
-        # What users derive from it may look for its size elsewhere.
-        if type(environment) is SLURMEnvironment and environment.detect():
-            wrong = wrong_job_size(os.environ, self.num_nodes, self.num_processes)
-            if wrong is not None:
-                raise MisconfigurationException(wrong)
-        super()._configure_launcher()
-
-    @override
-    def setup_distributed(self) -> None:
-        """Joins the process group, and makes sure that it has the ranks the Trainer was told of."""
-        super().setup_distributed()
-        joined = world_size()
-        if joined != self.world_size:
-            raise MisconfigurationException(
-                f"The process group has {joined} ranks, but the Trainer was told of {self.world_size}"
-                f" (num_nodes={self.num_nodes} times {self.num_processes} devices). Launch as many processes as"
-                " `num_nodes * devices`, or correct these two arguments."
-            )

@@ -1,0 +1,171 @@
+"""The ranks of a training: as many as were started and as the Trainer was told of, and named where some are missing."""
+
+import logging
+import uuid
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import LightningModule
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
+from lightning_parstrat.distributed.comm.process_groups import control_group, world_size
+from lightning_parstrat.strategies.launch.elastic import (
+    StartedLauncher,
+    believe_started,
+    connect_started,
+    started_ranks,
+)
+from lightning_parstrat.strategies.launch.job_size import check_job_size
+
+log = logging.getLogger(__name__)
+
+
+class RanksStrategy(DDPStrategy):
+    """DDP of the ranks that there are, which names those that are missing.
+
+    Args:
+        **kwargs: Arguments of the base class.
+    """
+
+    flag: str
+    """The name it is registered under, which messages begin with."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._known_liveness: Liveness | None = None
+        super().__init__(**kwargs)
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Looks at the job and at what torchelastic has started, before anybody asks how many ranks there are.
+
+        The Trainer calls this when the numbers of nodes and devices are known, within ``Trainer()``.
+        """
+        check_job_size(self.cluster_environment, self.num_nodes, self.num_processes)
+        started = started_ranks(self.cluster_environment)
+        if started is not None:
+            believe_started(self, started)
+        super()._configure_launcher()
+        if started is not None and isinstance(self._launcher, _SubprocessScriptLauncher):
+            self._launcher = StartedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Among how many ranks a sampler splits the data, and which of them this is."""
+        kwargs = super().distributed_sampler_kwargs
+        if started_ranks(self.cluster_environment) is not None:
+            kwargs["num_replicas"] = self.world_size
+        return kwargs
+
+    @override
+    def setup_distributed(self) -> None:
+        """Joins the process group, makes sure of its size, and agrees on where ranks report when something goes wrong.
+
+        Collective.
+
+        Raises:
+            MisconfigurationException: The process group has another number of ranks than the Trainer was told of.
+        """
+        connect_started(self, self._get_process_group_backend(), self._timeout)
+        super().setup_distributed()
+        joined = world_size()
+        if joined != self.world_size:
+            raise MisconfigurationException(
+                f"The process group has {joined} ranks, but the Trainer was told of {self.world_size}"
+                f" (num_nodes={self.num_nodes} times {self.num_processes} devices). Launch as many processes as"
+                " `num_nodes * devices`, or correct these two arguments."
+            )
+        self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Says which ranks are missing where that is what went wrong. Not collective."""
+        super().on_exception(exception)
+        if self.world_size > 1 and is_of_a_collective(exception):
+            missing = self._liveness.missing("exception")
+            if missing:
+                message = f"{names_of(missing).capitalize()} did not answer: dead, or stuck elsewhere."
+                log.error(f"{self.flag}, rank {self.global_rank}: {message}")
+                if hasattr(exception, "add_note"):
+                    exception.add_note(message)
+
+    def _wait_for_all(self) -> None:
+        if self.world_size > 1:
+            wait_for_all(self._control.group, self._timeout or default_pg_timeout)
+
+    @property
+    def _is_interrupted(self) -> bool:
+        trainer = self._training_module._trainer
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether this process has joined others."""
+        return self._known_liveness is not None
+
+    @property
+    def _liveness(self) -> Liveness:
+        if self._known_liveness is None:
+            raise AssertionError("ranks were asked for that have not been set up")
+        return self._known_liveness
+
+    @property
+    def _training_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("the strategy was used before a module was connected to it")
+        return self.lightning_module
+
+    @property
+    def _control(self) -> Collectives:
+        return make_collectives(control_group(self._timeout), torch.device("cpu"))
+
+
+class WrapperlessDDPStrategy(DDPStrategy):
+    """DDP's processes, samplers and devices, without the arguments of torch's DDP wrapper.
+
+    Args:
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: How ranks find each other; by default detected.
+        checkpoint_io: How checkpoint files are written.
+        precision_plugin: Set by the Trainer's ``precision``.
+        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
+            suits the device.
+        timeout: How long a collective may take before the run ends with an error.
+        start_method: How the processes are launched.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
