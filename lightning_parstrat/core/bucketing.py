@@ -25,7 +25,7 @@ that are allowed for j are those from some place on, which only moves forward.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -43,13 +43,6 @@ class BucketPlan(NamedTuple):
 
     stops: tuple[int, ...]
     finish_seconds: float
-
-
-class GatherPlan(NamedTuple):
-    """Where buckets end, and how long the computation waits for all of them together."""
-
-    stops: tuple[int, ...]
-    stall_seconds: float
 
 
 class _Queue(NamedTuple):
@@ -131,54 +124,6 @@ def optimal_buckets_any_cost(
     return BucketPlan(_stops(arrivals), arrivals.seconds[-1])
 
 
-def optimal_gather_buckets(
-    nbytes: Sequence[int],
-    needed_seconds: Sequence[float],
-    cost: AlphaBeta,
-    *,
-    cuts: Iterable[int] | None = None,
-) -> GatherPlan:
-    """The plan for items that can all be sent at time 0 and are needed one after the other, as in a forward.
-
-    A computation that waits for an item is late for all that follow: what it has waited in all is how much the latest
-    item comes too late, compared with when it is needed if nothing waits. Read backward in time, that is the problem of
-    :func:`optimal_buckets`, exactly: an item that must have arrived by d is one that is not ready before -d, and how
-    far the finish exceeds 0 is what the whole has to be put off by. Of plans without a wait, it is one whose tightest
-    bucket has most time left; of those that are equally good, one with the fewest buckets (up to rounding): to come
-    sooner than the tightest gains nothing. Items between two cuts travel together, and so count as one.
-
-    Args:
-        nbytes: Bytes of each item, in the order in which they are needed and sent.
-        needed_seconds: When each is needed, in seconds from when the channel is free, if nothing waits; one that is
-            needed after its successor is needed as early as that.
-        cost: What a bucket takes.
-        cuts: Where a bucket may end, as the number of items before the cut; 0 and the number of items always are.
-            None allows all.
-
-    Returns:
-        The plan. Linear in the number of items (times its logarithm for sorting ``cuts``).
-
-    Raises:
-        ValueError: There are no items, the lengths differ, or a value is out of range.
-    """
-    count = len(nbytes)
-    _check_items(nbytes, needed_seconds)
-    allowed = set(range(count) if cuts is None else cuts)
-    if any(not 0 <= cut <= count for cut in allowed):
-        raise ValueError(f"Invalid cuts: {sorted(allowed)}. Must be between 0 and {count}.")
-    bounds = sorted({0, *allowed, count})
-    groups = list(reversed(list(pairwise(bounds))))
-    plan = optimal_buckets(
-        [sum(nbytes[start:stop]) for start, stop in groups],
-        [-min(needed_seconds[start:stop]) for start, stop in groups],
-        cost,
-        fewest=True,
-    )
-    # Where a bucket ends backward, the next one ends forward; the end of them all is the beginning.
-    stops = (*(bounds[len(groups) - stop] for stop in reversed(plan.stops[:-1])), count)
-    return GatherPlan(stops, max(0.0, plan.finish_seconds))
-
-
 def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
     """When the last bucket of a plan has arrived, each sent as early as it may be.
 
@@ -242,30 +187,6 @@ def lower_bound(nbytes: Sequence[int], ready_seconds: Sequence[float], cost: Alp
         min(0.0, ready + cost.latency_seconds - last) + cost.seconds(everything - before)
         for before, ready in zip(queue.nbytes[:-1], queue.ready_seconds[1:], strict=True)
     )
-
-
-def gather_stall(nbytes: Sequence[int], needed_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
-    """How long the computation waits for all buckets of a plan together, sent one after the other from time 0.
-
-    Args:
-        nbytes: Bytes of each item, in the order in which they are needed and sent.
-        needed_seconds: When each is needed, in seconds from when the channel is free, if nothing waits.
-        stops: Where each bucket ends, see :class:`BucketPlan`.
-        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
-
-    Returns:
-        Seconds, at least 0.
-
-    Raises:
-        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
-    """
-    _check_items(nbytes, needed_seconds)
-    _check_stops(stops, len(nbytes))
-    stall = arrival = 0.0
-    for start, stop in pairwise((0, *stops)):
-        arrival += cost(sum(nbytes[start:stop]))
-        stall = max(stall, arrival - min(needed_seconds[start:stop]))
-    return stall
 
 
 def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
