@@ -90,38 +90,9 @@ def optimal_buckets(
     """
     queue = _queue(nbytes, ready_seconds)
     first_starts = _first_starts(queue, max_bucket_bytes)
-    arrivals = _arrivals(queue, first_starts, cost.seconds, straight_line=True)
+    arrivals = _arrivals(queue, first_starts, cost.seconds)
     stops = _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
     return BucketPlan(stops, _finish_time(queue, stops, cost.seconds))
-
-
-def optimal_buckets_any_cost(
-    nbytes: Sequence[int],
-    ready_seconds: Sequence[float],
-    cost: Cost,
-    *,
-    max_bucket_bytes: int | None = None,
-) -> BucketPlan:
-    """The plan whose last bucket arrives earliest, whatever a bucket costs.
-
-    Args:
-        nbytes: Bytes of each item, in the order of their readiness.
-        ready_seconds: When each is ready, in seconds from any origin; one that is ready before its predecessor waits
-            for it.
-        cost: Seconds by bytes, at least 0; it need not grow with them.
-        max_bucket_bytes: No bucket of several items has more bytes; a larger item has its own bucket.
-
-    Returns:
-        The plan, with its finish from the same origin; of plans that arrive equally early, any. Quadratic in the number
-        of items: as many calls of ``cost`` as there are buckets to choose from.
-
-    Raises:
-        ValueError: There are no items, the lengths differ, or a value is out of range.
-    """
-    queue = _queue(nbytes, ready_seconds)
-    first_starts = _first_starts(queue, max_bucket_bytes)
-    arrivals = _arrivals(queue, first_starts, cost, straight_line=False)
-    return BucketPlan(_stops(arrivals), arrivals.seconds[-1])
 
 
 def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
@@ -231,19 +202,17 @@ def _arrival(queue: _Queue, start: int, stop: int, drained_seconds: float, cost:
     return max(drained_seconds, queue.ready_seconds[stop]) + cost(queue.nbytes[stop] - queue.nbytes[start])
 
 
-def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost, *, straight_line: bool) -> _Arrivals:
-    """The shortest path; for a cost that is a straight line, of the starts only the two that the module derives."""
+def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost) -> _Arrivals:
+    """The shortest path, which looks only at the two starts that the module derives."""
     arrivals = _Arrivals([-math.inf], [0])
     drained = 0
     for stop in range(1, len(queue.nbytes)):
-        candidates = range(first_starts[stop], stop)
-        if straight_line:
-            while drained + 1 < stop and arrivals.seconds[drained + 1] <= queue.ready_seconds[stop]:
-                drained += 1
-            first = max(drained, first_starts[stop])
-            candidates = range(first, min(first + 2, stop))
+        while drained + 1 < stop and arrivals.seconds[drained + 1] <= queue.ready_seconds[stop]:
+            drained += 1
+        first = max(drained, first_starts[stop])
         seconds, start = min(
-            (_arrival(queue, start, stop, arrivals.seconds[start], cost), start) for start in candidates
+            (_arrival(queue, start, stop, arrivals.seconds[start], cost), start)
+            for start in range(first, min(first + 2, stop))
         )
         arrivals.seconds.append(seconds)
         arrivals.starts.append(start)

@@ -13,7 +13,6 @@ from lightning_parstrat.core.bucketing import (
     finish_time,
     lower_bound,
     optimal_buckets,
-    optimal_buckets_any_cost,
 )
 from lightning_parstrat.core.cost_model import AlphaBeta
 
@@ -48,12 +47,6 @@ def draw_many(seed: int, count: int, most_items: int = 8) -> Iterator[tuple[rand
         yield generator, draw(generator, most_items)
 
 
-def draw_cost(generator: random.Random) -> Cost:
-    """Any positive time for any size, larger or not."""
-    times = [generator.randint(1, 40) / 4 for _ in range(64)]
-    return lambda nbytes: times[nbytes % len(times)]
-
-
 def draw_cap(generator: random.Random) -> int | None:
     return generator.choice((None, generator.randint(1, 40)))
 
@@ -80,6 +73,21 @@ def simulate(nbytes: Sequence[int], ready: Sequence[float], stops: Plan, cost: C
     return channel_free
 
 
+def earliest_arrival(nbytes: Sequence[int], ready: Sequence[float], cost: Cost, cap: int | None) -> float:
+    """The shortest path over all starts of each bucket, for more items than there are plans to try."""
+    before = [0, *accumulate(nbytes)]
+    arrived = [-math.inf]
+    for stop, moment in enumerate(accumulate(ready, max), start=1):
+        arrived.append(
+            min(
+                max(arrived[start], moment) + cost(before[stop] - before[start])
+                for start in range(stop)
+                if cap is None or stop - start == 1 or before[stop] - before[start] <= cap
+            )
+        )
+    return arrived[-1]
+
+
 def merge_greedily(problem: Problem) -> Plan:
     """MG-WFBP, algorithm 1: an item joins the next one if what it waits for it is less than a latency."""
     nbytes, ready, cost = problem
@@ -94,26 +102,16 @@ def merge_greedily(problem: Problem) -> Plan:
     return (*stops, len(nbytes))
 
 
-def test_plans_are_optimal_and_both_forms_agree() -> None:
+def test_plans_are_optimal() -> None:
     for generator, (nbytes, ready, cost) in draw_many(1, 3000):
         cap = draw_cap(generator)
         best = min(simulate(nbytes, ready, stops, cost.seconds) for stops in allowed_plans(nbytes, cap))
         for plan in (
             optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap),
             optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True),
-            optimal_buckets_any_cost(nbytes, ready, cost.seconds, max_bucket_bytes=cap),
         ):
             assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost.seconds)
             assert plan.stops in allowed_plans(nbytes, cap)
-
-
-def test_plans_are_optimal_whatever_a_bucket_costs() -> None:
-    for generator, (nbytes, ready, _) in draw_many(2, 1500):
-        cost, cap = draw_cost(generator), draw_cap(generator)
-        best = min(simulate(nbytes, ready, stops, cost) for stops in allowed_plans(nbytes, cap))
-        plan = optimal_buckets_any_cost(nbytes, ready, cost, max_bucket_bytes=cap)
-        assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost)
-        assert plan.stops in allowed_plans(nbytes, cap)
 
 
 def test_there_are_no_fewer_buckets_that_arrive_as_early() -> None:
@@ -149,17 +147,17 @@ def test_never_worse_than_greedy_merging_and_often_better() -> None:
     assert better > 50
 
 
-def test_many_items_of_any_size_agree_with_the_general_form() -> None:
+def test_many_items_of_any_size_arrive_as_early_as_they_can() -> None:
     generator = random.Random(6)
     for cap in (None, 10**6):
         nbytes = [int(10 ** generator.uniform(0, 6)) for _ in range(250)]
         ready = list(accumulate(generator.expovariate(1e3) for _ in nbytes))
         cost = AlphaBeta(latency_seconds=8e-4, seconds_per_byte=generator.uniform(3e-9, 1e-8))
-        general = optimal_buckets_any_cost(nbytes, ready, cost.seconds, max_bucket_bytes=cap)
+        earliest = earliest_arrival(nbytes, ready, cost.seconds, cap)
         plan = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap)
         fewest = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
-        assert plan.finish_seconds == pytest.approx(general.finish_seconds, rel=1e-12)
-        assert fewest.finish_seconds == pytest.approx(general.finish_seconds, rel=1e-12)
+        assert plan.finish_seconds == pytest.approx(earliest, rel=1e-12)
+        assert fewest.finish_seconds == pytest.approx(earliest, rel=1e-12)
         assert 1 < len(fewest.stops) <= len(plan.stops) < len(nbytes)
 
 
@@ -196,7 +194,6 @@ def test_a_straight_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch, cap:
 )
 def test_by_hand(nbytes: list[int], ready: list[float], expected: BucketPlan) -> None:
     assert optimal_buckets(nbytes, ready, UNIT) == expected
-    assert optimal_buckets_any_cost(nbytes, ready, UNIT.seconds).finish_seconds == expected.finish_seconds
 
 
 def test_greedy_merging_looks_no_further_than_the_next_item() -> None:
@@ -226,7 +223,6 @@ def test_fewest_by_hand() -> None:
 def test_capped_by_hand(cap: int, expected: BucketPlan) -> None:
     nbytes, ready = [3, 5, 2, 2], [0.0] * 4
     assert optimal_buckets(nbytes, ready, UNIT, max_bucket_bytes=cap, fewest=True) == expected
-    assert optimal_buckets_any_cost(nbytes, ready, UNIT.seconds, max_bucket_bytes=cap) == expected
 
 
 def test_more_of_anything_never_helps() -> None:
@@ -293,7 +289,6 @@ def test_the_lower_bound_by_hand(ready: list[float], expected: float) -> None:
 Solver = Callable[[Sequence[int], Sequence[float]], Any]
 SOLVERS: dict[str, Solver] = {
     "optimal_buckets": lambda nbytes, seconds: optimal_buckets(nbytes, seconds, UNIT),
-    "optimal_buckets_any_cost": lambda nbytes, seconds: optimal_buckets_any_cost(nbytes, seconds, UNIT.seconds),
     "finish_time": lambda nbytes, seconds: finish_time(nbytes, seconds, [len(nbytes)], UNIT.seconds),
     "exposed_time": lambda nbytes, seconds: exposed_time(nbytes, seconds, [len(nbytes)], UNIT.seconds),
     "lower_bound": lambda nbytes, seconds: lower_bound(nbytes, seconds, UNIT),
