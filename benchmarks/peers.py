@@ -14,7 +14,6 @@ from lightning_parstrat import ZeRO1Strategy
 
 SINGLE_PROCESS = "single_process"
 WITHIN_STEP = "zero1_custom(overlap_param_gather=False)"
-BY_PLAN = "zero1_custom(bucket_cap_mb=auto)"
 FORMATS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1_custom(full)": {},
@@ -83,6 +82,4 @@ def make_strategy(name: str, ranks: int, device: torch.device) -> Strategy | str
         return ZeRO1Strategy(**FORMATS[name])
     if name == WITHIN_STEP:
         return ZeRO1Strategy(overlap_param_gather=False)
-    if name == BY_PLAN:
-        return ZeRO1Strategy(bucket_cap_mb="auto")
     return name

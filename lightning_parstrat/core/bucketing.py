@@ -25,7 +25,7 @@ that are allowed for j are those from some place on, which only moves forward.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -43,13 +43,6 @@ class BucketPlan(NamedTuple):
 
     stops: tuple[int, ...]
     finish_seconds: float
-
-
-class GatherPlan(NamedTuple):
-    """Where buckets end, and how long the computation waits for all of them together."""
-
-    stops: tuple[int, ...]
-    stall_seconds: float
 
 
 class _Queue(NamedTuple):
@@ -97,86 +90,9 @@ def optimal_buckets(
     """
     queue = _queue(nbytes, ready_seconds)
     first_starts = _first_starts(queue, max_bucket_bytes)
-    arrivals = _arrivals(queue, first_starts, cost.seconds, straight_line=True)
+    arrivals = _arrivals(queue, first_starts, cost.seconds)
     stops = _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
     return BucketPlan(stops, _finish_time(queue, stops, cost.seconds))
-
-
-def optimal_buckets_any_cost(
-    nbytes: Sequence[int],
-    ready_seconds: Sequence[float],
-    cost: Cost,
-    *,
-    max_bucket_bytes: int | None = None,
-) -> BucketPlan:
-    """The plan whose last bucket arrives earliest, whatever a bucket costs.
-
-    Args:
-        nbytes: Bytes of each item, in the order of their readiness.
-        ready_seconds: When each is ready, in seconds from any origin; one that is ready before its predecessor waits
-            for it.
-        cost: Seconds by bytes, at least 0; it need not grow with them.
-        max_bucket_bytes: No bucket of several items has more bytes; a larger item has its own bucket.
-
-    Returns:
-        The plan, with its finish from the same origin; of plans that arrive equally early, any. Quadratic in the number
-        of items: as many calls of ``cost`` as there are buckets to choose from.
-
-    Raises:
-        ValueError: There are no items, the lengths differ, or a value is out of range.
-    """
-    queue = _queue(nbytes, ready_seconds)
-    first_starts = _first_starts(queue, max_bucket_bytes)
-    arrivals = _arrivals(queue, first_starts, cost, straight_line=False)
-    return BucketPlan(_stops(arrivals), arrivals.seconds[-1])
-
-
-def optimal_gather_buckets(
-    nbytes: Sequence[int],
-    needed_seconds: Sequence[float],
-    cost: AlphaBeta,
-    *,
-    cuts: Iterable[int] | None = None,
-) -> GatherPlan:
-    """The plan for items that can all be sent at time 0 and are needed one after the other, as in a forward.
-
-    A computation that waits for an item is late for all that follow: what it has waited in all is how much the latest
-    item comes too late, compared with when it is needed if nothing waits. Read backward in time, that is the problem of
-    :func:`optimal_buckets`, exactly: an item that must have arrived by d is one that is not ready before -d, and how
-    far the finish exceeds 0 is what the whole has to be put off by. Of plans without a wait, it is one whose tightest
-    bucket has most time left; of those that are equally good, one with the fewest buckets (up to rounding): to come
-    sooner than the tightest gains nothing. Items between two cuts travel together, and so count as one.
-
-    Args:
-        nbytes: Bytes of each item, in the order in which they are needed and sent.
-        needed_seconds: When each is needed, in seconds from when the channel is free, if nothing waits; one that is
-            needed after its successor is needed as early as that.
-        cost: What a bucket takes.
-        cuts: Where a bucket may end, as the number of items before the cut; 0 and the number of items always are.
-            None allows all.
-
-    Returns:
-        The plan. Linear in the number of items (times its logarithm for sorting ``cuts``).
-
-    Raises:
-        ValueError: There are no items, the lengths differ, or a value is out of range.
-    """
-    count = len(nbytes)
-    _check_items(nbytes, needed_seconds)
-    allowed = set(range(count) if cuts is None else cuts)
-    if any(not 0 <= cut <= count for cut in allowed):
-        raise ValueError(f"Invalid cuts: {sorted(allowed)}. Must be between 0 and {count}.")
-    bounds = sorted({0, *allowed, count})
-    groups = list(reversed(list(pairwise(bounds))))
-    plan = optimal_buckets(
-        [sum(nbytes[start:stop]) for start, stop in groups],
-        [-min(needed_seconds[start:stop]) for start, stop in groups],
-        cost,
-        fewest=True,
-    )
-    # Where a bucket ends backward, the next one ends forward; the end of them all is the beginning.
-    stops = (*(bounds[len(groups) - stop] for stop in reversed(plan.stops[:-1])), count)
-    return GatherPlan(stops, max(0.0, plan.finish_seconds))
 
 
 def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
@@ -244,30 +160,6 @@ def lower_bound(nbytes: Sequence[int], ready_seconds: Sequence[float], cost: Alp
     )
 
 
-def gather_stall(nbytes: Sequence[int], needed_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
-    """How long the computation waits for all buckets of a plan together, sent one after the other from time 0.
-
-    Args:
-        nbytes: Bytes of each item, in the order in which they are needed and sent.
-        needed_seconds: When each is needed, in seconds from when the channel is free, if nothing waits.
-        stops: Where each bucket ends, see :class:`BucketPlan`.
-        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
-
-    Returns:
-        Seconds, at least 0.
-
-    Raises:
-        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
-    """
-    _check_items(nbytes, needed_seconds)
-    _check_stops(stops, len(nbytes))
-    stall = arrival = 0.0
-    for start, stop in pairwise((0, *stops)):
-        arrival += cost(sum(nbytes[start:stop]))
-        stall = max(stall, arrival - min(needed_seconds[start:stop]))
-    return stall
-
-
 def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
     if not nbytes:
         raise ValueError("Invalid items: there are none. Must be at least one.")
@@ -310,19 +202,17 @@ def _arrival(queue: _Queue, start: int, stop: int, drained_seconds: float, cost:
     return max(drained_seconds, queue.ready_seconds[stop]) + cost(queue.nbytes[stop] - queue.nbytes[start])
 
 
-def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost, *, straight_line: bool) -> _Arrivals:
-    """The shortest path; for a cost that is a straight line, of the starts only the two that the module derives."""
+def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost) -> _Arrivals:
+    """The shortest path, which looks only at the two starts that the module derives."""
     arrivals = _Arrivals([-math.inf], [0])
     drained = 0
     for stop in range(1, len(queue.nbytes)):
-        candidates = range(first_starts[stop], stop)
-        if straight_line:
-            while drained + 1 < stop and arrivals.seconds[drained + 1] <= queue.ready_seconds[stop]:
-                drained += 1
-            first = max(drained, first_starts[stop])
-            candidates = range(first, min(first + 2, stop))
+        while drained + 1 < stop and arrivals.seconds[drained + 1] <= queue.ready_seconds[stop]:
+            drained += 1
+        first = max(drained, first_starts[stop])
         seconds, start = min(
-            (_arrival(queue, start, stop, arrivals.seconds[start], cost), start) for start in candidates
+            (_arrival(queue, start, stop, arrivals.seconds[start], cost), start)
+            for start in range(first, min(first + 2, stop))
         )
         arrivals.seconds.append(seconds)
         arrivals.starts.append(start)

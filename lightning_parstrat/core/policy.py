@@ -11,16 +11,11 @@ from lightning_parstrat.core.accumulation import PartialWindow
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
-BucketCap = float | Literal["auto"]
 BucketOrder = Literal["measured", "registration"]
 WireDtype = Literal["bf16"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
 CheckpointFormat = Literal["full", "sharded"]
-
-_FIRST_CAP_MB = 8.0
-_LARGEST_PLANNED_BYTES = 2**26
-"""What is gained by fewer messages is nothing beyond that, and a bucket in flight needs memory of its size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +26,7 @@ class ShardingPolicy:
         bucket_order: Whether buckets are planned anew by the order and the time in which gradients become ready
             (``"measured"``), or stay in the reverse order of the parameters' registration.
         bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier;
-            larger ones pay the latency of a collective less often. ``"auto"`` leaves the size to the plan, and plans
-            which parameters are gathered together, too.
+            larger ones pay the latency of a collective less often.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
             rank, which optimizers that look at whole matrices need; ``"auto"`` chooses by the optimizer.
         expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
@@ -49,7 +43,7 @@ class ShardingPolicy:
         ValueError: A value is not allowed; the message says which are.
     """
 
-    bucket_cap_mb: BucketCap = 8.0
+    bucket_cap_mb: float = 8.0
     bucket_order: BucketOrder = "measured"
     partition: PartitionChoice = "auto"
     expose_gradients: ExposeGradients = "auto"
@@ -62,17 +56,12 @@ class ShardingPolicy:
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
         number = isinstance(cap, (int, float)) and not isinstance(cap, bool) and math.isfinite(cap) and cap > 0
-        if cap != "auto" and not number:
-            raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8, or 'auto'.")
+        if not number:
+            raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8.")
         if self.partition not in get_args(PartitionChoice):
             raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(PartitionChoice)}.")
         if self.bucket_order not in get_args(BucketOrder):
             raise ValueError(f"Invalid bucket_order: {self.bucket_order!r}. Must be one of {get_args(BucketOrder)}.")
-        if cap == "auto" and self.bucket_order == "registration":
-            raise ValueError(
-                "bucket_cap_mb='auto' plans buckets from measurement, which bucket_order='registration' forbids. Give a"
-                " number of MiB, or leave bucket_order='measured'."
-            )
         for name in ("expose_gradients", "master_weights"):
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):
@@ -94,13 +83,8 @@ class ShardingPolicy:
 
     @property
     def bucket_cap_bytes(self) -> int:
-        """The cap in bytes, at least one, of buckets that are made before anything has been measured."""
-        return max(1, int((_FIRST_CAP_MB if self.bucket_cap_mb == "auto" else self.bucket_cap_mb) * 2**20))
-
-    @property
-    def planned_cap_bytes(self) -> int:
-        """The cap in bytes of buckets that are planned from measurement."""
-        return _LARGEST_PLANNED_BYTES if self.bucket_cap_mb == "auto" else self.bucket_cap_bytes
+        """The cap in bytes, at least one."""
+        return max(1, int(self.bucket_cap_mb * 2**20))
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What shards of parameters of ``dtype`` are kept and stepped in, where that needs a copy of them."""

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import (
-    BucketCap,
     BucketOrder,
     ExposeGradients,
     MasterWeights,
@@ -50,9 +49,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     Args:
         bucket_cap_mb: Size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready; smaller buckets
-            overlap better, larger ones pay latency less often. It is the largest size: see ``bucket_order``. ``"auto"``
-            leaves it to the plan (up to 64 MiB), which then says, too, which parameters are stepped and gathered
-            together, by when the next forward needs them.
+            overlap better, larger ones pay latency less often. It is the largest size: see ``bucket_order``.
         bucket_order: ``"measured"``: after two steps buckets are planned anew, by when each gradient was ready and by
             what the wire takes. ``"registration"``: they stay in the reverse order of registration and as large as
             they may be, so that two trainings have the same plan without a checkpoint.
@@ -89,7 +86,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     def __init__(
         self,
-        bucket_cap_mb: BucketCap = 8.0,
+        bucket_cap_mb: float = 8.0,
         bucket_order: BucketOrder = "measured",
         partition: PartitionChoice = "auto",
         expose_gradients: ExposeGradients = "auto",

@@ -9,14 +9,10 @@ import pytest
 from lightning_parstrat.core.bucketing import (
     BucketPlan,
     Cost,
-    GatherPlan,
     exposed_time,
     finish_time,
-    gather_stall,
     lower_bound,
     optimal_buckets,
-    optimal_buckets_any_cost,
-    optimal_gather_buckets,
 )
 from lightning_parstrat.core.cost_model import AlphaBeta
 
@@ -51,12 +47,6 @@ def draw_many(seed: int, count: int, most_items: int = 8) -> Iterator[tuple[rand
         yield generator, draw(generator, most_items)
 
 
-def draw_cost(generator: random.Random) -> Cost:
-    """Any positive time for any size, larger or not."""
-    times = [generator.randint(1, 40) / 4 for _ in range(64)]
-    return lambda nbytes: times[nbytes % len(times)]
-
-
 def draw_cap(generator: random.Random) -> int | None:
     return generator.choice((None, generator.randint(1, 40)))
 
@@ -83,22 +73,19 @@ def simulate(nbytes: Sequence[int], ready: Sequence[float], stops: Plan, cost: C
     return channel_free
 
 
-def simulate_forward(nbytes: Sequence[int], needed: Sequence[float], stops: Plan, cost: Cost) -> float:
-    """A computation that waits for each item in turn; by how much it is late in the end."""
-    arrivals: list[float] = []
-    sent = 0.0
-    for start, stop in pairwise((0, *stops)):
-        sent += cost(sum(nbytes[start:stop]))
-        arrivals += [sent] * (stop - start)
-    stalled = 0.0
-    for moment, arrival in zip(needed, arrivals, strict=True):
-        stalled += max(0.0, arrival - (moment + stalled))
-    return stalled
-
-
-def lateness(nbytes: Sequence[int], needed: Sequence[float], stops: Plan, cost: Cost) -> float:
-    """How much the latest item comes after it is needed; negative where all come before."""
-    return gather_stall(nbytes, [moment - 1000 for moment in needed], stops, cost) - 1000
+def earliest_arrival(nbytes: Sequence[int], ready: Sequence[float], cost: Cost, cap: int | None) -> float:
+    """The shortest path over all starts of each bucket, for more items than there are plans to try."""
+    before = [0, *accumulate(nbytes)]
+    arrived = [-math.inf]
+    for stop, moment in enumerate(accumulate(ready, max), start=1):
+        arrived.append(
+            min(
+                max(arrived[start], moment) + cost(before[stop] - before[start])
+                for start in range(stop)
+                if cap is None or stop - start == 1 or before[stop] - before[start] <= cap
+            )
+        )
+    return arrived[-1]
 
 
 def merge_greedily(problem: Problem) -> Plan:
@@ -115,26 +102,16 @@ def merge_greedily(problem: Problem) -> Plan:
     return (*stops, len(nbytes))
 
 
-def test_plans_are_optimal_and_both_forms_agree() -> None:
+def test_plans_are_optimal() -> None:
     for generator, (nbytes, ready, cost) in draw_many(1, 3000):
         cap = draw_cap(generator)
         best = min(simulate(nbytes, ready, stops, cost.seconds) for stops in allowed_plans(nbytes, cap))
         for plan in (
             optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap),
             optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True),
-            optimal_buckets_any_cost(nbytes, ready, cost.seconds, max_bucket_bytes=cap),
         ):
             assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost.seconds)
             assert plan.stops in allowed_plans(nbytes, cap)
-
-
-def test_plans_are_optimal_whatever_a_bucket_costs() -> None:
-    for generator, (nbytes, ready, _) in draw_many(2, 1500):
-        cost, cap = draw_cost(generator), draw_cap(generator)
-        best = min(simulate(nbytes, ready, stops, cost) for stops in allowed_plans(nbytes, cap))
-        plan = optimal_buckets_any_cost(nbytes, ready, cost, max_bucket_bytes=cap)
-        assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost)
-        assert plan.stops in allowed_plans(nbytes, cap)
 
 
 def test_there_are_no_fewer_buckets_that_arrive_as_early() -> None:
@@ -170,17 +147,17 @@ def test_never_worse_than_greedy_merging_and_often_better() -> None:
     assert better > 50
 
 
-def test_many_items_of_any_size_agree_with_the_general_form() -> None:
+def test_many_items_of_any_size_arrive_as_early_as_they_can() -> None:
     generator = random.Random(6)
     for cap in (None, 10**6):
         nbytes = [int(10 ** generator.uniform(0, 6)) for _ in range(250)]
         ready = list(accumulate(generator.expovariate(1e3) for _ in nbytes))
         cost = AlphaBeta(latency_seconds=8e-4, seconds_per_byte=generator.uniform(3e-9, 1e-8))
-        general = optimal_buckets_any_cost(nbytes, ready, cost.seconds, max_bucket_bytes=cap)
+        earliest = earliest_arrival(nbytes, ready, cost.seconds, cap)
         plan = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap)
         fewest = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
-        assert plan.finish_seconds == pytest.approx(general.finish_seconds, rel=1e-12)
-        assert fewest.finish_seconds == pytest.approx(general.finish_seconds, rel=1e-12)
+        assert plan.finish_seconds == pytest.approx(earliest, rel=1e-12)
+        assert fewest.finish_seconds == pytest.approx(earliest, rel=1e-12)
         assert 1 < len(fewest.stops) <= len(plan.stops) < len(nbytes)
 
 
@@ -217,7 +194,6 @@ def test_a_straight_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch, cap:
 )
 def test_by_hand(nbytes: list[int], ready: list[float], expected: BucketPlan) -> None:
     assert optimal_buckets(nbytes, ready, UNIT) == expected
-    assert optimal_buckets_any_cost(nbytes, ready, UNIT.seconds).finish_seconds == expected.finish_seconds
 
 
 def test_greedy_merging_looks_no_further_than_the_next_item() -> None:
@@ -247,7 +223,6 @@ def test_fewest_by_hand() -> None:
 def test_capped_by_hand(cap: int, expected: BucketPlan) -> None:
     nbytes, ready = [3, 5, 2, 2], [0.0] * 4
     assert optimal_buckets(nbytes, ready, UNIT, max_bucket_bytes=cap, fewest=True) == expected
-    assert optimal_buckets_any_cost(nbytes, ready, UNIT.seconds, max_bucket_bytes=cap) == expected
 
 
 def test_more_of_anything_never_helps() -> None:
@@ -273,8 +248,6 @@ def test_the_times_of_any_plan() -> None:
         finish = finish_time(nbytes, ready, stops, cost.seconds)
         assert finish == simulate(nbytes, ready, stops, cost.seconds)
         assert exposed_time(nbytes, ready, stops, cost.seconds) == finish - max(ready)
-        stall = gather_stall(nbytes, ready, stops, cost.seconds)
-        assert stall == simulate_forward(nbytes, ready, stops, cost.seconds)
 
 
 def test_the_lower_bound_is_one_and_at_times_met() -> None:
@@ -313,54 +286,11 @@ def test_the_lower_bound_by_hand(ready: list[float], expected: float) -> None:
     assert lower_bound([4, 1], ready, UNIT) == expected
 
 
-def test_gathers_are_optimal() -> None:
-    for generator, (nbytes, needed, cost) in draw_many(12, 2000):
-        count = len(nbytes)
-        cuts = generator.choice((None, [cut for cut in range(count + 1) if generator.random() < 0.6]))
-        plan = optimal_gather_buckets(nbytes, needed, cost, cuts=cuts)
-        allowed = set(range(count) if cuts is None else cuts) | {count}
-        stalls = [
-            simulate_forward(nbytes, needed, stops, cost.seconds)
-            for stops in every_plan(count)
-            if allowed.issuperset(stops)
-        ]
-        assert allowed.issuperset(plan.stops)
-        assert plan.stall_seconds == min(stalls) == simulate_forward(nbytes, needed, plan.stops, cost.seconds)
-
-
-@pytest.mark.parametrize(
-    ("needed", "cuts", "expected"),
-    [
-        pytest.param([0.0, 4.0, 5.0], None, GatherPlan((1, 3), 6.0), id="the first cannot come sooner"),
-        pytest.param([0.0, 4.0, 5.0], [2], GatherPlan((2, 3), 7.0), id="no cut after the first"),
-        pytest.param([0.0, 4.0, 5.0], [], GatherPlan((3,), 8.0), id="no cut"),
-        pytest.param([5.0, 4.0, 0.0], None, GatherPlan((3,), 8.0), id="the last needed first"),
-        pytest.param([99.0, 99.0, 99.0], [0, 3], GatherPlan((3,), 0.0), id="no hurry"),
-    ],
-)
-def test_gathers_by_hand(needed: list[float], cuts: list[int] | None, expected: GatherPlan) -> None:
-    assert optimal_gather_buckets([4, 1, 1], needed, UNIT, cuts=cuts) == expected
-
-
-def test_gathers_have_the_most_time_left_and_then_the_fewest_buckets() -> None:
-    in_time = 0
-    for generator, (nbytes, needed, cost) in draw_many(14, 500):
-        needed = [moment + generator.choice((0, 20)) for moment in needed]
-        outcomes = [(lateness(nbytes, needed, stops, cost.seconds), len(stops)) for stops in every_plan(len(nbytes))]
-        plan = optimal_gather_buckets(nbytes, needed, cost)
-        assert (lateness(nbytes, needed, plan.stops, cost.seconds), len(plan.stops)) == min(outcomes)
-        in_time += plan.stall_seconds == 0
-    assert in_time > 50
-
-
 Solver = Callable[[Sequence[int], Sequence[float]], Any]
 SOLVERS: dict[str, Solver] = {
     "optimal_buckets": lambda nbytes, seconds: optimal_buckets(nbytes, seconds, UNIT),
-    "optimal_buckets_any_cost": lambda nbytes, seconds: optimal_buckets_any_cost(nbytes, seconds, UNIT.seconds),
-    "optimal_gather_buckets": lambda nbytes, seconds: optimal_gather_buckets(nbytes, seconds, UNIT),
     "finish_time": lambda nbytes, seconds: finish_time(nbytes, seconds, [len(nbytes)], UNIT.seconds),
     "exposed_time": lambda nbytes, seconds: exposed_time(nbytes, seconds, [len(nbytes)], UNIT.seconds),
-    "gather_stall": lambda nbytes, seconds: gather_stall(nbytes, seconds, [len(nbytes)], UNIT.seconds),
     "lower_bound": lambda nbytes, seconds: lower_bound(nbytes, seconds, UNIT),
 }
 
@@ -382,7 +312,7 @@ def test_items_that_are_no_problem(solver: Solver, nbytes: list[int], seconds: l
 
 
 @pytest.mark.parametrize("stops", [(), (2,), (0, 3), (2, 1, 3), (1, 1, 3), (4,)], ids=str)
-@pytest.mark.parametrize("measure", [finish_time, exposed_time, gather_stall])
+@pytest.mark.parametrize("measure", [finish_time, exposed_time])
 def test_stops_that_are_no_plan(measure: Callable[..., float], stops: Plan) -> None:
     with pytest.raises(ValueError, match="Invalid stops"):
         measure([1, 1, 1], [0.0, 1.0, 2.0], stops, UNIT.seconds)
@@ -392,9 +322,3 @@ def test_stops_that_are_no_plan(measure: Callable[..., float], stops: Plan) -> N
 def test_a_cap_that_is_none(cap: int) -> None:
     with pytest.raises(ValueError, match="Invalid max_bucket_bytes"):
         optimal_buckets([1], [0.0], UNIT, max_bucket_bytes=cap)
-
-
-@pytest.mark.parametrize("cut", [-1, 3])
-def test_a_cut_that_is_nowhere(cut: int) -> None:
-    with pytest.raises(ValueError, match="Invalid cuts"):
-        optimal_gather_buckets([1, 1], [0.0, 1.0], UNIT, cuts=[cut])

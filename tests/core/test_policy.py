@@ -39,14 +39,6 @@ def test_the_cap_is_in_mebibytes_and_at_least_a_byte(bucket_cap_mb: float, expec
     assert isinstance(cap, int)
 
 
-def test_a_plan_may_choose_the_size() -> None:
-    policy = ShardingPolicy(bucket_cap_mb="auto")
-    assert policy.bucket_cap_bytes == ShardingPolicy().bucket_cap_bytes < policy.planned_cap_bytes
-    assert ShardingPolicy(bucket_cap_mb=2).planned_cap_bytes == 2 * 2**20
-    with pytest.raises(ValueError, match="bucket_order='registration' forbids"):
-        ShardingPolicy(bucket_cap_mb="auto", bucket_order="registration")
-
-
 @pytest.mark.parametrize("name", ["reduce_dtype", "gather_dtype"])
 @pytest.mark.parametrize("value", ["fp16", "bfloat16", True, torch.bfloat16, ""])
 def test_an_unknown_dtype_on_the_wire_is_refused(name: str, value: Any) -> None:

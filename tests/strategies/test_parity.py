@@ -31,10 +31,10 @@ def compare_exposed(name: str) -> tuple[float, float]:
 
 
 def compare_planned(name: str) -> tuple[float, float]:
-    """Buckets are planned by what the wire takes, however small the module is, and so are the ways home."""
+    """Buckets are planned by what the wire takes, however small the module is."""
     replanning._SMALLEST_WORTH_TIMING, smallest = 0, replanning._SMALLEST_WORTH_TIMING
     try:
-        return compare(name, zero1(bucket_cap_mb="auto", **CASES[name].strategy))
+        return compare(name, zero1(bucket_cap_mb=8.0, **CASES[name].strategy))
     finally:
         replanning._SMALLEST_WORTH_TIMING = smallest
 

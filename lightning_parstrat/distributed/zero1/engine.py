@@ -162,7 +162,6 @@ class ShardedDataParallel:
         """
         ready = self.replanner.ready_seconds()
         if ready is None:
-            self.replanner.plan_gathers(self.buckets)
             return
         owners = {p: numbers for p, numbers in self._owners().items() if p in ready}
         if len(owners) < len(ready):

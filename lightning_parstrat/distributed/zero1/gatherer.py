@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.zero1.clocks import NeedClock
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark, unmark
 
@@ -43,7 +42,6 @@ class ParameterGatherer:
         self.collectives = collectives
         self.streams = streams
         self.overlaps = False
-        self.clock: NeedClock | None = None
         self._in_flight: dict[ParameterBucket, _Gather] = {}
         # A thread that saves a checkpoint reads parameters, too.
         self._lock = threading.RLock()
@@ -58,8 +56,6 @@ class ParameterGatherer:
         """
         late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
         buffer = bucket.parameters_to_send()
-        if self.clock is not None:
-            self.clock.send(bucket)
         with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
             work = self.collectives.all_gather(buffer, bucket.layout.bounds)
         with self._lock:
@@ -101,9 +97,6 @@ class ParameterGatherer:
             gather = self._in_flight.get(bucket)
             if gather is None:
                 return
-            if self.clock is not None:
-                self.clock.need(bucket)
-            waited = self.collectives.traffic.waited_seconds
             with (
                 marked(f"zero1_custom: wait for parameters of bucket {bucket.index}"),
                 self.streams.on(gather.stream),
@@ -113,8 +106,6 @@ class ParameterGatherer:
                 # Last: another thread that finds an ordinary parameter reads it at once.
                 del self._in_flight[bucket]
                 unmark(bucket.parameters)
-            if self.clock is not None:
-                self.clock.wait(self.collectives.traffic.waited_seconds - waited)
             if self.streams.current() != gather.stream:
                 # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
                 self.streams.wait_for(gather.stream)

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -247,10 +246,7 @@ class OptimizerSharding:
                 elif slot.shard is not None:
                     by_bucket.setdefault(slot.bucket, []).append(slot.shard)
             groups.append(by_bucket)
-        parts = [
-            _Part(together, [[p for bucket in together for p in by_bucket.get(bucket, [])] for by_bucket in groups])
-            for together in _sent_together(buckets)
-        ]
+        parts = [_Part([bucket], [by_bucket.get(bucket, []) for by_bucket in groups]) for bucket in buckets]
         if any(None in by_bucket for by_bucket in groups):
             parts.append(_Part([], [by_bucket.get(None, []) for by_bucket in groups]))
         return parts
@@ -278,13 +274,6 @@ class OptimizerSharding:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
         return [bucket for bucket in self.buckets if bucket.has_gradients]
-
-
-def _sent_together(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBucket]]:
-    """Neighbours of one gather group; every bucket by itself where none were planned."""
-    keys = (bucket if bucket.gather_group is None else bucket.gather_group for bucket in buckets)
-    keyed = groupby(zip(keys, buckets, strict=True), key=lambda pair: pair[0])
-    return [[bucket for _, bucket in pairs] for _, pairs in keyed]
 
 
 class _Part(NamedTuple):

@@ -49,8 +49,6 @@ class ParameterBucket(GradientBucket):
         wire = wire or WireFormat()
         super().__init__(index, layout, parameters, rank, wire.reduce_dtype)
         self.gather_dtype = wire.gather_dtype or self.dtype
-        # Neighbours with the same number are stepped and gathered together.
-        self.gather_group: int | None = None
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self._left_behind: set[int] = set()
         self._move_in(self.slots)

@@ -27,8 +27,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.zero1.clocks import ReadyClock
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
+from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3

@@ -7,8 +7,6 @@ reduce-scatter takes, and plan. Where that gives other buckets, parameters, mast
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,11 +17,11 @@ from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.memory import parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.calibration import reduce_scatter_cost
-from lightning_parstrat.distributed.zero1.clocks import NeedClock, ReadyClock, group_gathers
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import Grouping, PlannedBucket
+from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.redistribution import Move, move_gradients, move_master_weights, move_state
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 
@@ -67,9 +65,6 @@ class Replanner:
         self._rounds = 0
         self._attempts = 0
         self._clock: ReadyClock | None = None
-        self._plans_gathers = policy.bucket_cap_mb == "auto" and gatherer.collectives.world_size > 1
-        self._has_needs = False
-        self._wire: AlphaBeta | None = None
 
     @property
     def kept(self) -> Grouping:
@@ -83,7 +78,6 @@ class Replanner:
         """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
         self._rounds += 1
         self._reducer.clock = None
-        self._has_needs = self._gatherer.clock is not None and self._gatherer.clock.has_begun
         if self._measures and self._rounds == _MEASURED_ROUND:
             self._clock = self._reducer.clock = ReadyClock()
 
@@ -105,29 +99,7 @@ class Replanner:
 
     def by_readiness(self, ready: Mapping[Tensor, float]) -> Grouping:
         """The grouping whose last bucket arrives earliest. Sends some 20 MB to find out what that takes."""
-        cost = self._cost()
-        cap = self._policy.bucket_cap_bytes if cost is None else self._policy.planned_cap_bytes
-        return _ByReadiness(ready, cap, cost)
-
-    def plan_gathers(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Plans once which buckets are gathered together: after their re-plan, and when a forward was measured.
-
-        Args:
-            buckets: In the order of their reductions, which is the reverse of that in which they are gathered.
-        """
-        if not self._plans_gathers or self._measures:
-            return
-        clock = self._gatherer.clock
-        if clock is None:
-            overlaps = torch.tensor(int(self._gatherer.overlaps))
-            self._reducer.control.all_reduce(overlaps, op=dist.ReduceOp.MIN).wait()
-            self._wire = (self._wire or self._cost()) if overlaps else None
-            self._plans_gathers = self._wire is not None
-            self._gatherer.clock = None if self._wire is None else NeedClock()
-        elif self._has_needs and self._wire is not None:
-            in_gather_order = list(reversed(buckets))
-            group_gathers(in_gather_order, clock.agree(in_gather_order, self._reducer.control), self._wire)
-            self._gatherer.clock, self._plans_gathers = None, False
+        return _ByReadiness(ready, self._policy.bucket_cap_bytes, self._cost())
 
     def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
         """Whether the plan is another one than that of ``buckets``, by more than the order within them."""
@@ -167,10 +139,7 @@ class Replanner:
         if parameter_bytes([bucket.layout for bucket in buckets]) < _SMALLEST_WORTH_TIMING:
             return None
         wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
-        self._wire = AlphaBeta(
-            latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte
-        )
-        return self._wire
+        return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
 
 
 class _AsKept(Grouping):

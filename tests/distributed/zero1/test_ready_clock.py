@@ -1,0 +1,46 @@
+"""When gradients become ready: every rank notes its own times, and all agree on the latest."""
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
+from tests.pool import RankPool
+
+NAMES = ("on all ranks", "on the last rank alone", "noted twice", "never")
+
+
+def agree(hindered_rank: int | None) -> dict[str, float] | None:
+    """What all ranks come to where each is slower than the one before, and the last has one gradient more."""
+    parameters = {name: torch.zeros(3) for name in NAMES}
+    rank, control = dist.get_rank(), make_collectives(process_groups().control, torch.device("cpu"))
+    clock = ReadyClock()
+    clock.note(parameters["noted twice"])
+    time.sleep(0.02 * (rank + 1))
+    clock.note(parameters["on all ranks"])
+    if rank == dist.get_world_size() - 1:
+        clock.note(parameters["on the last rank alone"])
+    clock.note(parameters["noted twice"])
+    times = clock.agree(list(parameters.values()), rank == hindered_rank, control)
+    return None if times is None else {name: times[parameter] for name, parameter in parameters.items()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_latest_rank_says_when_a_gradient_is_ready(pool: RankPool, world_size: int) -> None:
+    found: list[Any] = pool.run(world_size, agree, None)
+    assert found == [found[0]] * world_size
+    everywhere, alone, twice, never = (found[0][name] for name in NAMES)
+    assert never == math.inf
+    # The slowest rank's times, and the last of several.
+    assert 0.02 * world_size <= everywhere <= alone <= twice < math.inf
+
+
+@pytest.mark.parametrize("hindered_rank", [0, 2])
+def test_nobody_has_times_where_one_rank_can_do_nothing_with_them(pool: RankPool, hindered_rank: int) -> None:
+    assert pool.run(3, agree, hindered_rank) == [None] * 3
