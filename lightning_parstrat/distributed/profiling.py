@@ -1,6 +1,7 @@
 """Names for what a step does, as they appear in a trace of ``torch.profiler``.
 
-Every name begins with ``zero1_custom:`` or ``ddp_tuned:`` and says what is launched, waited for, agreed on or stepped.
+Every name begins with ``zero1_custom:``, or ``lightning_parstrat:`` for what both strategies do, and says what is
+launched, waited for, agreed on or stepped.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.profiling import marked
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
@@ -57,14 +58,16 @@ class RunningAgreement:
         if self._asked is None:
             return default
         (received, work), self._asked = self._asked, None
-        work.wait()
+        with marked("lightning_parstrat: agree between ranks"):
+            work.wait()
         return int(received)
 
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
     """The largest and the smallest of all ranks' numbers. Collective; one all-reduce of 16 bytes."""
     extremes = torch.tensor([number, -number], dtype=torch.int64)
-    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
+    with marked("lightning_parstrat: agree between ranks"):
+        control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
     largest, smallest = extremes.tolist()
     return largest, -smallest
 
@@ -104,5 +107,6 @@ def any_rank(flag: bool, control: Collectives) -> bool:
 def any_rank_for_each(flags: Sequence[bool], control: Collectives) -> list[bool]:
     """For each flag, whether any rank says so. Collective, and waited for on the host; 4 bytes a flag."""
     combined = torch.tensor(flags, dtype=torch.int32)
-    control.all_reduce(combined, op=dist.ReduceOp.MAX).wait()
+    with marked("lightning_parstrat: agree between ranks"):
+        control.all_reduce(combined, op=dist.ReduceOp.MAX).wait()
     return [bool(flag) for flag in combined.tolist()]

@@ -33,6 +33,7 @@ class PairwiseCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
         super().__init__(group, topology)
         self._sums = ExchangeThread("sum of gradients")
+        self._counting = threading.Lock()
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
@@ -102,16 +103,17 @@ class PairwiseCollectives(Collectives):
         return dist.P2POp(direction, real_view(chunk), group=self.group, group_peer=peer, tag=tag)
 
     def _count_reduced(self, chunk: Tensor, target: int) -> None:
-        self.traffic.reduce_scatter_bytes += chunk.nbytes
-        self._count_between_nodes(chunk, target)
+        self._count("reduce_scatter_bytes", chunk, target)
 
     def _count_gathered(self, chunk: Tensor, target: int) -> None:
-        self.traffic.all_gather_bytes += chunk.nbytes
-        self._count_between_nodes(chunk, target)
+        self._count("all_gather_bytes", chunk, target)
 
-    def _count_between_nodes(self, chunk: Tensor, target: int) -> None:
-        if not self.topology.share_node(self.rank, target):
-            self.traffic.between_nodes_bytes += chunk.nbytes
+    def _count(self, phase: str, chunk: Tensor, target: int) -> None:
+        # The second level of an exchange is launched by a thread, while the main one may launch the next first level.
+        with self._counting:
+            setattr(self.traffic, phase, getattr(self.traffic, phase) + chunk.nbytes)
+            if not self.topology.share_node(self.rank, target):
+                self.traffic.between_nodes_bytes += chunk.nbytes
 
 
 class Transfers:

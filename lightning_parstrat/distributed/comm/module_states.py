@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lightning_parstrat.core.layout import ParameterSpec, fingerprint
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.profiling import marked
 
 
 @torch.no_grad()
@@ -16,9 +17,10 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, sourc
     """Copies tensors from one rank to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
     detached = [tensor.detach() for tensor in tensors]
     if detached and dist.get_world_size(group) > 1:
-        dist._broadcast_coalesced(  # type: ignore[attr-defined]
-            group, detached, 250 * 2**20, source
-        )
+        with marked("lightning_parstrat: broadcast tensors of the module"):
+            dist._broadcast_coalesced(  # type: ignore[attr-defined]
+                group, detached, 250 * 2**20, source
+            )
 
 
 def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:

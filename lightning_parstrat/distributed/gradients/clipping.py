@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 
 _WIDE = (torch.float32, torch.float64)
@@ -95,7 +96,8 @@ def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
     if gradients.collectives is None:
         return total_norm(combined, norm_type, gradients.dtype)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    gradients.collectives.all_reduce(combined, op=op).wait()
+    with marked("zero1_custom: agree on the norm of gradients"):
+        gradients.collectives.all_reduce(combined, op=op).wait()
     return total_norm(combined, norm_type, gradients.dtype)
 
 

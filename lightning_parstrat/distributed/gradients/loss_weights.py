@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.profiling import marked
 
 
 class InconsistentWeightsError(ValueError):
@@ -123,7 +124,8 @@ class LossWeights:
 
     def _sum_over_ranks(self, weight: float, given: float) -> _Sum:
         values = torch.tensor([weight, given, 0.0 if self._fault is None else 1.0], dtype=torch.float64)
-        self._control.all_reduce(values).wait()
+        with marked("lightning_parstrat: sum loss weights over ranks"):
+            self._control.all_reduce(values).wait()
         summed = _Sum(*values.tolist())
         if summed.faults:
             raise InconsistentWeightsError(self._fault or "Another rank got a `loss_weight` that is none; see there.")

@@ -6,7 +6,7 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 """
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -39,7 +39,13 @@ from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
 from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
-from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.zero1.planning import (
+    BucketPlanner,
+    Grouping,
+    Owners,
+    PlannedBucket,
+    trained_outside,
+)
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients
 from lightning_parstrat.distributed.zero1.replanning import Replanner
@@ -160,18 +166,14 @@ class ShardedDataParallel:
         changes, moves parameters on this rank (peak: as many buckets more as an old one has become) and optimizer state
         between ranks.
         """
-        ready = self.replanner.ready_seconds()
-        if ready is None:
-            return
-        owners = {p: numbers for p, numbers in self._owners().items() if p in ready}
-        if len(owners) < len(ready):
+        self.replanner.replan(self._plan_anew, self.sharded_optimizers)
+
+    def _plan_anew(self, parameters: Collection[Tensor], grouping: Grouping) -> list[PlannedBucket] | None:
+        owners = {parameter: numbers for parameter, numbers in self._owners().items() if parameter in parameters}
+        if len(owners) < len(parameters):
             # A parameter has left its optimizer, and what the optimizer knew of it with it.
-            return
-        grouping = self.replanner.by_readiness(ready)
-        planned = self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
-        if self.replanner.differs(planned, self.buckets):
-            shardings = {optimizer: sharding_of(optimizer) for optimizer in self.sharded_optimizers}
-            self.replanner.adopt(planned, self.buckets, shardings)
+            return None
+        return self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
 
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.

@@ -13,6 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups, world_size
+from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
@@ -204,12 +205,12 @@ class OptimizerSharding:
                 with torch.enable_grad():
                     loss = closure() if closure is not None else None
                 make_ready()
-                groups.enter_context(self.shard_groups(optimizer, parts[0].stand_ins))
+                groups.enter_context(self._stepping(optimizer, parts[0]))
                 return loss
 
             if closure is None:
                 make_ready()
-                groups.enter_context(self.shard_groups(optimizer, parts[0].stand_ins))
+                groups.enter_context(self._stepping(optimizer, parts[0]))
                 result = original_step(**arguments)
             else:
                 groups.enter_context(self.shard_groups(optimizer))
@@ -221,11 +222,17 @@ class OptimizerSharding:
             groups.close()
             self._send(parts[0])
             for part in parts[1:]:
-                with self.shard_groups(optimizer, part.stand_ins):
+                with self._stepping(optimizer, part):
                     original_step(**arguments)
                 self._send(part)
         self.gatherer.finish_prompt()
         return result
+
+    @contextmanager
+    def _stepping(self, optimizer: Optimizer, part: "_Part") -> Iterator[None]:
+        numbers = ", ".join(str(bucket.index) for bucket in part.buckets)
+        with marked(f"zero1_custom: step bucket {numbers}"), self.shard_groups(optimizer, part.stand_ins):
+            yield
 
     def _parts(self, optimizer: Optimizer) -> list["_Part"]:
         """What is stepped one after the other, so that the first is in flight while the next steps.

@@ -5,7 +5,7 @@ gradients is measured (the first allocates), and before the next forward all ran
 reduce-scatter takes, and plan. Where that gives other buckets, parameters, master weights and optimizer state move.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,8 +17,9 @@ from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.memory import parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.calibration import reduce_scatter_cost
+from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding
+from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import Grouping, PlannedBucket
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
@@ -34,6 +35,9 @@ _SMALLEST_WORTH_TIMING = 2**23
 
 _LAUNCH_SECONDS = 5e-4
 """What a bucket more costs the processor, beside its latency on the wire: packing, launching, stepping, gathering."""
+
+MakesPlan = Callable[[Collection[Tensor], Grouping], "list[PlannedBucket] | None"]
+"""Makes buckets of parameters; see :meth:`Replanner.replan`."""
 
 
 class Replanner:
@@ -81,14 +85,38 @@ class Replanner:
         if self._measures and self._rounds == _MEASURED_ROUND:
             self._clock = self._reducer.clock = ReadyClock()
 
-    def ready_seconds(self) -> dict[Tensor, float] | None:
-        """When the gradient of each sharded parameter is ready, once: when it was measured and buckets can change."""
+    def replan(self, plan: MakesPlan, optimizers: Sequence[Optimizer]) -> None:
+        """Plans buckets anew and moves into them, once: when a backward was measured and the plan is another one.
+
+        Takes a few reductions of small messages; for large models some 20 MB more to find out what the wire takes.
+
+        Args:
+            plan: Makes buckets of the parameters by a grouping, the same on all ranks; None where it cannot.
+            optimizers: Those that step shards; their state moves.
+        """
+        ready = self._ready_seconds()
+        if ready is None:
+            return
+        buckets = self._sharded_buckets
+        with marked("zero1_custom: plan buckets anew"):
+            planned = plan(ready, _ByReadiness(ready, self._policy.bucket_cap_bytes, self._cost()))
+            # The order within a bucket changes nothing.
+            before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
+            if planned is not None and [set(one.members) for one in planned] != before:
+                self._adopt(planned, buckets, optimizers)
+
+    @property
+    def _sharded_buckets(self) -> list[ParameterBucket]:
+        return [bucket for bucket in self._reducer.buckets if isinstance(bucket, ParameterBucket)]
+
+    def _ready_seconds(self) -> dict[Tensor, float] | None:
+        """When the gradient of each sharded parameter is ready; None unless buckets can change by it now."""
         if self._clock is None or not self._measures:
             return None
         self._reducer.clock = None
         self._reducer.complete()
         self._gatherer.finish()
-        buckets = [bucket for bucket in self._reducer.buckets if isinstance(bucket, ParameterBucket)]
+        buckets = self._sharded_buckets
         parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
         hindered = not all(bucket.is_read_through_parameters for bucket in buckets)
         ready = self._clock.agree(parameters, hindered, self._reducer.control)
@@ -97,20 +125,8 @@ class Replanner:
             self._measures, self._clock = False, None
         return ready
 
-    def by_readiness(self, ready: Mapping[Tensor, float]) -> Grouping:
-        """The grouping whose last bucket arrives earliest. Sends some 20 MB to find out what that takes."""
-        return _ByReadiness(ready, self._policy.bucket_cap_bytes, self._cost())
-
-    def differs(self, planned: Sequence[PlannedBucket], buckets: Sequence[ParameterBucket]) -> bool:
-        """Whether the plan is another one than that of ``buckets``, by more than the order within them."""
-        before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
-        return [set(one.members) for one in planned] != before
-
-    def adopt(
-        self,
-        planned: Sequence[PlannedBucket],
-        old: Sequence[ParameterBucket],
-        shardings: Mapping[Optimizer, OptimizerSharding],
+    def _adopt(
+        self, planned: Sequence[PlannedBucket], old: Sequence[ParameterBucket], optimizers: Sequence[Optimizer]
     ) -> None:
         """Makes the planned buckets, and moves everything that is in the old ones."""
         control, rank = self._reducer.control, self._reducer.collectives.rank
@@ -119,7 +135,8 @@ class Replanner:
         moves = {slot.parameter: Move(slot, places[slot.parameter]) for bucket in old for slot in bucket.slots}
         move_master_weights(list(moves.values()), self._gatherer.collectives)
         move_gradients(list(moves.values()), self._gatherer.collectives)
-        for optimizer, sharding in shardings.items():
+        for optimizer in optimizers:
+            sharding = sharding_of(optimizer)
             of_optimizer = [moves[parameter] for parameter in sharding.slots]
             others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
             replicated = {key: value for key, value in optimizer.state.items() if key in sharding.replicated}
