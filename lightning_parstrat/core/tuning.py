@@ -240,7 +240,7 @@ def _plans(problem: Problem, cost: AlphaBeta) -> list[Plan]:
             latency_seconds=slower.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=slower.seconds_per_byte
         )
         for fewest in (True, False):
-            stops = optimal_buckets(nbytes, ready, hindered, fewest=fewest).stops
+            stops = optimal_buckets(nbytes, ready, hindered, fewest=fewest)
             candidates.append(tuple(sum(nbytes[a:b]) for a, b in zip((0, *stops), stops, strict=False)))
     return [_plan(problem, caps, cost) for caps in dict.fromkeys(candidates) if min(caps) > 0]
 
