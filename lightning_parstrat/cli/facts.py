@@ -52,13 +52,8 @@ class NodeFacts(NamedTuple):
     variables: dict[str, str]
 
 
-def facts_of_this_node(environment: Mapping[str, str] | None = None) -> NodeFacts:
-    """Looks at this machine.
-
-    Args:
-        environment: Its variables; by default this process's.
-    """
-    variables = os.environ if environment is None else environment
+def facts_of_this_node() -> NodeFacts:
+    """Looks at this machine."""
     return NodeFacts(
         host=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
@@ -66,7 +61,7 @@ def facts_of_this_node(environment: Mapping[str, str] | None = None) -> NodeFact
         devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         backends=backends(),
         interfaces=_interfaces(),
-        variables={name: value for name, value in sorted(variables.items()) if _VARIABLES.match(name)},
+        variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
     )
 
 

@@ -35,16 +35,6 @@ Cost = Callable[[int], float]
 """Seconds that a bucket of so many bytes takes, at least 0."""
 
 
-class BucketPlan(NamedTuple):
-    """Where buckets end, and when the last of them has arrived.
-
-    Bucket k consists of the items ``[stops[k - 1], stops[k])``, the first one of ``[0, stops[0])``.
-    """
-
-    stops: tuple[int, ...]
-    finish_seconds: float
-
-
 class _Queue(NamedTuple):
     """The problem, by how many items have come: their bytes, and when the last was ready (never, for no items)."""
 
@@ -66,7 +56,7 @@ def optimal_buckets(
     *,
     max_bucket_bytes: int | None = None,
     fewest: bool = False,
-) -> BucketPlan:
+) -> tuple[int, ...]:
     """The plan whose last bucket arrives earliest, where the cost is a straight line.
 
     Without ``fewest`` every beginning of the plan arrives as early as it can, which leaves most room for items that are
@@ -83,7 +73,8 @@ def optimal_buckets(
         fewest: Whether to choose a plan with as few buckets as possible among those that arrive equally early.
 
     Returns:
-        The plan, with its finish from the same origin. Linear in the number of items.
+        Where each bucket ends: bucket k consists of the items ``[stops[k - 1], stops[k])``, the first one of
+        ``[0, stops[0])``. Linear in the number of items.
 
     Raises:
         ValueError: There are no items, the lengths differ, or a value is out of range.
@@ -91,8 +82,7 @@ def optimal_buckets(
     queue = _queue(nbytes, ready_seconds)
     first_starts = _first_starts(queue, max_bucket_bytes)
     arrivals = _arrivals(queue, first_starts, cost.seconds)
-    stops = _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
-    return BucketPlan(stops, _finish_time(queue, stops, cost.seconds))
+    return _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
 
 
 def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
@@ -101,7 +91,7 @@ def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Se
     Args:
         nbytes: Bytes of each item, in the order of their readiness.
         ready_seconds: When each is ready, in seconds from any origin.
-        stops: Where each bucket ends, see :class:`BucketPlan`.
+        stops: Where each bucket ends, see :func:`optimal_buckets`.
         cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
 
     Returns:
@@ -121,7 +111,7 @@ def exposed_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: S
     Args:
         nbytes: Bytes of each item, in the order of their readiness.
         ready_seconds: When each is ready, in seconds from any origin.
-        stops: Where each bucket ends, see :class:`BucketPlan`.
+        stops: Where each bucket ends, see :func:`optimal_buckets`.
         cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
 
     Returns:

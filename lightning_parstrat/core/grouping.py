@@ -39,7 +39,7 @@ def group_by_readiness(
             continue
         sizes = [parameters[index].numel * parameters[index].itemsize for index in members]
         ready = [ready_seconds[index] for index in members]
-        stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes, fewest=True).stops
+        stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes, fewest=True)
         groups += [members[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
     return sorted(groups, key=lambda bucket: (ready_seconds[bucket[-1]], bucket[-1]))
 

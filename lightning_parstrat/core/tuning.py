@@ -5,21 +5,13 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple
 
 from lightning_parstrat.core.bucketing import exposed_time, lower_bound, optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
 
 Caps = tuple[int, ...]
 """Bytes at which each bucket is full, in the order in which they are sent; the last one holds for all that follow."""
-
-
-@runtime_checkable
-class PathLike(Protocol):
-    """A path that is no string."""
-
-    def __fspath__(self) -> str:
-        """The path as a string."""
 
 
 CapsInMiB = float | list[float] | Literal["auto"]
@@ -49,7 +41,6 @@ class TuningPolicy:
         tune_steps: How many steps are measured before a plan is made, and twice as many while it is tried.
         tune_tolerance: The smallest gain, as a share of the time from a forward's begin to its backward's end, for
             which buckets are changed.
-        plan_cache: A folder for plans, from which later trainings of the same kind begin; None keeps none.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -58,7 +49,6 @@ class TuningPolicy:
     bucket_cap_mb: CapsInMiB = "auto"
     tune_steps: int = 10
     tune_tolerance: float = 0.01
-    plan_cache: str | PathLike | None = None
 
     def __post_init__(self) -> None:
         given = self.bucket_cap_mb
@@ -73,8 +63,6 @@ class TuningPolicy:
             raise ValueError(f"Invalid tune_steps: {self.tune_steps!r}. Must be a whole number >= 2.")
         if not _is_number(self.tune_tolerance) or not 0 <= self.tune_tolerance < 1:
             raise ValueError(f"Invalid tune_tolerance: {self.tune_tolerance!r}. Must be a number >= 0 and < 1.")
-        if self.plan_cache is not None and not isinstance(self.plan_cache, (str, PathLike)):
-            raise ValueError(f"Invalid plan_cache: {self.plan_cache!r}. Must be a folder's path, or None.")
 
 
 class Timing(NamedTuple):
@@ -252,7 +240,7 @@ def _plans(problem: Problem, cost: AlphaBeta) -> list[Plan]:
             latency_seconds=slower.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=slower.seconds_per_byte
         )
         for fewest in (True, False):
-            stops = optimal_buckets(nbytes, ready, hindered, fewest=fewest).stops
+            stops = optimal_buckets(nbytes, ready, hindered, fewest=fewest)
             candidates.append(tuple(sum(nbytes[a:b]) for a, b in zip((0, *stops), stops, strict=False)))
     return [_plan(problem, caps, cost) for caps in dict.fromkeys(candidates) if min(caps) > 0]
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from datetime import timedelta
 from inspect import signature
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -74,10 +75,9 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        self._tuning = TuningPolicy(
-            bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance, plan_cache=plan_cache
-        )
+        self._tuning = TuningPolicy(bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance)
         _check_folder(plan_cache)
+        self._plan_cache = plan_cache
         _check_comm_hook(comm_hook, kwargs)
         if kwargs.get("bucket_cap_mb_list") is None:
             # A command line gives every argument.
@@ -145,7 +145,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             self._control,
             self.root_device,
             wire_dtype(self._comm_hook),
-            PlanCache(self._tuning.plan_cache, self._kind()),
+            PlanCache(self._plan_cache, self._kind()),
             self._note_report,
             lambda message: rank_zero_warn(f"{self.flag}: {message}"),
         )
@@ -188,7 +188,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         self._report = report
         for line in report.lines():
             rank_zero_info(f"{self.flag}: {line}")
-        if self._tuner is not None and self.is_global_zero and self._tuning.plan_cache is not None and can_plot():
+        if self._tuner is not None and self.is_global_zero and self._plan_cache is not None and can_plot():
             path = self._tuner.cache.path
             if path is not None and report.gradients:
                 self._plot(report, path.with_suffix(".png"))
@@ -262,6 +262,8 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
 
 
 def _check_folder(plan_cache: str | Path | None) -> None:
+    if plan_cache is not None and not isinstance(plan_cache, (str, PathLike)):
+        raise ValueError(f"Invalid plan_cache: {plan_cache!r}. Must be a folder's path, or None.")
     try:
         Path(plan_cache or "").expanduser()
     except RuntimeError as error:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_parstrat.core.bucketing import (
-    BucketPlan,
     Cost,
     exposed_time,
     finish_time,
@@ -18,6 +17,11 @@ from lightning_parstrat.core.cost_model import AlphaBeta
 
 Plan = tuple[int, ...]
 UNIT = AlphaBeta(latency_seconds=2.0, seconds_per_byte=1.0)
+
+
+class BucketPlan(NamedTuple):
+    stops: Plan
+    finish_seconds: float
 
 
 class Problem(NamedTuple):
@@ -49,6 +53,11 @@ def draw_many(seed: int, count: int, most_items: int = 8) -> Iterator[tuple[rand
 
 def draw_cap(generator: random.Random) -> int | None:
     return generator.choice((None, generator.randint(1, 40)))
+
+
+def solve(nbytes: Sequence[int], ready: Sequence[float], cost: AlphaBeta, **options: Any) -> BucketPlan:
+    stops = optimal_buckets(nbytes, ready, cost, **options)
+    return BucketPlan(stops, finish_time(nbytes, ready, stops, cost.seconds))
 
 
 def every_plan(count: int) -> Iterator[Plan]:
@@ -107,8 +116,8 @@ def test_plans_are_optimal() -> None:
         cap = draw_cap(generator)
         best = min(simulate(nbytes, ready, stops, cost.seconds) for stops in allowed_plans(nbytes, cap))
         for plan in (
-            optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap),
-            optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True),
+            solve(nbytes, ready, cost, max_bucket_bytes=cap),
+            solve(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True),
         ):
             assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost.seconds)
             assert plan.stops in allowed_plans(nbytes, cap)
@@ -119,18 +128,18 @@ def test_there_are_no_fewer_buckets_that_arrive_as_early() -> None:
     for generator, (nbytes, ready, cost) in draw_many(3, 2000):
         cap = draw_cap(generator)
         outcomes = [(simulate(nbytes, ready, stops, cost.seconds), len(stops)) for stops in allowed_plans(nbytes, cap)]
-        plan = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
+        plan = solve(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
         assert (plan.finish_seconds, len(plan.stops)) == min(outcomes)
-        fewer += len(plan.stops) < len(optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap).stops)
+        fewer += len(plan.stops) < len(solve(nbytes, ready, cost, max_bucket_bytes=cap).stops)
     assert fewer > 40
 
 
 def test_unless_fewest_every_beginning_arrives_as_early_as_it_can() -> None:
     for generator, (nbytes, ready, cost) in draw_many(4, 300, most_items=12):
         cap = draw_cap(generator)
-        stops = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap).stops
+        stops = solve(nbytes, ready, cost, max_bucket_bytes=cap).stops
         for index, stop in enumerate(stops):
-            alone = optimal_buckets(nbytes[:stop], ready[:stop], cost, max_bucket_bytes=cap)
+            alone = solve(nbytes[:stop], ready[:stop], cost, max_bucket_bytes=cap)
             assert finish_time(nbytes[:stop], ready[:stop], stops[: index + 1], cost.seconds) == alone.finish_seconds
 
 
@@ -141,7 +150,7 @@ def test_never_worse_than_greedy_merging_and_often_better() -> None:
         # The paper's items become ready one after the other.
         ready = sorted(ready)
         greedy = simulate(nbytes, ready, merge_greedily(Problem(nbytes, ready, cost)), cost.seconds)
-        finish = optimal_buckets(nbytes, ready, cost).finish_seconds
+        finish = solve(nbytes, ready, cost).finish_seconds
         assert finish <= greedy
         better += finish < greedy
     assert better > 50
@@ -154,8 +163,8 @@ def test_many_items_of_any_size_arrive_as_early_as_they_can() -> None:
         ready = list(accumulate(generator.expovariate(1e3) for _ in nbytes))
         cost = AlphaBeta(latency_seconds=8e-4, seconds_per_byte=generator.uniform(3e-9, 1e-8))
         earliest = earliest_arrival(nbytes, ready, cost.seconds, cap)
-        plan = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap)
-        fewest = optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
+        plan = solve(nbytes, ready, cost, max_bucket_bytes=cap)
+        fewest = solve(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
         assert plan.finish_seconds == pytest.approx(earliest, rel=1e-12)
         assert fewest.finish_seconds == pytest.approx(earliest, rel=1e-12)
         assert 1 < len(fewest.stops) <= len(plan.stops) < len(nbytes)
@@ -193,7 +202,7 @@ def test_a_straight_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch, cap:
     ],
 )
 def test_by_hand(nbytes: list[int], ready: list[float], expected: BucketPlan) -> None:
-    assert optimal_buckets(nbytes, ready, UNIT) == expected
+    assert solve(nbytes, ready, UNIT) == expected
 
 
 def test_greedy_merging_looks_no_further_than_the_next_item() -> None:
@@ -201,14 +210,14 @@ def test_greedy_merging_looks_no_further_than_the_next_item() -> None:
     problem = Problem([8, 1, 1, 1], [0.0, 1.0, 2.0, 9.0], UNIT)
     assert merge_greedily(problem) == (3, 4)
     assert finish_time(*problem[:2], (3, 4), UNIT.seconds) == 17.0
-    assert optimal_buckets(*problem) == BucketPlan((1, 4), 15.0)
+    assert solve(*problem) == BucketPlan((1, 4), 15.0)
 
 
 def test_fewest_by_hand() -> None:
     # Whatever is sent before the last item is ready costs nothing.
     nbytes, ready = [1, 1, 1, 1], [0.0, 10.0, 20.0, 30.0]
-    assert optimal_buckets(nbytes, ready, UNIT) == BucketPlan((1, 2, 3, 4), 33.0)
-    assert optimal_buckets(nbytes, ready, UNIT, fewest=True) == BucketPlan((3, 4), 33.0)
+    assert solve(nbytes, ready, UNIT) == BucketPlan((1, 2, 3, 4), 33.0)
+    assert solve(nbytes, ready, UNIT, fewest=True) == BucketPlan((3, 4), 33.0)
 
 
 @pytest.mark.parametrize(
@@ -222,22 +231,22 @@ def test_fewest_by_hand() -> None:
 )
 def test_capped_by_hand(cap: int, expected: BucketPlan) -> None:
     nbytes, ready = [3, 5, 2, 2], [0.0] * 4
-    assert optimal_buckets(nbytes, ready, UNIT, max_bucket_bytes=cap, fewest=True) == expected
+    assert solve(nbytes, ready, UNIT, max_bucket_bytes=cap, fewest=True) == expected
 
 
 def test_more_of_anything_never_helps() -> None:
     for generator, (nbytes, ready, cost) in draw_many(7, 300, most_items=15):
-        finish = optimal_buckets(nbytes, ready, cost).finish_seconds
+        finish = solve(nbytes, ready, cost).finish_seconds
         item = generator.randrange(len(nbytes))
         heavier = [size + (index == item) for index, size in enumerate(nbytes)]
         later = [moment + (index == item) for index, moment in enumerate(ready)]
         slower = AlphaBeta(latency_seconds=cost.latency_seconds + 1, seconds_per_byte=cost.seconds_per_byte)
         narrower = AlphaBeta(latency_seconds=cost.latency_seconds, seconds_per_byte=cost.seconds_per_byte + 0.25)
-        assert optimal_buckets(heavier, ready, cost).finish_seconds >= finish
-        assert optimal_buckets(nbytes, later, cost).finish_seconds >= finish
-        assert optimal_buckets(nbytes, ready, slower).finish_seconds >= finish
-        assert optimal_buckets(nbytes, ready, narrower).finish_seconds >= finish
-        caps = [optimal_buckets(nbytes, ready, cost, max_bucket_bytes=cap).finish_seconds for cap in (1, 5, 20, 10**6)]
+        assert solve(heavier, ready, cost).finish_seconds >= finish
+        assert solve(nbytes, later, cost).finish_seconds >= finish
+        assert solve(nbytes, ready, slower).finish_seconds >= finish
+        assert solve(nbytes, ready, narrower).finish_seconds >= finish
+        caps = [solve(nbytes, ready, cost, max_bucket_bytes=cap).finish_seconds for cap in (1, 5, 20, 10**6)]
         assert caps == sorted(caps, reverse=True)
         assert caps[-1] == finish
 
@@ -253,12 +262,12 @@ def test_the_times_of_any_plan() -> None:
 def test_the_lower_bound_is_one_and_at_times_met() -> None:
     met = 0
     for _, (nbytes, ready, cost) in draw_many(10, 800, most_items=15):
-        exposed = optimal_buckets(nbytes, ready, cost).finish_seconds - max(ready)
+        exposed = solve(nbytes, ready, cost).finish_seconds - max(ready)
         bound = lower_bound(nbytes, ready, cost)
         assert cost.seconds(nbytes[-1]) <= bound <= exposed
         met += bound == exposed
         no_latency = AlphaBeta(latency_seconds=0.0, seconds_per_byte=cost.seconds_per_byte)
-        exposed = optimal_buckets(nbytes, ready, no_latency).finish_seconds - max(ready)
+        exposed = solve(nbytes, ready, no_latency).finish_seconds - max(ready)
         assert lower_bound(nbytes, ready, no_latency) == exposed
         assert lower_bound(nbytes, [3.0] * len(nbytes), cost) == cost.seconds(sum(nbytes))
     assert met > 400
@@ -269,7 +278,7 @@ def test_the_lower_bound_holds_where_items_are_cut() -> None:
         in_order = accumulate(ready, max)
         moments = [moment for size, moment in zip(nbytes, in_order, strict=True) for _ in range(size)]
         if nbytes[-1]:
-            exposed = optimal_buckets([1] * len(moments), moments, cost).finish_seconds - max(ready)
+            exposed = solve([1] * len(moments), moments, cost).finish_seconds - max(ready)
             assert lower_bound(nbytes, ready, cost) <= exposed
 
 

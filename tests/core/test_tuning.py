@@ -5,7 +5,6 @@ import random
 import re
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -83,7 +82,6 @@ def times(cost: AlphaBeta, factor: float) -> AlphaBeta:
         ),
         ("tune_steps", (0, 1, -5, 2.5, 10.0, math.inf, math.nan, True, "10", None), "Must be a whole number >= 2."),
         ("tune_tolerance", (-0.01, 1, 1.5, math.nan, math.inf, False, "1%", None), "Must be a number >= 0 and < 1."),
-        ("plan_cache", (1, True, ["plans"]), "Must be a folder's path, or None."),
     ],
 )
 def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
@@ -101,7 +99,6 @@ def test_a_value_that_is_not_allowed_is_refused_with_those_that_are(
         ("bucket_cap_mb", ("auto", 25, 0.5, 1e-3, [8], [1, 2.5, 25], (1, 25.0))),
         ("tune_steps", (2, 10, 1000)),
         ("tune_tolerance", (0, 0.0, 0.01, 0.99)),
-        ("plan_cache", (None, "plans", Path("plans"))),
     ],
 )
 def test_allowed_values(name: str, values: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.gradients.clipping import gradient_norm, scale_to_norm, step_gradients
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 
 Log = list[tuple[str, int]]
@@ -76,6 +77,14 @@ def sgd(parameters: Iterable[Any]) -> Optimizer:
 def backward(engine: ShardedDataParallel, loss: Tensor) -> None:
     engine.prepare_backward(loss)
     loss.backward()
+
+
+def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """As a strategy clips the gradients of one optimizer: the norm before. Collective."""
+    gradients = step_gradients([optimizer])
+    norm = gradient_norm(gradients, norm_type)
+    scale_to_norm(gradients, norm, max_norm)
+    return norm
 
 
 def mean_gradients(module: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> list[Tensor | None]:

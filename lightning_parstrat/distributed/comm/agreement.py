@@ -53,10 +53,10 @@ class RunningAgreement:
         sent = torch.tensor(number, dtype=torch.int32)
         self._asked = sent, self._control.all_reduce(sent, op=dist.ReduceOp.MAX)
 
-    def answer(self, default: int = 0) -> int:
-        """The largest number of those that were asked for last; ``default`` before anything was asked."""
+    def answer(self) -> int:
+        """The largest number of those that were asked for last; 0 before anything was asked."""
         if self._asked is None:
-            return default
+            return 0
         (received, work), self._asked = self._asked, None
         with marked("lightning_parstrat: agree between ranks"):
             work.wait()

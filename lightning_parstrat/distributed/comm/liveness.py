@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 GRACE = timedelta(seconds=10)
 """How long ranks wait for each other: they notice a fault at different times, but soon."""
@@ -22,12 +22,10 @@ class Liveness:
 
     Args:
         name: The same on all ranks, and another one for each training: what ranks did alone is forgotten with it.
-        store: By default that of the default process group.
     """
 
-    def __init__(self, name: str, store: Store | None = None) -> None:
-        store = _get_default_store() if store is None else store
-        self._store = PrefixStore(f"lightning_parstrat/liveness/{name}", store)
+    def __init__(self, name: str) -> None:
+        self._store = PrefixStore(f"lightning_parstrat/liveness/{name}", _get_default_store())
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)

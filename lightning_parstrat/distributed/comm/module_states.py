@@ -13,13 +13,13 @@ from lightning_parstrat.distributed.profiling import marked
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
-    """Copies tensors from one rank to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Copies rank 0's tensors to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
     detached = [tensor.detach() for tensor in tensors]
     if detached and dist.get_world_size(group) > 1:
         with marked("lightning_parstrat: broadcast tensors of the module"):
             dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                group, detached, 250 * 2**20, source
+                group, detached, 250 * 2**20, 0
             )
 
 

@@ -21,8 +21,8 @@ class PlanCache:
 
     def __init__(self, folder: str | PathLike[str] | None, kind: Mapping[str, Any]) -> None:
         content = json.dumps(kind, sort_keys=True, default=str)
-        self.key = hashlib.sha256(content.encode()).hexdigest()[:16]
-        self.path = None if folder is None else Path(folder).expanduser() / f"plan-{self.key}.json"
+        key = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.path = None if folder is None else Path(folder).expanduser() / f"plan-{key}.json"
 
     def load(self) -> TuningReport | None:
         """What an earlier training of this kind has found; None where there is none.

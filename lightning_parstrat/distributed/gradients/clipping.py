@@ -121,25 +121,6 @@ def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Te
     return coefficient
 
 
-def clip_gradients_by_norm(optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales an optimizer's gradients so that the norm of the whole is at most ``max_norm``. Collective.
-
-    Equal to ``torch.nn.utils.clip_grad_norm_`` over the optimizer's full parameters, on every rank.
-
-    Args:
-        optimizer: An optimizer after its backward.
-        max_norm: The largest norm allowed.
-        norm_type: p > 0, or ``math.inf``.
-
-    Returns:
-        The norm before clipping, a 0-d tensor on the parameters' device.
-    """
-    gradients = step_gradients([optimizer])
-    norm = gradient_norm(gradients, norm_type)
-    scale_to_norm(gradients, norm, max_norm)
-    return norm
-
-
 @torch.no_grad()
 def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
     """Clamps every element to ``[-max_value, max_value]``, as ``torch.nn.utils.clip_grad_value_`` does. Not collective.

@@ -186,7 +186,7 @@ class SavesWhenPreempted(Callback):
             self._own_signal = 0
             self._save(trainer)
             if told == _TERMINATE or self._requeue(trainer):
-                self._end(trainer)
+                self._end()
         self._agreement.ask(self._own_signal)
 
     def _save(self, trainer: Trainer) -> None:
@@ -209,7 +209,7 @@ class SavesWhenPreempted(Callback):
             rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until it is ended.")
         return refusal is None
 
-    def _end(self, trainer: Trainer) -> None:
+    def _end(self) -> None:
         """Ends training on all ranks. In a Slurm job lets Slurm do that: only what it has ended does it requeue.
 
         What the program would do after training is not for a training half done.

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parstrat.distributed.gradients.clipping import (
-    clip_gradients_by_norm,
     clip_gradients_by_value,
     gradient_norm,
     has_gradients,
@@ -23,7 +22,7 @@ from lightning_parstrat.distributed.gradients.clipping import (
     step_gradients,
 )
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from tests.distributed.engines import backward, make_engine, sgd
+from tests.distributed.engines import backward, clip_gradients_by_norm, make_engine, sgd
 from tests.pool import RankPool
 
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.gradients.clipping import clip_gradients_by_norm
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS
-from tests.distributed.engines import backward, make_engine
+from tests.distributed.engines import backward, clip_gradients_by_norm, make_engine
 from tests.pool import RankPool
 
 BF16, FP16 = torch.bfloat16, torch.float16
