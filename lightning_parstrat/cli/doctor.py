@@ -14,8 +14,15 @@ from typing import Any
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_parstrat.cli.facts import NodeFacts, facts_from_json, facts_of_this_node
+from lightning_parstrat.cli.known_issues import (
+    KNOWN_ISSUES,
+    Finding,
+    Situation,
+    find_known_issues,
+    program_of,
+    read_job_file,
+)
 from lightning_parstrat.cli.program import Program, read_program
-from lightning_parstrat.cli.traps import TRAPS, Finding, Situation, look_for_traps, program_of, read_job_file
 from lightning_parstrat.distributed.comm.link_probe import between_two_processes, read_result
 
 _DESCRIPTION = """
@@ -59,7 +66,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
         return 0
     everywhere = _in_allocation()
     nodes, problems = _all_nodes() if everywhere else ([here], [])
-    findings = [*problems, *_differences(nodes), *look_for_traps(_situation(arguments, program, here))]
+    findings = [*problems, *_differences(nodes), *find_known_issues(_situation(arguments, program, here))]
     measured: dict[str, Any] | None = None
     if not arguments.no_measurement:
         try:
@@ -184,7 +191,7 @@ def _as_json(
     return {
         "nodes": [_node_as_json(node) for node in nodes],
         "all_reduce": measured,
-        "looked_for": list(TRAPS),
+        "looked_for": list(KNOWN_ISSUES),
         "findings": [finding._asdict() for finding in findings],
     }
 
@@ -207,9 +214,9 @@ def _print(nodes: Sequence[NodeFacts], measured: dict[str, Any] | None, findings
         )
     print()
     for finding in findings:
-        print(f"{finding.trap}: {finding.what}\n  {finding.change}\n")
+        print(f"{finding.issue}: {finding.what}\n  {finding.change}\n")
     if not findings:
-        print(f"Nothing that would go wrong is known, among: {', '.join(TRAPS)}.")
+        print(f"Nothing that would go wrong is known, among: {', '.join(KNOWN_ISSUES)}.")
 
 
 def _devices(node: NodeFacts) -> str:

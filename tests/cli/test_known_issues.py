@@ -1,4 +1,4 @@
-"""Each trap has a case that must be found, with the line to change, and a healthy twin in which nothing is."""
+"""Each known issue has a case that must be found, with the line to change, and a healthy twin in which nothing is."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 
 from lightning_parstrat.cli.doctor import from_short_lines, in_short_lines
 from lightning_parstrat.cli.facts import Interface
+from lightning_parstrat.cli.known_issues import Situation, find_known_issues, program_of, read_job_file
 from lightning_parstrat.cli.program import read_program
 from lightning_parstrat.cli.sbatch import SlurmJob, render
-from lightning_parstrat.cli.traps import Situation, look_for_traps, program_of, read_job_file
 
 HEALTHY = """#!/bin/bash
 #SBATCH --nodes=2
@@ -42,7 +42,7 @@ JOB_FILES = {
 def look(folder: Path, text: str, **environment: str) -> list[Any]:
     (folder / "job.sh").write_text(text)
     job_file = read_job_file(folder / "job.sh")
-    return look_for_traps(Situation(environment, job_file, program_of(job_file, folder), [Interface("eth0", 1000)]))
+    return find_known_issues(Situation(environment, job_file, program_of(job_file, folder), [Interface("eth0", 1000)]))
 
 
 def test_a_healthy_job_file(tmp_path: Path) -> None:
@@ -51,10 +51,10 @@ def test_a_healthy_job_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", JOB_FILES)
 def test_a_job_file_that_is_not(tmp_path: Path, name: str) -> None:
-    healthy, sick, trap, change = JOB_FILES[name]
+    healthy, sick, issue, change = JOB_FILES[name]
     assert healthy in HEALTHY
     (finding,) = look(tmp_path, HEALTHY.replace(healthy, sick))
-    assert finding.trap == trap and change in finding.change
+    assert finding.issue == issue and change in finding.change
 
 
 def test_torchrun_loses_requeue_under_other_strategies_alone(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_torchrun_loses_requeue_under_other_strategies_alone(tmp_path: Path) -> 
     text = text.replace("#SBATCH --ntasks-per-node=1\n", "")
     assert look(tmp_path, text) == []
     found = look(tmp_path, text.replace("=zero1_custom", "=ddp"))
-    assert [finding.trap for finding in found] == ["checkpoint in a signal handler", "torchrun in Slurm"]
+    assert [finding.issue for finding in found] == ["checkpoint in a signal handler", "torchrun in Slurm"]
 
 
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
@@ -78,7 +78,7 @@ ENVIRONMENTS = {
 def look_in_job(folder: Path, strategy: str = "zero1_custom", **changed: str | None) -> list[Any]:
     environment = {name: value for name, value in {**IN_JOB, **changed}.items() if value is not None}
     command = ("train.py", "fit", f"--trainer.strategy={strategy}", "--trainer.num_nodes=2", "--trainer.devices=4")
-    return look_for_traps(Situation(environment, None, read_program(command, folder), [Interface("eth0", 1000)]))
+    return find_known_issues(Situation(environment, None, read_program(command, folder), [Interface("eth0", 1000)]))
 
 
 def test_a_healthy_allocation(tmp_path: Path) -> None:
@@ -88,14 +88,14 @@ def test_a_healthy_allocation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_allocation_that_is_not(tmp_path: Path, name: str) -> None:
-    changed, trap, change = ENVIRONMENTS[name]
+    changed, issue, change = ENVIRONMENTS[name]
     (finding,) = look_in_job(tmp_path, **changed)
-    assert finding.trap == trap and change in finding.change
+    assert finding.issue == issue and change in finding.change
 
 
 def test_torchrun_in_an_allocation(tmp_path: Path) -> None:
     assert look_in_job(tmp_path, TORCHELASTIC_RUN_ID="1") == []
-    assert "torchrun in Slurm" in [one.trap for one in look_in_job(tmp_path, "ddp", TORCHELASTIC_RUN_ID="1")]
+    assert "torchrun in Slurm" in [one.issue for one in look_in_job(tmp_path, "ddp", TORCHELASTIC_RUN_ID="1")]
 
 
 INTERFACES = [Interface("eth0", 1000), Interface("ib0", 200000)]
@@ -115,8 +115,8 @@ INTERFACES = [Interface("eth0", 1000), Interface("ib0", 200000)]
 def test_several_interfaces_are_named_where_none_was_chosen(
     environment: dict[str, str], interfaces: list[Interface], found: bool
 ) -> None:
-    findings = look_for_traps(Situation(environment, None, None, interfaces))
-    assert [finding.trap for finding in findings] == (["several interfaces"] if found else [])
+    findings = find_known_issues(Situation(environment, None, None, interfaces))
+    assert [finding.issue for finding in findings] == (["several interfaces"] if found else [])
     assert all("export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in finding.change for finding in findings)
 
 
@@ -148,7 +148,7 @@ def test_healthy_job_files_of_other_kinds(tmp_path: Path, name: str) -> None:
 
 def test_glued_options_and_directives_that_come_too_late(tmp_path: Path) -> None:
     (finding,) = look(tmp_path, HEALTHY.replace("--ntasks-per-node=4", "-n8"))
-    assert finding.trap == "--ntasks"
+    assert finding.issue == "--ntasks"
     late = HEALTHY.replace("#SBATCH --signal=SIGUSR1@90\n", "") + "#SBATCH --signal=TERM@60\n"
     assert look(tmp_path, late) == []
 
@@ -167,7 +167,7 @@ def test_the_commands_own_job_files_are_healthy(tmp_path: Path, program: tuple[s
     )
     assert look(tmp_path, render(job)) == []
     found = look(tmp_path, render(job).replace("=zero1_custom", "=ddp"))
-    assert found[0].trap == "checkpoint in a signal handler"
+    assert found[0].issue == "checkpoint in a signal handler"
 
 
 def test_what_nodes_tell_survives_srun() -> None:

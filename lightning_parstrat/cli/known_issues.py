@@ -73,15 +73,15 @@ class Situation(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A trap that would bite.
+    """A known issue that would strike.
 
     Attributes:
-        trap: Its name.
+        issue: Its name.
         what: What would happen, and why.
         change: The line to change, and into what.
     """
 
-    trap: str
+    issue: str
     what: str
     change: str
 
@@ -158,9 +158,9 @@ def program_of(job_file: JobFile, folder: Path) -> Program:
     return read_program((), folder, strict=False)
 
 
-def look_for_traps(situation: Situation) -> list[Finding]:
+def find_known_issues(situation: Situation) -> list[Finding]:
     """All that would bite."""
-    return [finding for check in TRAPS.values() for finding in check(situation)]
+    return [finding for check in KNOWN_ISSUES.values() for finding in check(situation)]
 
 
 def _saves_in_signal_handler(situation: Situation) -> list[Finding]:
@@ -197,8 +197,8 @@ def _sigterm(situation: Situation) -> list[Finding]:
         findings.append(
             Finding("SIGTERM as a warning", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
         )
-    trapped = situation.job_file is not None and "trap" in situation.job_file.words
-    if signal.upper().startswith(("B:", "BR:", "RB:")) and not trapped:
+    handles_it_itself = situation.job_file is not None and "trap" in situation.job_file.words
+    if signal.upper().startswith(("B:", "BR:", "RB:")) and not handles_it_itself:
         what = "With `B:` the signal goes to the job's shell alone; no rank gets it, so nothing is saved or requeued."
         findings.append(
             Finding("signal to the shell alone", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
@@ -340,7 +340,7 @@ def _interfaces(situation: Situation) -> list[Finding]:
     return [Finding("several interfaces", what, change)]
 
 
-TRAPS: Mapping[str, Callable[[Situation], list[Finding]]] = {
+KNOWN_ISSUES: Mapping[str, Callable[[Situation], list[Finding]]] = {
     "checkpoint in a signal handler": _saves_in_signal_handler,
     "SIGTERM": _sigterm,
     "tasks of a node": _tasks,
