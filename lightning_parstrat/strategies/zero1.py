@@ -131,6 +131,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and shards them."""
+        # Where there is one already, its hooks must be gone before there are others.
         self._close_engine()
         super().setup_optimizers(trainer)
         self._shard(self.optimizers)

@@ -40,6 +40,7 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
 
     Collective where the state of any is sharded: the reductions are waited for.
     """
+    # A parameter in two groups or optimizers has one gradient.
     parameters = list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
     shardings = [sharding for sharding in map(hidden_sharding, optimizers) if sharding is not None]
     for sharding in shardings:

@@ -93,6 +93,7 @@ class ShardedDataParallel:
         self.module = module
         self.policy = policy
         self.optimizers = list(optimizers)
+        # Optimizers of an earlier training of this object are sharded still, by buckets that are gone.
         earlier = [unshard(optimizer) for optimizer in self.optimizers]
         parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
         check_parameters(module, parameters)
@@ -112,6 +113,7 @@ class ShardedDataParallel:
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
+        # A compiler reads parameters below __torch_function__, where the read guard does not see it.
         callback_handler.register_start_callback(self.gatherer.stop_overlapping)
 
     @property
@@ -182,8 +184,10 @@ class ShardedDataParallel:
             loss: What backward is called on.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
+        # `add_param_group` of a callback may have come on any step; it is the same one on all ranks.
         if any(sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
             self._bucket_parameters()
+        # Backward reads parameters in C++, where nothing waits for them.
         self.gatherer.finish()
         if self.reducer.synchronize:
             self.replanner.begin_round()
@@ -281,6 +285,7 @@ class ShardedDataParallel:
         else:
             self.gatherer.finish()
         self.reducer.remove(failed)
+        # All at once: two parameters may have traded data across buckets.
         storages = self._storages()
         for bucket in self.buckets:
             bucket.move_out(storages)

@@ -54,6 +54,7 @@ class ParameterSlot:
         self.parameter = parameter
         self.bucket = bucket
         self.place = place
+        # empty_like keeps the strides of what is dense (channels_last) and makes the rest row-major, as torch does.
         self.strides = torch.empty_like(parameter, device="meta").stride()
         self.shard_slice = bucket.layout.slice_of(place, bucket.rank)
         self.shard: nn.Parameter | None = None
@@ -200,10 +201,12 @@ class GradientBucket:
                 )
             if not earlier:
                 slot.arrived = True
+                # Frees autograd's tensor: without accumulation gradients cost a shard, not a copy of the model.
                 slot.parameter.grad = None
             places.append(place)
             gradients.append(gradient.detach())
         if places:
+            # One kernel for all: a bucket may have hundreds of small tensors.
             torch._foreach_copy_(places, gradients)
         return buffer
 

@@ -97,6 +97,7 @@ def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: Pa
     """
     cls = type(optimizer)
     sharding = OptimizerSharding(cls, reducer, gatherer)
+    # The same object: schedulers, callbacks and loggers hold it already.
     optimizer.__class__ = _sharded_class(cls)
     optimizer._sharding = sharding  # type: ignore[attr-defined]
     _renew_scheduler_wrapper(optimizer)
@@ -121,6 +122,7 @@ def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
     existing = [subclass for subclass in cls.__subclasses__() if ShardedOptimizer in subclass.__bases__]
     if existing:
         return existing[0]
+    # Whoever asks `type(optimizer).__name__`, or pickles by module and name, finds the original.
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     metaclass = _ShardedFirst if type(cls) is type else type("_ShardedFirst", (_ShardedFirst, type(cls)), {})
     sharded: type[Optimizer] = metaclass(cls.__name__, (cls, ShardedOptimizer), namespace)

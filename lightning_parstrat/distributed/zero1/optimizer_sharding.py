@@ -201,6 +201,7 @@ class OptimizerSharding:
                 parts.extend(self._parts(optimizer))
 
             def evaluate() -> Any:
+                # The closure's forward, backward, clipping and hooks are the user's: they see the full parameters.
                 groups.close()
                 with torch.enable_grad():
                     loss = closure() if closure is not None else None
@@ -240,6 +241,7 @@ class OptimizerSharding:
         The next forward reads parameters in the reverse order of their gradients. An optimizer that is not known to
         step each element alone steps once: it may count its steps, or do something once per step.
         """
+        # The last gradients to be ready belong to the parameters that the next forward reads first.
         buckets = self._stepped_buckets()[::-1]
         if self.original not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
             return [_Part(buckets, [self.stand_ins(group["params"]) for group in optimizer.param_groups])]
@@ -272,6 +274,7 @@ class OptimizerSharding:
             self.reducer.reduce_left_over(self.buckets[known:])
         self.finish_gradients()
         for bucket in self.buckets:
+            # What the user has written into parameters since the last step (clamped, swapped, loaded) is what steps.
             bucket.copy_in_rebound()
             bucket.refresh_master_weights()
 

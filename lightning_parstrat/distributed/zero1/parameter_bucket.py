@@ -49,6 +49,7 @@ class ParameterBucket(GradientBucket):
         wire = wire or WireFormat()
         super().__init__(index, layout, parameters, rank, wire.reduce_dtype)
         self.gather_dtype = wire.gather_dtype or self.dtype
+        # Padding travels with the rest: as zeros, not as what the memory held before.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self._left_behind: set[int] = set()
         self._move_in(self.slots)
@@ -146,6 +147,7 @@ class ParameterBucket(GradientBucket):
         in_place = [slot for slot in self.slots if slot not in rebound]
         if not self._is_held_by_others(in_place):
             return
+        # Whoever holds a view keeps the old memory, as under DDP; what is saved of it must still be cut out.
         self._left_behind.add(self.flat.untyped_storage().data_ptr())
         self.flat = self.flat.clone()
         self._move_in(in_place)
@@ -158,6 +160,7 @@ class ParameterBucket(GradientBucket):
         """Whether tensors other than the parameters ``in_place`` and the shards lie in the buffer."""
         shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
         own = 2 + sum(slot.place.numel > 0 for slot in in_place) + shards  # The buffer itself, and the handle asked.
+        # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
         count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
         return count > own
 
@@ -176,6 +179,7 @@ class ParameterBucket(GradientBucket):
             if slot.shard is not None:
                 slot.shard.grad = None
                 if self.master is None:
+                    # One element, expanded: the optimizer's state is filed by shards of the right shape.
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.shard_gradient = self.unsharded_gradient = None
         self.flat = self.flat.new_empty(0)

@@ -133,6 +133,7 @@ class BucketPlanner:
             for layout in self._plan(specs, partition, grouping.groups(parameters, specs)):
                 first = parameters[layout.slots[0].parameter]
                 planned.append(PlannedBucket(layout, parameters, owners[first], self._wire_format(first.dtype)))
+        # Stable: buckets that are due at the same time keep the order of the layout on every rank.
         return sorted(planned, key=lambda bucket: max(turns[parameter] for parameter in bucket.members))
 
     def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:

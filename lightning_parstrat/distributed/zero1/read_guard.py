@@ -67,6 +67,7 @@ class InFlightParameter(nn.Parameter):
                 # One is hidden in an object of the caller's.
                 for arrive in list(_IN_FLIGHT.values()):
                     arrive()
+        # What needs no content is called with parameters that are marked still, and must not come back here.
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -96,6 +97,7 @@ def unmark(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         _IN_FLIGHT.pop(id(parameter), None)
         parameter.__class__ = nn.Parameter
+    # A global hook costs every module call of the process some microseconds: it goes with the last parameter.
     while _WATCH and not _IN_FLIGHT:
         _WATCH.pop().remove()
 

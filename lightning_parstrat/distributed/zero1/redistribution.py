@@ -60,6 +60,7 @@ def move_state(
     Returns:
         The state by shards of the new plan.
     """
+    # By the layouts, which all ranks have: each must send and expect the same.
     changing = [move for move in moves if move.changes_hands]
     states: dict[Tensor, State] = {}
     for move in moves:

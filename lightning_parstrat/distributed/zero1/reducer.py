@@ -137,7 +137,7 @@ class GradientReducer:
         self._remove_loss_hook()
         if not self.synchronize:
             return
-        # Several may be stepped as one: they are added up as they come, not held one by one.
+        # Several backwards may be stepped as one: their shards are added up as they come, not held one by one.
         self.reductions.complete(self.buckets)
         self._let_users_hooks_run_first()
         backward = self._backward = self._begin(scale or self._mean_over_ranks)
@@ -161,11 +161,13 @@ class GradientReducer:
         self._enter(backward)
 
     def _enter(self, backward: _Backward) -> None:
+        # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
         backward.graph_task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._flush, backward))
 
     def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
+        # Also in a backward that nobody announced: `finish` sends what such backwards have left.
         slot.fresh = True
         if self.clock is not None:
             self.clock.note(slot.parameter)
@@ -213,7 +215,9 @@ class GradientReducer:
         with_left = {slot.bucket for slot, has in zip(self._slots, left, strict=True) if has}
         left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
         # A maximum of a number and of its negative shows whether all ranks have the same one.
+        # Shifted, so that both fit into 32 bits.
         expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
+        # Gloo reduces no booleans.
         flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
         with marked("zero1_custom: send flags of used parameters"):
             backward.agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
@@ -239,11 +243,14 @@ class GradientReducer:
                 "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
                 " ranks when backward begins."
             )
+        # The flags of buckets and the expectation follow those of parameters.
         for slot, used in zip(self._slots, flags, strict=False):
             slot.reduced = bool(used)
             slot.used = slot.used or slot.reduced
             if slot.trainable:
+                # By the flags of all ranks: each must come to the same answer about whom the next backward waits for.
                 slot.idle_backwards = 0 if used else slot.idle_backwards + 1
+        # What no rank has used is not sent at all: the other half of a GAN costs nothing.
         for bucket in backward.waiting:
             if any(slot.reduced for slot in bucket.slots):
                 self._launch(backward, bucket)
@@ -340,6 +347,7 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
+        # In the middle of a backward the ranks may have launched different buckets: nobody can wait for those.
         if not failed and (self._backward is None or not self._backward.is_running):
             # A backward that nobody stepped: all ranks have launched all of it.
             self.complete()

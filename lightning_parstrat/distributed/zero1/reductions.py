@@ -87,6 +87,7 @@ class Reductions:
             buffer.mul_(applied)
         unsharded = None
         if how.exposes:
+            # The shard lies where the all-gather wants it, so that exposing it copies nothing.
             unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
             shard = bucket.shard_of(unsharded)
         else:
@@ -106,10 +107,12 @@ class Reductions:
         pending = [reduction for reduction in self._in_flight if reduction.bucket in buckets]
         self._in_flight = [reduction for reduction in self._in_flight if reduction.bucket not in buckets]
         self._not_waited_for = deque(reduction.work for reduction in self._in_flight)
+        # In the order of their launch, in which they arrive.
         for reduction in pending:
             bucket, how = reduction.bucket, reduction.launch
             with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
                 self.collectives.wait(reduction.work)
+            # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
             scale = how.scale() / reduction.applied
             if scale != 1.0:
                 reduction.shard.mul_(scale)
@@ -149,6 +152,7 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
         with marked(f"zero1_custom: wait for all-gathered gradients of bucket {bucket.index}"):
             collectives.wait(work)
         for slot in bucket.slots:
+            # What no rank used keeps its None, and so neither decays nor moves by its momentum.
             if slot.reduced:
                 slot.parameter.grad = slot.view_into(_unsharded_gradient(bucket))
         if bucket.is_replicated:
@@ -187,6 +191,7 @@ def _take_back(bucket: ParameterBucket) -> None:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
         if gradient is not None and slot.shard_slice is not None:
+            # `param.grad` was rounded to the parameter's dtype: what nobody changed keeps the bits of the wider shard.
             take_where_changed(slot.view_into_shard(_shard_gradient(bucket)), slot.part_of(gradient))
     bucket.unsharded_gradient = None
     bucket.attach_gradients()

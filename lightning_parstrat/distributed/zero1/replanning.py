@@ -27,6 +27,8 @@ from lightning_parstrat.distributed.zero1.redistribution import Move, move_gradi
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 
 _MEASURED_ROUND = 2
+"""The first one allocates buffers and connects ranks, which takes longer than any later one."""
+
 _ATTEMPTS = 10
 """As long as somebody holds a view of a parameter, its bucket cannot be replaced: the view would show old values."""
 
@@ -114,10 +116,12 @@ class Replanner:
         if self._clock is None or not self._measures:
             return None
         self._reducer.clock = None
+        # Nothing may be in flight between buckets that change, and no marked parameter may move.
         self._reducer.complete()
         self._gatherer.finish()
         buckets = self._sharded_buckets
         parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
+        # A view that somebody holds now would show old values for ever: then another forward may do.
         hindered = not all(bucket.is_read_through_parameters for bucket in buckets)
         ready = self._clock.agree(parameters, hindered, self._reducer.control)
         self._attempts += 1

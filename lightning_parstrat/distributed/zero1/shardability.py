@@ -31,6 +31,20 @@ from lightning_parstrat.distributed.zero1.optimizer_sharding import (
 )
 
 
+_LARGEST_DIMENSION = 8
+_PARAMETERS_PER_GROUP = 16
+_GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
+"""So large once that a global clip acts, but not before steps of ordinary length have been compared."""
+_SMALLEST_LEARNING_RATE = 1e-3
+_HOOKS = tuple(
+    f"_optimizer_{event}_{when}_hooks"
+    for event in ("step", "state_dict", "load_state_dict")
+    for when in ("pre", "post")
+)
+_SAME = 1e-3
+"""Relative to the largest step of a parameter; rounding stays far below, any dependence seen far above."""
+
+
 class ShardingDecision(NamedTuple):
     """How an optimizer's parameters are partitioned; None where they are replicated, for ``reason``."""
 
@@ -153,20 +167,6 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     """First and last byte, exclusive, of what a strided tensor may read."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
-
-
-_LARGEST_DIMENSION = 8
-_PARAMETERS_PER_GROUP = 16
-_GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
-"""So large once that a global clip acts, but not before steps of ordinary length have been compared."""
-_SMALLEST_LEARNING_RATE = 1e-3
-_HOOKS = tuple(
-    f"_optimizer_{event}_{when}_hooks"
-    for event in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-)
-_SAME = 1e-3
-"""Relative to the largest step of a parameter; rounding stays far below, any dependence seen far above."""
 
 
 class _Twin(NamedTuple):

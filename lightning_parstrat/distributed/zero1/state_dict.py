@@ -234,6 +234,7 @@ def _gather_states(
         target = slot.storage_order(state[key])[
             shard_slice.parameter_start : shard_slice.parameter_start + shard_slice.numel
         ]
+        # One tensor after the other in the order of `_listed`: Gloo matches sends by order, and host memory stays flat.
         if source == rank:
             target.copy_(_own_part(optimizer, slot, key))
         else:
