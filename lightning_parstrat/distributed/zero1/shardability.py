@@ -30,7 +30,6 @@ from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     without_step_hooks,
 )
 
-
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
