@@ -282,9 +282,10 @@ class ShardedDataParallel:
         callback_handler.remove_start_callback(self.gatherer.stop_overlapping)
         if failed:
             self.gatherer.abandon()
+            self.reducer.abandon()
         else:
             self.gatherer.finish()
-        self.reducer.remove(failed)
+            self.reducer.close()
         # All at once: two parameters may have traded data across buckets.
         storages = self._storages()
         for bucket in self.buckets:

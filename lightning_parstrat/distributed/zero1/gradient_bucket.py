@@ -6,6 +6,7 @@ mean gradient is shown to all, as under DDP; in a ``ParameterBucket`` (``paramet
 """
 
 from collections.abc import Collection, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,14 @@ class ParameterSlot:
         return shard_slice
 
 
+class ShownMean(Enum):
+    """What ``param.grad`` may hold of an earlier backward's mean, where gradients are exposed."""
+
+    ABSENT = "gradients are not exposed: it holds what this rank has accumulated, and nothing else"
+    TO_PACK = "it is packed, because another rank may have accumulated into it since, and stays, as none may have"
+    PACKED = "it has been packed in this backward: only what came since is"
+
+
 class GradientBucket:
     """Parameters whose gradients travel together; the parameters themselves are left where they are.
 
@@ -171,13 +180,11 @@ class GradientBucket:
         """This rank's part of a buffer of the bucket's length: 1-D, a view."""
         return unsharded[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
 
-    def pack_gradients(self, exposed: bool, again: bool) -> Tensor:
+    def pack_gradients(self, shown: ShownMean) -> Tensor:
         """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
 
         Args:
-            exposed: Whether ``param.grad`` may hold the mean of an earlier backward. That is packed, because another
-                rank may have accumulated into it since, and stays, because none may have.
-            again: Whether the bucket has been packed in this backward: then only what came since is.
+            shown: What ``param.grad`` may hold of an earlier backward.
 
         Returns:
             1-D, ``layout.numel`` elements of ``reduce_dtype``; zero where there was no gradient.
@@ -188,8 +195,8 @@ class GradientBucket:
         buffer = torch.empty(self.layout.numel, dtype=self.reduce_dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
-            earlier, slot.fresh = exposed and not slot.fresh, False
-            gradient = None if earlier and again else slot.parameter.grad
+            earlier, slot.fresh = shown is not ShownMean.ABSENT and not slot.fresh, False
+            gradient = None if earlier and shown is ShownMean.PACKED else slot.parameter.grad
             place = slot.view_into(buffer)
             if gradient is None:
                 place.zero_()

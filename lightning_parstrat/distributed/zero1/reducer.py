@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
 
@@ -192,7 +192,9 @@ class GradientReducer:
             self._launch(backward, bucket)
 
     def _launch(self, backward: _Backward, bucket: GradientBucket) -> None:
-        how = Launch(self._exposes(bucket), bucket in backward.sent, backward.scale, backward)
+        again = bucket in backward.sent
+        shown = (ShownMean.PACKED if again else ShownMean.TO_PACK) if self._exposes(bucket) else ShownMean.ABSENT
+        how = Launch(shown, backward.scale, backward)
         backward.sent.add(bucket)
         self.reductions.launch(bucket, how)
 
@@ -337,20 +339,19 @@ class GradientReducer:
             for slot in bucket.slots:
                 self._hooks.pop(slot).remove()
 
-    def remove(self, failed: bool) -> None:
-        """Removes all hooks and forgets what is in flight. Not collective: it may follow an exception on one rank.
+    def close(self) -> None:
+        """Ends what was never stepped, and lets go of all parameters. Collective, but after a backward that raised."""
+        # In the middle of a backward the ranks may have launched different buckets: nobody can wait for those.
+        if self._backward is None or not self._backward.is_running:
+            self.complete()
+        self.abandon()
 
-        Args:
-            failed: Whether an exception ends the training, so that other ranks may not be there any more.
-        """
+    def abandon(self) -> None:
+        """Lets go of all parameters and forgets what is in flight; other ranks may be gone. Not collective."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
-        # In the middle of a backward the ranks may have launched different buckets: nobody can wait for those.
-        if not failed and (self._backward is None or not self._backward.is_running):
-            # A backward that nobody stepped: all ranks have launched all of it.
-            self.complete()
         self.reductions.set_aside()
         self._backward = None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ShownMean
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, take_where_changed
 
 GradientScale = Callable[[], float]
@@ -25,16 +25,19 @@ class Launch(NamedTuple):
     """How a bucket is to be reduced.
 
     Attributes:
-        exposes: Whether the gradient will be shown in ``param.grad``.
-        again: Whether the bucket has been sent in this backward before: then the result is added.
+        shown: What is packed of a mean that ``param.grad`` shows already.
         scale: Turns the sum into a mean.
         backward: What it belongs to, for :meth:`Reductions.set_aside`.
     """
 
-    exposes: bool
-    again: bool
+    shown: ShownMean
     scale: GradientScale
     backward: object
+
+    @property
+    def exposes(self) -> bool:
+        """Whether the gradient will be shown in ``param.grad``."""
+        return self.shown is not ShownMean.ABSENT
 
 
 class _Reduction(NamedTuple):
@@ -79,7 +82,7 @@ class Reductions:
         self._not_waited_for.append(self._in_flight[-1].work)
 
     def _send(self, bucket: GradientBucket, how: Launch) -> _Reduction:
-        buffer = bucket.pack_gradients(how.exposes, how.again)
+        buffer = bucket.pack_gradients(how.shown)
         applied = 1.0
         if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
             # A sum over ranks overflows in float16 where the mean does not.
@@ -117,7 +120,7 @@ class Reductions:
             if scale != 1.0:
                 reduction.shard.mul_(scale)
             # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
-            if bucket.shard_gradient is None or (how.exposes and not how.again):
+            if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:
                 bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
             else:
                 bucket.shard_gradient.add_(reduction.shard)
