@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
+from lightning_parstrat.distributed.torch_compat import copy_all
 
 
 class ParameterSlot:
@@ -204,7 +205,7 @@ class GradientBucket:
             places.append(place)
             gradients.append(gradient.detach())
         if places:
-            torch._foreach_copy_(places, gradients)
+            copy_all(places, gradients)
         return buffer
 
     def attach_exposed_gradients(self) -> None:

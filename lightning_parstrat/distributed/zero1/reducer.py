@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hook
 from lightning_parstrat.distributed.zero1.clocks import ReadyClock
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
@@ -239,8 +240,8 @@ class GradientReducer:
         self._enter_backward()
 
     def _enter_backward(self) -> None:
-        self._graph_task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+        self._graph_task = current_graph_task_id()
+        call_after_backward(self._flush)
 
     def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
@@ -252,7 +253,7 @@ class GradientReducer:
             return
         if self._graph_task is None:
             self._enter_backward()
-        if not slot.expected or torch._C._current_graph_task_id() != self._graph_task:
+        if not slot.expected or current_graph_task_id() != self._graph_task:
             # Within a reentrant checkpoint this may be a part of the gradient: it waits for the flush.
             return
         self._missing[slot.bucket] -= 1
@@ -355,7 +356,6 @@ class GradientReducer:
     def _let_users_hooks_run_first(self) -> None:
         """Puts hooks that users have registered since before ours, which may take the gradient away."""
         for slot, hook in self._hooks.items():
-            registered = slot.parameter._post_accumulate_grad_hooks
-            if registered is not None and next(reversed(registered)) != hook.id:
+            if last_gradient_hook(slot.parameter) not in (None, hook.id):
                 hook.remove()
                 self._register_hook(slot)

@@ -1,10 +1,10 @@
 """Checkpoints of sharded optimizers: gathered on rank 0 for a full one, described for a sharded one."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -76,7 +76,7 @@ class ShardedStateStrategy(CheckpointingStrategy):
         return {} if self._engine is None else self._engine.slots
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, and the bucket plan in it.
 
         A plan made for another world size or other arguments is left: what is asked for now counts.

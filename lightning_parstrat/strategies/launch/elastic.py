@@ -11,19 +11,15 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.agent_store import connect_agent_store
+from lightning_parstrat.distributed.comm.process_groups import is_initialized
+from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, join_over_store, share_threads
 
 _NODES, _LOCAL_RANKS = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -69,14 +65,14 @@ class ElasticStrategy(DDPStrategy):
         """Joins the ranks of this start, over a store in which those of earlier ones have left nothing. Collective."""
         environment = self.cluster_environment
         starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
-        if starts_over and not _distributed_is_initialized():
+        if starts_over and not is_initialized():
             timeout = {} if self._timeout is None else {"timeout": self._timeout}
             store = connect_agent_store(
                 environment.main_address, environment.main_port, self.global_rank, self.world_size, **timeout
             )
             device = None if self.root_device.type == "cpu" else self.root_device
             backend = self._get_process_group_backend()
-            _init_dist_connection(environment, backend, store=store, device_id=device, timeout=self._timeout)
+            join_over_store(environment, backend, store, device, self._timeout)
         super().setup_distributed()
 
     @override
@@ -86,7 +82,7 @@ class ElasticStrategy(DDPStrategy):
         if started is not None:
             self._believe(started)
         super()._configure_launcher()
-        if started is not None and isinstance(self._launcher, _SubprocessScriptLauncher):
+        if started is not None and isinstance(self._launcher, SubprocessScriptLauncher):
             self._launcher = _StartedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _believe(self, started: StartedRanks) -> None:
@@ -108,7 +104,7 @@ class ElasticStrategy(DDPStrategy):
         self.parallel_devices = devices[: started.on_this_node]
 
 
-class _StartedLauncher(_SubprocessScriptLauncher):
+class _StartedLauncher(SubprocessScriptLauncher):
     """Calls the function in processes that torchelastic has started, as many as they may be."""
 
     @override
@@ -117,5 +113,5 @@ class _StartedLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         if type(environment).validate_settings is not TorchElasticEnvironment.validate_settings:
             environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        share_threads(self.num_processes)
         return function(*args, **kwargs)

@@ -16,6 +16,7 @@ from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_colle
 from lightning_parstrat.distributed.comm.process_groups import control_group
 from lightning_parstrat.strategies.launch.elastic import ElasticStrategy
 from lightning_parstrat.strategies.launch.job_size import SizedStrategy
+from lightning_parstrat.strategies.lightning_compat import trainer_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class FaultAwareStrategy(SizedStrategy, ElasticStrategy):
 
     @property
     def _is_interrupted(self) -> bool:
-        trainer = self._training_module._trainer
+        trainer = trainer_of(self._training_module)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
