@@ -3,8 +3,7 @@
 ``import torch`` loads every entry point of the group ``torch.backends`` (its plugin mechanism) and calls it; ours is
 :func:`autoload`. It imports neither torch nor Lightning: it leaves a finder on ``sys.meta_path`` that registers the
 names right after Lightning's strategies module has executed, and then removes itself. So
-``Trainer(strategy="zero1_custom")`` works in a script that never heard of this package. In a Slurm job the module in
-which Lightning refuses jobs of a wrong size is waited for, too: its error then has the right advice for our strategies.
+``Trainer(strategy="zero1_custom")`` works in a script that never heard of this package.
 
 Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (ours) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, all plugins); then
 only ``import lightning_parstrat`` registers the names.
@@ -19,9 +18,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 _REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
-_CONNECTOR = "lightning.pytorch.trainer.connectors.accelerator_connector"
-# What a module has that was imported far enough.
-_LAST_NAMES = {**dict.fromkeys(_REGISTRIES, "StrategyRegistry"), _CONNECTOR: "_AcceleratorConnector"}
 _SWITCH = "LIGHTNING_PARSTRAT_AUTOLOAD"
 # False only where the user imported the package by hand, ahead of torch: torch, importing its plugins, is there itself.
 _TORCH_CAME_FIRST = "torch" in sys.modules
@@ -51,10 +47,10 @@ def register_on_import() -> None:
     Called by ``import lightning_parstrat``, hence also by torch's plugin mechanism; calling it again does no harm.
     """
     waiting = set()
-    # Lightning looks at the tasks of a Slurm job before it creates a strategy.
-    for name in _LAST_NAMES if "SLURM_NTASKS" in os.environ else _REGISTRIES:
+    for name in _REGISTRIES:
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, _LAST_NAMES[name]):
+        # A module that is still being imported has not come to its last name.
+        if module is not None and hasattr(module, "StrategyRegistry"):
             _register(module)
         else:
             waiting.add(name)
@@ -63,16 +59,11 @@ def register_on_import() -> None:
 
 
 def _register(module: ModuleType) -> None:
-    """Registers what belongs into ``module``; a failure is a warning, never an error in user code."""
+    """Registers the names in ``module``; a failure is a warning, never an error in user code."""
     try:
-        if module.__name__ == _CONNECTOR:
-            from lightning_parstrat.strategies.connector import explain_wrong_job_size
+        from lightning_parstrat.strategies.registry import register_strategies
 
-            explain_wrong_job_size(module)
-        else:
-            from lightning_parstrat.strategies.registry import register_strategies
-
-            register_strategies(module)
+        register_strategies(module)
     except Exception as error:
         warnings.warn(
             f"lightning_parstrat could not register its strategies with {module.__name__!r}: {error!r}", stacklevel=2

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 
-def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def partial_norm(norms: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """This rank's contribution to the norm of all gradients.
 
     Args:
-        gradients: The gradients this rank owns, any shapes and floating or complex dtypes; may be empty.
+        norms: Those of the gradients this rank owns, 0-d tensors; may be empty. On every rank summed in the same dtype,
+            see :func:`accumulation_dtype`.
         norm_type: p > 0, or ``math.inf``.
-        dtype: What to sum in, the same on every rank; see :func:`accumulation_dtype`.
         device: Where the result is put.
 
     Returns:
@@ -30,13 +30,12 @@ def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dty
     """
     if not norm_type > 0:
         raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
-    present = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
-    if not present:
+    if not norms:
         return torch.zeros(2 if math.isinf(norm_type) else 1, dtype=torch.float64, device=device)
-    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(present, norm_type, dtype=dtype)]).double()
+    stacked = torch.stack([norm.to(device) for norm in norms]).double()
     if math.isinf(norm_type):
-        return torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().double()])
-    return norms.pow(norm_type).sum().reshape(1)
+        return torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().double()])
+    return stacked.pow(norm_type).sum().reshape(1)
 
 
 def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:

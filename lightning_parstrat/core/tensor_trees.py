@@ -1,6 +1,7 @@
-"""Tensors in nested dictionaries, lists and tuples, as checkpoints are made of."""
+"""Tensors in nested dictionaries, lists, tuples and deques, as checkpoints are made of."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[Leaf]:
     elif isinstance(tree, dict):
         for key, value in tree.items():
             yield from leaves(value, (*path, key))
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple, deque)):
         for position, value in enumerate(tree):
             yield from leaves(value, (*path, position))
 
@@ -52,10 +53,12 @@ def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
         result = copy.copy(tree)
         result.update(new)
         return result
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, (list, tuple, deque)):
         items = [replace_leaves(value, replacement) for value in tree]
         if all(item is value for item, value in zip(items, tree, strict=True)):
             return tree
+        if isinstance(tree, deque):
+            return deque(items, tree.maxlen)
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
 

@@ -1,12 +1,303 @@
-"""What of torch is private, and used all the same: each name with what it is for."""
+"""What of torch is private, and used all the same: behind plain names, and in a table that says what each is for.
+
+The rest of the package asks here, so that what another version of torch has changed is one file's work.
+:data:`PRIVATE_NAMES` and :data:`INHERITED_NAMES` are held against the installed torch, and against the package's
+sources, by ``tests/test_private_names.py``.
+"""
+
+import re
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as ddp_module
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+TORCH_SEEN = ("2.13.0",)
+"""The versions of torch that the names below were seen in, and the tests run with."""
+
+
+class PrivateName(NamedTuple):
+    """A private name of somebody else's that this package depends on.
+
+    Attributes:
+        name: Dotted. What only objects have is named under the class, or else the module, whose source assigns it.
+        used_for: What it is used for.
+        without: What happens where a version does not have it.
+        seen_in: The versions that it was seen in.
+    """
+
+    name: str
+    used_for: str
+    without: str
+    seen_in: tuple[str, ...]
+
+
+_DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
+_NO_TUNING = "ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number"
+_NO_STEP = "zero1_custom fails in the first step"
+_USERS_HOOKS = "the user's hooks of an optimizer run twice in a step, or on a copy"
+_CLIPPING = "a step of zero1_custom or of ddp_tuned that clips fails"
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch._C._current_graph_task_id",
+        "tells a gradient of the backward that was announced from one of a backward inside it",
+        "zero1_custom fails in the first backward",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.autograd.Variable._execution_engine",
+        "runs the flush of gradients when backward ends, as DDP does",
+        "zero1_custom fails in the first backward",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.Tensor._post_accumulate_grad_hooks",
+        "finds out whether a user's hook was registered after ours; is no reason to wait for a parameter",
+        "zero1_custom cannot be imported",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.Tensor._backward_hooks",
+        "is no reason to wait for a parameter",
+        "zero1_custom cannot be imported",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.nn.Module._parameters",
+        "waits for what a module holds; the public `parameters()` takes six times as long, before every module's call",
+        "zero1_custom fails in the second forward; use `parameters(recurse=False)`",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch._C._storage_Use_Count",
+        "finds out whether tensors of the user's lie in a buffer that a bucket is about to reuse",
+        "zero1_custom fails where a training changed parameters' data",
+        TORCH_SEEN,
+    ),
+    PrivateName("torch.UntypedStorage._cdata", "names a storage to `_storage_Use_Count`", "as above", TORCH_SEEN),
+    PrivateName(
+        "torch._dynamo.callback.callback_handler",
+        "keeps parameters from being in flight while torch.compile looks at them",
+        "zero1_custom does not begin; without the call, code compiled in training reads old parameters",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch._dynamo.eval_frame.OptimizedModule", "knows a compiled module", "strategies do not begin", TORCH_SEEN
+    ),
+    PrivateName(
+        "torch.nn.Module._compiled_call_impl",
+        "knows a module that was compiled in place",
+        "strategies do not begin",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.core.module.LightningModule._compiler_ctx",
+        "knows a LightningModule that was compiled; here, as floor 1 asks",
+        "its parameters are gathered while it runs, and compiled code reads old ones",
+        ("2.6.6",),
+    ),
+    PrivateName(
+        "torch.autograd._profiler_enabled",
+        "names what a step does only where somebody traces it",
+        "zero1_custom does not begin",
+        TORCH_SEEN,
+    ),
+    PrivateName("torch._foreach_norm", "norms of many tensors, in few kernels", _CLIPPING, TORCH_SEEN),
+    PrivateName("torch._foreach_mul_", "scales many tensors, in few kernels", _CLIPPING, TORCH_SEEN),
+    PrivateName("torch._foreach_clamp_min_", "clips many tensors by value, in few kernels", _CLIPPING, TORCH_SEEN),
+    PrivateName("torch._foreach_clamp_max_", "clips many tensors by value, in few kernels", _CLIPPING, TORCH_SEEN),
+    PrivateName(
+        "torch._foreach_copy_",
+        "copies gradients into a bucket, in few kernels",
+        "zero1_custom fails in backward",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.Tensor._values",
+        "sets parts of a sparse gradient to zero; the public `values()` sums it up first",
+        "a sparse gradient with `loss_weight` 0 is an error under ddp_tuned",
+        TORCH_SEEN,
+    ),
+    PrivateName("torch.Tensor._indices", "as `_values`", "as `_values`", TORCH_SEEN),
+    PrivateName(
+        "torch.distributed._broadcast_coalesced",
+        "sends rank 0's parameters and buffers as DDP does",
+        "zero1_custom does not begin",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "a place where ranks report when collectives do not work",
+        "no strategy begins",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore",
+        "the names that a user has told DDP to ignore, which are ignored here, too",
+        "they are broadcast and sharded like the others",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "runs the user's hooks of all optimizers once a step, on full parameters",
+        "strategies cannot be imported",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+        "as `_global_optimizer_pre_hooks`",
+        "strategies cannot be imported",
+        TORCH_SEEN,
+    ),
+    *(
+        PrivateName(
+            f"torch.optim.Optimizer._optimizer_{event}_{when}_hooks",
+            "runs the user's hooks of an optimizer once, on full parameters and unsharded state",
+            _USERS_HOOKS,
+            TORCH_SEEN,
+        )
+        for event in ("step", "state_dict", "load_state_dict")
+        for when in ("pre", "post")
+    ),
+    PrivateName(
+        "torch.optim.lr_scheduler._wrapped_by_lr_sched",
+        "tells a scheduler's wrapper of `step` from a user's, and marks the one that stands in for it",
+        "an optimizer with a scheduler is stepped on all ranks, as under `ddp`",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.optim.lr_scheduler._opt_called",
+        "tells schedulers that the optimizer has stepped",
+        "schedulers warn of a wrong order of steps",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.optim.Adam._step_supports_amp_scaling",
+        "knows optimizers that unscale gradients, and leave steps out, by themselves (`fused=True`)",
+        "their skipped steps in 16-mixed are not counted",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch._subclasses.fake_tensor.FakeTensorMode",
+        "reads how a checkpoint is laid out, without its tensors",
+        "`lightning-parstrat consolidate` fails",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.serialization._checkpoint_offset",
+        "where in a checkpoint a tensor is",
+        "`lightning-parstrat consolidate` fails",
+        TORCH_SEEN,
+    ),
+    PrivateName(f"{_DDP}._build_params_for_reducer", "what DDP sends, in its order", _NO_TUNING, TORCH_SEEN),
+    PrivateName(f"{_DDP}._build_debug_param_to_name_mapping", "a reducer wants names", _NO_TUNING, TORCH_SEEN),
+    PrivateName(
+        f"{_DDP}._bucket_config", "the caps of buckets", "buckets are left as they are; a report says so", TORCH_SEEN
+    ),
+    PrivateName(f"{_DDP}._use_python_reducer", "torch.compile sends gradients by itself", _NO_TUNING, TORCH_SEEN),
+    PrivateName(f"{_DDP}._ddp_init_helper", "makes a reducer", _NO_TUNING, TORCH_SEEN),
+    PrivateName(f"{_DDP}._has_rebuilt_buckets", "lets a new reducer order its buckets", _NO_TUNING, TORCH_SEEN),
+    PrivateName(f"{_DDP}._set_static_graph", "tells a new reducer of a static graph", _NO_TUNING, TORCH_SEEN),
+    PrivateName(f"{_DDP}._comm_hooks", "hooks that a new reducer must have, too", _NO_TUNING, TORCH_SEEN),
+    PrivateName("torch.distributed._register_comm_hook", "registers them", _NO_TUNING, TORCH_SEEN),
+    PrivateName(
+        "torch.nn.parallel.distributed._BucketCapacityConfig", "caps of single buckets", _NO_TUNING, TORCH_SEEN
+    ),
+    PrivateName(
+        "torch.distributed._compute_bucket_assignment_by_size", "foretells DDP's buckets", _NO_TUNING, TORCH_SEEN
+    ),
+)
+"""What is used through this file."""
+
+INHERITED_NAMES = (
+    PrivateName(
+        "torch.amp.GradScaler._scale",
+        "knows whether a loss was scaled yet",
+        "clipping in 16-mixed fails",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.amp.GradScaler._per_optimizer_states",
+        "remembers over several updates whose gradients were unscaled",
+        "clipping in 16-mixed fails",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.amp.GradScaler._unscale_grads_",
+        "is overridden: unscales gradients in shards",
+        "zero1_custom in 16-mixed steps scaled gradients",
+        TORCH_SEEN,
+    ),
+    PrivateName(
+        "torch.amp.GradScaler._maybe_opt_step",
+        "is overridden: skips a step on all ranks when any rank must",
+        "zero1_custom in 16-mixed may skip a step on some ranks only",
+        TORCH_SEEN,
+    ),
+)
+"""What classes in ``strategies/`` read or override on themselves."""
+
+
+def is_newer(version: str, seen: Collection[str]) -> bool:
+    """Whether a version is of a later minor release than all that were seen; one that has no numbers is not."""
+    minors = [tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (version, *seen)]
+    return minors[0] > max(minors[1:])
+
+
+# Backward.
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs in this thread. An alias, as it is asked for every gradient."""
+
+GRADIENT_HOOKS: tuple[Any, ...] = (cast(Any, Tensor)._backward_hooks, cast(Any, Tensor)._post_accumulate_grad_hooks)
+"""The attributes of a tensor that hold hooks for its gradient."""
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Has ``callback`` called when the backward that is running ends."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
+
+
+def last_gradient_hook(parameter: Tensor) -> int | None:
+    """The id of the hook that was the last to be registered for the parameter's accumulated gradient."""
+    hooks: dict[int, Any] | None = cast(Any, parameter)._post_accumulate_grad_hooks
+    return next(reversed(hooks), None) if hooks is not None else None
+
+
+def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse gradient as they are: an index may come more than once."""
+    return gradient._indices(), gradient._values()
+
+
+# Modules.
+
+
+def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    """The parameters that a module holds itself."""
+    return module._parameters.values()
+
+
+def names_ignored_by_ddp(module: nn.Module) -> set[str]:
+    """Names of parameters and buffers that a user has told DDP to leave alone."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether code was made of the module that reads parameters by itself, or depends on their class."""
+    # Imported with the first optimizer, in any case; before that it would only take time.
+    from torch._dynamo.eval_frame import OptimizedModule
+
     if getattr(module, "_compiler_ctx", None) is not None:
         return True
     return any(
@@ -17,4 +308,232 @@ def is_compiled(module: nn.Module) -> bool:
 
 def profiler_is_enabled() -> bool:
     """Whether ``torch.profiler`` (or its predecessor) records what this thread does."""
-    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return bool(cast(Any, torch.autograd)._profiler_enabled())
+
+
+def call_before_compiling(callback: Callable[..., Any]) -> None:
+    """Has ``callback`` called whenever torch.compile is about to look at code."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.register_start_callback(callback)
+
+
+def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
+    """Undoes :func:`call_before_compiling`."""
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.remove_start_callback(callback)
+
+
+# Many tensors at once. A loop over public functions would launch a kernel for each tensor.
+
+
+def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor that has elements, summed in ``dtype``; of complex ones, of their absolute values."""
+    present = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
+    return list(torch._foreach_norm(present, norm_type, dtype=dtype)) if present else []
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Multiplies tensors, of which there is at least one, in place."""
+    cast(Any, torch)._foreach_mul_(tensors, factor)
+
+
+def clamp_all(tensors: list[Tensor], low: float, high: float) -> None:
+    """Brings all elements of tensors, of which there is at least one, between two numbers, in place."""
+    torch._foreach_clamp_min_(tensors, low)
+    torch._foreach_clamp_max_(tensors, high)
+
+
+def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copies tensors, of which there is at least one, to places of their shapes."""
+    torch._foreach_copy_(places, tensors)
+
+
+# Memory and files.
+
+
+def users_of_storage(tensor: Tensor) -> int:
+    """How many tensors and handles share a tensor's memory; the handle that is made to ask counts."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def load_layout(path: Path) -> Any:
+    """What was saved to ``path``, its tensors without elements: they know where these are (:func:`offset_in_file`)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return torch.load(path, weights_only=False)
+
+
+def offset_in_file(tensor: Tensor) -> int:
+    """Where in the file the elements of a tensor of :func:`load_layout` begin, in bytes."""
+    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    if offset is None:
+        raise AssertionError("torch has not noted where in the file a tensor is")
+    return offset + int(tensor.storage_offset()) * tensor.itemsize
+
+
+# Processes.
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], nbytes: int, source: int) -> None:
+    """Copies tensors from one rank to all, as many at once as fit into ``nbytes``. Collective."""
+    cast(Any, dist)._broadcast_coalesced(group, tensors, nbytes, source)
+
+
+def default_store() -> Store:
+    """The store over which the default process group has found together."""
+    return _get_default_store()
+
+
+# Optimizers.
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS = (
+    *_STEP_HOOKS,
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether anything was registered to run before or after the optimizer's steps."""
+    return any(getattr(optimizer, name, None) for name in _STEP_HOOKS)
+
+
+def has_global_step_hooks() -> bool:
+    """Whether anything was registered to run before or after all optimizers' steps."""
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's attributes, with no hook registered."""
+    return {name: OrderedDict() if name in _HOOKS else value for name, value in vars(optimizer).items()}
+
+
+@contextmanager
+def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Within it ``step`` of the optimizer's own class runs no hooks: they have been run, on the full groups."""
+    own = vars(optimizer)
+    kept = {name: own[name] for name in _STEP_HOOKS if name in own}
+    of_all_optimizers: list[OrderedDict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]  # type: ignore[list-item]
+    kept_globally = [(hooks, hooks.copy()) for hooks in of_all_optimizers]
+    own.update({name: OrderedDict() for name in kept})
+    for hooks, _ in kept_globally:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        own.update(kept)
+        for hooks, before in kept_globally:
+            hooks.update(before)
+
+
+def run_hooks_before_state_dict(optimizer: Optimizer) -> None:
+    """Runs what was registered to run before the optimizer's state is asked for."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def run_hooks_after_state_dict(optimizer: Optimizer, state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    """Runs what was registered to change the optimizer's state dict; returns what comes of it."""
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        state_dict = hook(optimizer, state_dict) or state_dict
+    return state_dict
+
+
+def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's ``step`` is a learning rate scheduler's wrapper."""
+    return hasattr(step, "_wrapped_by_lr_sched")
+
+
+def mark_as_wrapped(step: Callable[..., Any]) -> None:
+    """Has schedulers take ``step`` for a wrapper of theirs, which they do not wrap again."""
+    cast(Any, step)._wrapped_by_lr_sched = True
+
+
+def note_step_called(optimizer: Optimizer) -> None:
+    """Tells schedulers that the optimizer has stepped, as their wrapper would."""
+    cast(Any, optimizer)._opt_called = True
+
+
+def unscales_in_step(optimizer: Optimizer) -> bool:
+    """Whether the optimizer takes scaled gradients, and decides on the device whether it steps."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+# DistributedDataParallel: what it builds its reducer with.
+
+_dist: Any = dist
+_ddp_module: Any = ddp_module
+
+
+def parameters_for_reducer(ddp: DistributedDataParallel) -> tuple[list[Tensor], list[bool]]:
+    """What DDP sends gradients of, in its order, and of which it expects sparse ones."""
+    parameters, expect_sparse = cast(Any, ddp)._build_params_for_reducer()
+    return parameters, expect_sparse
+
+
+def names_for_reducer(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> dict[int, str]:
+    """The names by which a reducer knows ``parameters``. Refused where some were unfrozen or added since."""
+    names: dict[int, str] = cast(Any, ddp)._build_debug_param_to_name_mapping(parameters)
+    return names
+
+
+def bucket_caps(ddp: DistributedDataParallel) -> Any:
+    """The caps that the wrapper's buckets were made by; None in versions that have no caps for single buckets."""
+    return getattr(ddp, "_bucket_config", None)
+
+
+def make_bucket_caps(mebibytes: Sequence[float]) -> Any:
+    """Caps for :func:`exchange_reducer`, one for each bucket."""
+    return _ddp_module._BucketCapacityConfig.create(None, list(mebibytes), False)
+
+
+def sends_by_compiled_code(ddp: DistributedDataParallel) -> bool:
+    """Whether torch.compile sends gradients, rather than a reducer."""
+    return bool(cast(Any, ddp)._use_python_reducer)
+
+
+def assign_to_buckets(
+    tensors: Sequence[Tensor], caps: Sequence[int], sparse: Sequence[bool], order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Which tensors come into each bucket, by position, or by the numbers in ``order``; as DDP decides it."""
+    buckets, _ = _dist._compute_bucket_assignment_by_size(tensors, caps, sparse, *([] if order is None else [order]))
+    return [list(bucket) for bucket in buckets]
+
+
+def exchange_reducer(
+    ddp: DistributedDataParallel,
+    parameters: Sequence[Tensor],
+    expect_sparse: Sequence[bool],
+    names: dict[int, str],
+    caps: Any,
+) -> None:
+    """Gives the wrapper a new reducer. All ranks must; where it raises, attributes have changed.
+
+    Args:
+        ddp: The wrapper.
+        parameters: See :func:`parameters_for_reducer`.
+        expect_sparse: As above.
+        names: See :func:`names_for_reducer`.
+        caps: See :func:`bucket_caps` and :func:`make_bucket_caps`.
+    """
+    wrapper = cast(Any, ddp)
+    wrapper._bucket_config = caps
+    wrapper.bucket_bytes_cap = caps.bucket_bytes_cap
+    wrapper.bucket_bytes_cap_list = list(caps.per_bucket_bytes_caps)
+    wrapper.bucket_bytes_cap_default = caps.first_bucket_bytes_cap < caps.bucket_bytes_cap
+    # The old one's hooks on the parameters go with it.
+    wrapper._ddp_init_helper(parameters, expect_sparse, names, wrapper.static_graph)
+    wrapper._has_rebuilt_buckets = False
+    if wrapper.static_graph:
+        wrapper.static_graph = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapper._set_static_graph()
+    for hook, state in wrapper._comm_hooks:
+        _dist._register_comm_hook(wrapper.reducer, state, hook)

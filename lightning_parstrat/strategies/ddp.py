@@ -10,8 +10,6 @@ from typing import Any, Literal, get_args
 import lightning
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies.registry import _StrategyRegistry
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -24,7 +22,7 @@ from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook, wire_dtype
 from lightning_parstrat.distributed.ddp.plan_cache import PlanCache
 from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
-from lightning_parstrat.distributed.torch_compat import is_compiled
+from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all
 from lightning_parstrat.strategies.bucket_plot import can_plot, plot_buckets
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 
@@ -211,7 +209,9 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         if self._comm_hook is not None:
             register_comm_hook(self._ddp, self._comm_hook)
         elif self._ddp_comm_hook is not None:
-            _register_ddp_comm_hook(self._ddp, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper)
+            wrap = self._ddp_comm_wrapper
+            hook = self._ddp_comm_hook if wrap is None else wrap(self._ddp_comm_hook)
+            self._ddp.register_comm_hook(self._ddp_comm_state, hook)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -238,7 +238,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             return
         gradients = [p.grad for p in self._training_module.parameters() if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, self._scale() * self.world_size)
+            multiply_all(gradients, self._scale() * self.world_size)
 
     @override
     def on_train_end(self) -> None:
@@ -257,7 +257,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
 
 

@@ -1,10 +1,354 @@
-"""What of Lightning is private, and used all the same: each name with what it is for."""
+"""What of Lightning is private, and used all the same: behind plain names, and in a table that says what each is for.
 
+The rest of the package asks here, so that what another version of Lightning has changed is one file's work.
+:data:`PRIVATE_NAMES` and :data:`INHERITED_NAMES` are held against the installed Lightning, and against the package's
+sources, by ``tests/test_private_names.py``. What Lightning has no name for, but can be told from public ones, is here,
+too.
+"""
+
+import functools
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
 from typing import Any
 
-from lightning.pytorch.core.optimizer import LightningOptimizer
+import lightning
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, PrivateName, is_newer
+
+LIGHTNING_SEEN = ("2.6.6",)
+"""The versions of Lightning that the names below were seen in, and the tests run with."""
+
+_DDP = "lightning.pytorch.strategies.ddp.DDPStrategy"
+_PRECISION = "lightning.pytorch.plugins.precision.Precision"
+_MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
+_SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector"
+_NO_SIGNALS = "a training does not begin: SIGTERM and Slurm's signals could not be handled"
+_NO_LAUNCH = "strategies cannot be imported"
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "lightning.pytorch.core.optimizer.LightningOptimizer._optimizer",
+        "the optimizer within Lightning's wrapper",
+        "a training does not begin",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.core.optimizer.LightningOptimizer._to_lightning_optimizer",
+        "wraps optimizers that are set, as Lightning's own setter does",
+        "zero1_custom does not begin",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.core.optimizer._MockOptimizer",
+        "stands in where a module has no optimizer; it is not sharded",
+        "zero1_custom cannot be imported",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.fabric.utilities.optimizer._optimizer_to_device",
+        "brings loaded state to the device, as Lightning does",
+        "strategies cannot be imported",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO",
+        "puts durable writing within a plugin that has none of its own, such as AsyncCheckpointIO",
+        "strategies cannot be imported",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_MODEL_CHECKPOINT}._last_global_step_saved",
+        "knows whether the last step was saved already, when training is told to end",
+        "a training that SIGTERM ends fails instead of saving",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_MODEL_CHECKPOINT}._save_last_checkpoint",
+        "saves what `ckpt_path='last'` finds",
+        "a training that SIGTERM ends fails instead of saving",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_MODEL_CHECKPOINT}._monitor_candidates",
+        "what that save may be named after",
+        "a training that SIGTERM ends fails instead of saving",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.trainer.Trainer._checkpoint_connector",
+        "names the checkpoint from which a Slurm job goes on when it runs again",
+        "a Slurm job that is preempted fails instead of saving",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.trainer.Trainer._signal_connector",
+        "takes SIGTERM over from Lightning",
+        _NO_SIGNALS,
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_SIGNALS}._SignalConnector._original_handlers",
+        "lets Lightning bring back the user's handler, not ours",
+        "an exception when a training has ended",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(f"{_SIGNALS}._SignalConnector", "knows Lightning's handlers", _NO_LAUNCH, LIGHTNING_SEEN),
+    PrivateName(
+        f"{_SIGNALS}._HandlersCompose", "finds the user's handler among Lightning's", _NO_LAUNCH, LIGHTNING_SEEN
+    ),
+    PrivateName(
+        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
+        "is left out: ranks agree on signals here, and Lightning would ask once more in every batch",
+        "one more broadcast in every batch",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped",
+        "is what loggers count by; and is set back in a checkpoint of an earlier batch",
+        "GradNormMonitor fails; a checkpoint saved within an accumulation window fails",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.fabric.utilities.distributed._init_dist_connection",
+        "joins ranks over a given store, with Lightning's messages",
+        _NO_LAUNCH,
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.fabric.utilities.distributed._set_num_threads_if_needed",
+        "gives each rank its share of the threads, as Lightning's launcher does",
+        _NO_LAUNCH,
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
+        "is the launcher that ours stands in for under torchrun",
+        _NO_LAUNCH,
+        LIGHTNING_SEEN,
+    ),
+)
+"""What is used through this file."""
+
+INHERITED_NAMES = (
+    PrivateName(f"{_DDP}._timeout", "how long a collective may take", "a training does not begin", LIGHTNING_SEEN),
+    PrivateName(f"{_DDP}._ddp_kwargs", "what the user has told DDP", "ddp_tuned does not begin", LIGHTNING_SEEN),
+    PrivateName(f"{_DDP}._ddp_comm_hook", "the user's communication hook", "ddp_tuned does not begin", LIGHTNING_SEEN),
+    PrivateName(f"{_DDP}._ddp_comm_state", "its state", "ddp_tuned does not begin with a hook", LIGHTNING_SEEN),
+    PrivateName(f"{_DDP}._ddp_comm_wrapper", "what wraps it", "ddp_tuned does not begin with a hook", LIGHTNING_SEEN),
+    PrivateName(
+        f"{_DDP}._register_ddp_hooks",
+        "is overridden: hooks are registered on every device",
+        "ddp_tuned: `comm_hook` has no effect",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_DDP}._pl_static_graph_delay_done",
+        "is set back for a new wrapper of a static graph",
+        "a second training of one strategy with static_graph=True sends no first gradients",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_DDP}._configure_launcher",
+        "is overridden: the first moment at which the numbers of nodes and devices are known",
+        "under torchrun and Slurm another number of ranks than the Trainer was told of is refused late, or not at all",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_DDP}._get_process_group_backend", "the backend to join with", "a restart by torchrun fails", LIGHTNING_SEEN
+    ),
+    PrivateName(
+        "lightning.pytorch.strategies.Strategy._launcher",
+        "is set where torchelastic has started the ranks",
+        "under torchrun Lightning refuses another number of ranks than it was told of",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.strategies.Strategy._checkpoint_io",
+        "the user's way of writing files, or none",
+        "a training does not begin",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.strategies.Strategy._optimizers",
+        "what the overridden property `optimizers` holds",
+        "zero1_custom trains nothing",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        "lightning.pytorch.strategies.Strategy._lightning_optimizers",
+        "what `LightningModule.optimizers()` shows",
+        "manual optimization steps optimizers that are not sharded",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_PRECISION}._after_closure",
+        "is overridden: completes a window whose last micro-batch had no backward",
+        "gradients of such a window are not reduced",
+        LIGHTNING_SEEN,
+    ),
+    PrivateName(
+        f"{_PRECISION}._clip_gradients",
+        "is overridden: looks at gradients before every step, and unscales them",
+        "`nonfinite_grads` and `grad_norm` have no effect",
+        LIGHTNING_SEEN,
+    ),
+)
+"""What classes in ``strategies/`` read or override on themselves."""
+
+
+def untried_versions(torch_version: str, lightning_version: str) -> str | None:
+    """What is to be said of versions newer than those that were tried; None where they were.
+
+    Args:
+        torch_version: Of torch.
+        lightning_version: Of Lightning.
+    """
+    compared = (("torch", torch_version, TORCH_SEEN), ("lightning", lightning_version, LIGHTNING_SEEN))
+    newer = [(name, found, seen) for name, found, seen in compared if is_newer(found, seen)]
+    if not newer:
+        return None
+    found = " and ".join(f"{name} {found}" for name, found, _ in newer)
+    tried = " and ".join(f"{name} {', '.join(seen)}" for name, _, seen in newer)
+    return (
+        f"lightning_parstrat was tried with {tried}, and {found} is installed, which is newer. Training goes on."
+        " If something fails that works under `ddp`, install the version that was tried, or a newer lightning-parstrat."
+    )
+
+
+@functools.cache
+def warn_of_untried_versions() -> None:
+    """Warns on rank 0, once in a process, where torch or Lightning is newer than what was tried."""
+    message = untried_versions(torch.__version__, lightning.__version__)
+    if message is not None:
+        rank_zero_warn(message)
 
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer within Lightning's wrapper, which has its name and its attributes."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def wrapped(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
+    """Lightning's wrapper of an optimizer, which steps through the strategy."""
+    return LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
+
+
+def stands_for_none(optimizer: Any) -> bool:
+    """Whether it is what Lightning puts where ``configure_optimizers`` returns None."""
+    return isinstance(optimizer, _MockOptimizer)
+
+
+optimizer_to_device: Callable[[Optimizer, torch.device], None] = _optimizer_to_device
+"""Moves an optimizer's state, but for counts of steps."""
+
+
+def trainer_of(module: LightningModule | None) -> Trainer | None:
+    """The module's Trainer, if it has one."""
+    try:
+        return None if module is None else module.trainer
+    except RuntimeError:
+        return None
+
+
+def window_is_open(trainer: Trainer) -> bool:
+    """Whether gradients go on accumulating after the latest batch; Lightning steps at the last one of an epoch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    ready = progress.current.ready
+    is_last = progress.is_last_batch or ready == trainer.num_training_batches
+    return ready % trainer.accumulate_grad_batches != 0 and not is_last
+
+
+def batches_that_stepped(trainer: Trainer) -> int:
+    """What loggers count by: batches that ended an accumulation window."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def logs_after_this_batch(trainer: Trainer) -> bool:
+    """Whether ``log_every_n_steps`` has loggers write after the batch that ends."""
+    if trainer.log_every_n_steps == 0:
+        return False
+    return (batches_that_stepped(trainer) + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop
+
+
+def count_one_step_less(fit_loop: dict[str, Any]) -> None:
+    """Has the fit loop's part of a checkpoint count one batch less that ended a window."""
+    fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+
+
+def lacks_inner_io(io: CheckpointIO) -> bool:
+    """Whether a plugin leaves writing to another one, which has not been given to it yet."""
+    return isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None
+
+
+def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
+    """Saves what the callback calls the last checkpoint, unless it has after this step. Collective."""
+    if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
+        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+
+
+def path_for_slurm_job(trainer: Trainer) -> str:
+    """Where a Slurm job that runs again looks for its checkpoint."""
+    return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+
+
+def users_handler(handler: Any) -> Callable[[int, FrameType | None], Any] | None:
+    """What a program had set for a signal before Lightning, whose handler goes on calling it."""
+    if not isinstance(handler, _HandlersCompose):
+        return None
+    users = handler.signal_handlers[-1]
+    is_lightnings = isinstance(getattr(users, "__self__", None), _SignalConnector)
+    return users if callable(users) and not is_lightnings else None
+
+
+def forget_sigterm(trainer: Trainer) -> None:
+    """Has Lightning not end the training for a SIGTERM that it has noted."""
+    trainer._signal_connector.received_sigterm = False
+
+
+def bring_back_after_training(trainer: Trainer, signum: signal.Signals, handler: Any, instead_of: Any) -> None:
+    """Has Lightning set ``handler`` when training has ended, where it would set ``instead_of``."""
+    originals = trainer._signal_connector._original_handlers
+    if originals.get(signum) == instead_of:
+        originals[signum] = handler
+
+
+def leave_out_sigterm_broadcast(loop: Any) -> None:
+    """Keeps Lightning's loop over batches from broadcasting in each whether rank 0 has received SIGTERM."""
+    loop._broadcast_sigterm_tensor = _nothing
+
+
+def broadcast_sigterm_again(loop: Any) -> None:
+    """Undoes :func:`leave_out_sigterm_broadcast`."""
+    vars(loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def _nothing() -> None:
+    """Stands in for what the ranks agree on elsewhere."""
+
+
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+"""Starts the script once more for every rank, or leaves that to whoever has started this one. To be derived from."""
+
+share_threads: Callable[[int], None] = _set_num_threads_if_needed
+"""Gives each of so many processes its share of the threads, unless the user has said how many."""
+
+
+def join_over_store(
+    environment: ClusterEnvironment, backend: str, store: Any, device: torch.device | None, timeout: timedelta | None
+) -> None:
+    """Creates the default process group over a store. Collective."""
+    _init_dist_connection(environment, backend, store=store, device_id=device, timeout=timeout)

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -37,7 +35,7 @@ from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even,
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
-from lightning_parstrat.strategies.lightning_compat import unwrapped
+from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
 from lightning_parstrat.strategies.report import StepMeter, describe
 
 
@@ -119,7 +117,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
 
     @override
@@ -151,7 +149,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             self._shard(optimizers)
             optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         self._optimizers = optimizers
-        self._lightning_optimizers = [LightningOptimizer._to_lightning_optimizer(o, self) for o in optimizers]
+        self._lightning_optimizers = [wrapped(o, self) for o in optimizers]
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
         # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
@@ -276,7 +274,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         super().on_validation_start()
         trainer = self._training_module.trainer
         forgotten = not is_overridden("on_validation_model_zero_grad", self._training_module)
-        accumulates = trainer.sanity_checking or trainer.fit_loop._should_accumulate()
+        accumulates = trainer.sanity_checking or window_is_open(trainer)
         if self._engine is not None and forgotten and not accumulates:
             self._engine.zero_gradients()
 
@@ -378,4 +376,4 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
 
 def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:
-    return [one for one in map(unwrapped, optimizers) if not isinstance(one, _MockOptimizer)]
+    return [one for one in map(unwrapped, optimizers) if not stands_for_none(one)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+from lightning_parstrat.distributed.torch_compat import norms_of
 
 CPU = torch.device("cpu")
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
@@ -15,10 +16,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2, to
 DTYPES = tuple(TOLERANCE)
 
 
+def partial(tensors: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """What a rank contributes that owns ``tensors``."""
+    return partial_norm(norms_of(tensors, norm_type, dtype), norm_type, CPU)
+
+
 def norm_over(ranks: list[list[Tensor]], norm_type: float) -> Tensor:
     """What the ranks together find, each knowing its own gradients only."""
     dtype = accumulation_dtype(tensor.dtype for tensors in ranks for tensor in tensors)
-    partials = torch.stack([partial_norm(tensors, norm_type, dtype, CPU) for tensors in ranks])
+    partials = torch.stack([partial(tensors, norm_type, dtype) for tensors in ranks])
     return total_norm(partials.amax(0) if math.isinf(norm_type) else partials.sum(0), norm_type, dtype)
 
 
@@ -65,9 +71,9 @@ def test_gradients_of_several_dtypes_are_one_whole(norm_type: float) -> None:
 def test_a_rank_that_owns_nothing_contributes_zero(
     gradients: list[Tensor], dtype: torch.dtype, norm_type: float
 ) -> None:
-    partial = partial_norm(gradients, norm_type, dtype, CPU)
-    assert partial.tolist() == ([0.0, 0.0] if math.isinf(norm_type) else [0.0])
-    assert total_norm(partial, norm_type, dtype).dtype == dtype
+    contribution = partial(gradients, norm_type, dtype)
+    assert contribution.tolist() == ([0.0, 0.0] if math.isinf(norm_type) else [0.0])
+    assert total_norm(contribution, norm_type, dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("norm_type", [3.0, 8.0])
@@ -78,8 +84,8 @@ def test_powers_neither_overflow_nor_vanish_before_the_root_is_taken(norm_type: 
 
 
 def test_a_maximum_over_ranks_that_passes_over_nan_still_finds_it() -> None:
-    bad = partial_norm([torch.tensor([1.0, math.nan])], math.inf, torch.float32, CPU)
-    good = partial_norm([torch.tensor([2.0])], math.inf, torch.float32, CPU)
+    bad = partial([torch.tensor([1.0, math.nan])], math.inf, torch.float32)
+    good = partial([torch.tensor([2.0])], math.inf, torch.float32)
     # What a reduction by comparisons makes of both, in either order.
     for combined in (torch.where(bad > good, bad, good), torch.where(good > bad, good, bad)):
         assert math.isnan(total_norm(combined, math.inf, torch.float32))
@@ -88,7 +94,7 @@ def test_a_maximum_over_ranks_that_passes_over_nan_still_finds_it() -> None:
 @pytest.mark.parametrize("norm_type", [0, -1.0, -math.inf, math.nan])
 def test_a_norm_type_that_is_not_positive_is_refused(norm_type: float) -> None:
     with pytest.raises(ValueError, match=rf"norm_type: {norm_type}\. Must be > 0, or inf"):
-        partial_norm([torch.ones(1)], norm_type, torch.float32, CPU)
+        partial_norm([torch.ones(())], norm_type, CPU)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

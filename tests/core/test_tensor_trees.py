@@ -1,6 +1,6 @@
 """Tensors in nested values: found, replaced, and saved without the storage around them."""
 
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
 import pytest
@@ -32,6 +32,14 @@ def test_replacing_keeps_types_and_what_does_not_change() -> None:
     assert type(new) is OrderedDict and new._metadata == {"version": 1}
     assert new["a"] == Pair(torch.tensor([7.0]), 5) and type(new["a"]) is Pair
     assert new["b"] is untouched and new["d"] is tree["d"] and not tree["c"][0].any()
+
+
+def test_a_queue_is_looked_into_and_stays_as_long_as_it_may_be() -> None:
+    queue = deque([torch.zeros(1), 5, torch.ones(1)], maxlen=4)
+    assert [leaf.path for leaf in leaves({"q": queue})] == [("q", 0), ("q", 2)]
+    new = replace_leaves(queue, lambda tensor: tensor + 1)
+    assert new == deque([torch.ones(1), 5, torch.tensor([2.0])]) and new.maxlen == 4
+    assert replace_leaves(queue, lambda tensor: tensor) is queue
 
 
 BUFFER = torch.arange(64.0)

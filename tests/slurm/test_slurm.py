@@ -153,15 +153,16 @@ def test_a_first_run_may_be_told_to_resume(cluster: SlurmCluster, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("directives", "named"),
+    ("directives", "named", "refused"),
     [
-        (("--nodes=2", "--ntasks=4"), "--ntasks-per-node"),
-        (("--nodes=2", "--ntasks-per-node=1"), "--ntasks-per-node"),
-        (("--nodes=1", "--ntasks-per-node=2"), "--nodes"),
+        # Lightning refuses this one before there is a strategy.
+        (("--nodes=2", "--ntasks=4"), "--ntasks-per-node", "You set `--ntasks=4` in your SLURM bash script"),
+        (("--nodes=2", "--ntasks-per-node=1"), "--ntasks-per-node", "write `#SBATCH --ntasks-per-node=2` (srun"),
+        (("--nodes=1", "--ntasks-per-node=2"), "--nodes", "write `#SBATCH --nodes=2` (srun"),
     ],
 )
 def test_a_job_of_the_wrong_size_is_refused_before_training(
-    cluster: SlurmCluster, tmp_path: Path, directives: tuple[str, ...], named: str
+    cluster: SlurmCluster, tmp_path: Path, directives: tuple[str, ...], named: str, refused: str
 ) -> None:
     write_program(tmp_path, steps=2, num_nodes=2, devices=2)
     lines = "\n".join(f"#SBATCH {line}" for line in directives)
@@ -171,8 +172,7 @@ def test_a_job_of_the_wrong_size_is_refused_before_training(
     assert cluster.wait_for_end(number, START) == "FAILED"
     log = (tmp_path / "job.log").read_text()
     assert "begins" not in log
-    assert "MisconfigurationException: The Trainer was told of num_nodes=2 and devices=2" in log, log
-    assert re.search(rf"In the job file, write `#SBATCH {named}=2`( instead of `--ntasks`)? \(srun", log), log
+    assert refused in log, log
     doctor = subprocess.run(
         [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor", "--no-measurement", "--job-file", "job.sh"],
         cwd=tmp_path, env=cluster.environment, capture_output=True, text=True, check=False,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.reading import Run, ShardedCheckpoint
 from lightning_parstrat.distributed.durable_files import written_durably
+from lightning_parstrat.distributed.torch_compat import load_layout, offset_in_file
 
 
 def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Callable[[int], object]) -> None:
@@ -32,14 +32,13 @@ def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Call
     with written_durably(destination) as temporary:
         with open(temporary, "xb") as file, torch.serialization.skip_data():
             torch.save(replace_leaves(checkpoint.skeleton, _room_for(checkpoint)), file)
-        with FakeTensorMode():
-            laid_out = torch.load(temporary, weights_only=False)
+        laid_out = load_layout(temporary)
         with open(temporary, "r+b") as file:
             # Both trees are walked alike, so that each tensor of the one finds its place in the other.
             places = {leaf.path: leaf.tensor for leaf in leaves(laid_out)}
             written: set[int] = set()
             for leaf in leaves(checkpoint.skeleton):
-                offset = _offset_of(places[leaf.path])
+                offset = offset_in_file(places[leaf.path])
                 if offset in written:
                     continue
                 written.add(offset)
@@ -82,14 +81,6 @@ def _storages_in(path: Path) -> int:
 def _strides(tensor: Tensor) -> Any:
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     return tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
-
-
-def _offset_of(tensor: Tensor) -> int:
-    """Where in the file its elements begin; torch notes that where it loads without them."""
-    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if offset is None:
-        raise AssertionError("torch has not noted where in the file a tensor is")
-    return offset + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _pieces_of(checkpoint: ShardedCheckpoint, tensor: Tensor) -> Any:

@@ -7,7 +7,9 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_parstrat.distributed.torch_compat import default_store
 
 GRACE = timedelta(seconds=10)
 """How long ranks wait for each other: they notice a fault at different times, but soon."""
@@ -25,7 +27,7 @@ class Liveness:
     """
 
     def __init__(self, name: str) -> None:
-        self._store = PrefixStore(f"lightning_parstrat/liveness/{name}", _get_default_store())
+        self._store = PrefixStore(f"lightning_parstrat/liveness/{name}", default_store())
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)

@@ -10,6 +10,7 @@ from lightning_parstrat.core.layout import ParameterSpec, fingerprint
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.torch_compat import broadcast_coalesced, names_ignored_by_ddp
 
 
 @torch.no_grad()
@@ -18,9 +19,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
     detached = [tensor.detach() for tensor in tensors]
     if detached and dist.get_world_size(group) > 1:
         with marked("lightning_parstrat: broadcast tensors of the module"):
-            dist._broadcast_coalesced(  # type: ignore[attr-defined]
-                group, detached, 250 * 2**20, 0
-            )
+            broadcast_coalesced(group, detached, 250 * 2**20, 0)
 
 
 def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -28,14 +27,14 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as by DDP.
     """
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = names_ignored_by_ddp(module)
     named = [*module.named_parameters(), *module.named_buffers()]
     broadcast_tensors((tensor for name, tensor in named if name not in ignored), group)
 
 
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives all ranks rank 0's buffers, as DDP does before each synchronised forward. Collective."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = names_ignored_by_ddp(module)
     broadcast_tensors((buffer for name, buffer in module.named_buffers() if name not in ignored), group)
 
 
@@ -51,7 +50,7 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     Raises:
         ValueError: The modules differ, so that a broadcast between them would hang; or a parameter has no shape yet.
     """
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = names_ignored_by_ddp(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(

@@ -90,3 +90,8 @@ def _let_worker_threads_finish_at_exit() -> None:
 def world_size() -> int:
     """Number of ranks in the default process group."""
     return dist.get_world_size()
+
+
+def is_initialized() -> bool:
+    """Whether this process is in a default process group."""
+    return dist.is_available() and dist.is_initialized()

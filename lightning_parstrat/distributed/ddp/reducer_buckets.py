@@ -1,22 +1,25 @@
 """The buckets of a live DistributedDataParallel: what caps come to, and another reducer with other buckets."""
 
-import warnings
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel import distributed as ddp_module
 
 from lightning_parstrat.core.tuning import Caps
+from lightning_parstrat.distributed.torch_compat import (
+    assign_to_buckets,
+    bucket_caps,
+    exchange_reducer,
+    make_bucket_caps,
+    names_for_reducer,
+    parameters_for_reducer,
+    sends_by_compiled_code,
+)
 
 _MIB = 2**20
-
-# What DDP itself builds its reducer with; private, as the wrapper's parts are.
-_torch: Any = torch.distributed
-_ddp: Any = ddp_module
 
 
 class DDPBuckets:
@@ -32,14 +35,13 @@ class DDPBuckets:
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        # Its parts are private to torch.
-        self._ddp = cast(Any, ddp)
+        self._ddp = ddp
         self.parameters: list[Tensor]
-        self.parameters, self._expect_sparse = self._ddp._build_params_for_reducer()
+        self.parameters, self._expect_sparse = parameters_for_reducer(ddp)
         # None in versions of torch that have no caps for single buckets.
-        self._default: Any = getattr(ddp, "_bucket_config", None)
+        self._default = bucket_caps(ddp)
         # Asked for once: later it is refused where parameters have been unfrozen or added.
-        self._names = self._ddp._build_debug_param_to_name_mapping(self.parameters)
+        self._names = names_for_reducer(ddp, self.parameters)
         self.are_default = True
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
 
@@ -55,7 +57,7 @@ class DDPBuckets:
 
     def reason_not_to_change(self) -> str | None:
         """Why buckets must stay as they are, if they must."""
-        if self._ddp._use_python_reducer:
+        if sends_by_compiled_code(self._ddp):
             return "torch.compile sends gradients by itself"
         if self._default is None:
             return "this version of torch has no caps for single buckets"
@@ -83,17 +85,16 @@ class DDPBuckets:
         if self._rebuilds:
             order = self._all_in_order(ready_seconds)
             in_order, sparse = [self.parameters[index] for index in order], [False] * len(order)
-            buckets, _ = _torch._compute_bucket_assignment_by_size(in_order, limits, sparse, order)
-            return [list(bucket) for bucket in buckets]
+            return assign_to_buckets(in_order, limits, sparse, order)
         if caps is not None:
             limits.reverse()
-        buckets, _ = _torch._compute_bucket_assignment_by_size(self.parameters, limits, self._expect_sparse)
+        buckets = assign_to_buckets(self.parameters, limits, self._expect_sparse)
         return [list(reversed(bucket)) for bucket in reversed(buckets)]
 
     def filled_from_the_first(self, caps: Caps) -> Caps:
         """Caps by which buckets that are made from the other end are those that ``caps`` make from this one."""
         first, sparse = list(reversed(self.parameters)), list(reversed(self._expect_sparse))
-        buckets, _ = _torch._compute_bucket_assignment_by_size(first, list(caps), sparse)
+        buckets = assign_to_buckets(first, caps, sparse)
         nbytes = list(reversed(self.nbytes))
         return tuple(sum(nbytes[index] for index in bucket) for bucket in buckets)
 
@@ -109,31 +110,16 @@ class DDPBuckets:
             raise ValueError("parameters have been frozen since training began")
         before = dict(vars(self._ddp))
         try:
-            self._exchange_reducer(caps)
+            exchange_reducer(self._ddp, self.parameters, self._expect_sparse, self._names, self._given_caps(caps))
         except BaseException:
             vars(self._ddp).update(before)
             raise
         self.are_default = caps is None
 
-    def _exchange_reducer(self, caps: Caps | None) -> None:
-        ddp, config = self._ddp, self._default
-        if caps is not None:
-            limits = caps if self._rebuilds else tuple(reversed(caps))
-            config = _ddp._BucketCapacityConfig.create(None, [cap / _MIB for cap in limits], False)
-        ddp._bucket_config = config
-        ddp.bucket_bytes_cap = config.bucket_bytes_cap
-        ddp.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
-        ddp.bucket_bytes_cap_default = config.first_bucket_bytes_cap < config.bucket_bytes_cap
-        # The old one's hooks on the parameters go with it.
-        ddp._ddp_init_helper(self.parameters, self._expect_sparse, self._names, ddp.static_graph)
-        ddp._has_rebuilt_buckets = False
-        if ddp.static_graph:
-            ddp.static_graph = False
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ddp._set_static_graph()
-        for hook, state in ddp._comm_hooks:
-            _torch._register_comm_hook(ddp.reducer, state, hook)
+    def _given_caps(self, caps: Caps | None) -> Any:
+        if caps is None:
+            return self._default
+        return make_bucket_caps([cap / _MIB for cap in (caps if self._rebuilds else reversed(caps))])
 
     def _all_in_order(self, ready_seconds: Sequence[float]) -> list[int]:
         positions = range(len(self.parameters))

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.torch_compat import clamp_all, multiply_all, norms_of
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 
 _WIDE = (torch.float32, torch.float64)
@@ -93,7 +94,7 @@ def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
     counted = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients.counted]
     if gradients.collectives is None and all(gradient.dtype in _WIDE for gradient in counted):
         return torch.nn.utils.get_total_norm(counted, norm_type).to(gradients.device)
-    combined = partial_norm(counted, norm_type, gradients.dtype, gradients.device)
+    combined = partial_norm(norms_of(counted, norm_type, gradients.dtype), norm_type, gradients.device)
     if gradients.collectives is None:
         return total_norm(combined, norm_type, gradients.dtype)
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
@@ -118,7 +119,7 @@ def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Te
     """
     coefficient = clip_coefficient(norm, max_norm)
     if gradients.stepped:
-        torch._foreach_mul_(gradients.stepped, coefficient)
+        multiply_all(gradients.stepped, coefficient)
     return coefficient
 
 
@@ -131,8 +132,7 @@ def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
         max_value: The largest absolute value allowed.
     """
     if gradients.stepped:
-        torch._foreach_clamp_min_(gradients.stepped, -max_value)
-        torch._foreach_clamp_max_(gradients.stepped, max_value)
+        clamp_all(gradients.stepped, -max_value, max_value)
 
 
 def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:

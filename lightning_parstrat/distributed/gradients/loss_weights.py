@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.torch_compat import sparse_parts
 
 
 class InconsistentWeightsError(ValueError):
@@ -205,6 +206,7 @@ def without_weightless(parameters: Iterable[Tensor], factor: float | Tensor | No
 def _keep_if(counts: Tensor, gradient: Tensor) -> Tensor:
     counts = counts.to(gradient.device)
     if gradient.is_sparse:
-        values = torch.where(counts, gradient._values(), 0)
-        return torch.sparse_coo_tensor(gradient._indices(), values, gradient.shape, check_invariants=False)
+        indices, values = sparse_parts(gradient)
+        kept = torch.where(counts, values, 0)
+        return torch.sparse_coo_tensor(indices, kept, gradient.shape, check_invariants=False)
     return torch.where(counts, gradient, 0)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.callback import callback_handler
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
@@ -33,7 +32,11 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.streams import streams_of
-from lightning_parstrat.distributed.torch_compat import is_compiled
+from lightning_parstrat.distributed.torch_compat import (
+    call_before_compiling,
+    is_compiled,
+    stop_calling_before_compiling,
+)
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
@@ -114,7 +117,7 @@ class ShardedDataParallel:
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
         # A compiler reads parameters below __torch_function__, where the read guard does not see it.
-        callback_handler.register_start_callback(self.gatherer.stop_overlapping)
+        call_before_compiling(self.gatherer.stop_overlapping)
 
     @property
     def buckets(self) -> list[ParameterBucket]:
@@ -279,7 +282,7 @@ class ShardedDataParallel:
         Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
         sharded: their ``state_dict()`` still gathers the state, so that a checkpoint can be saved after training.
         """
-        callback_handler.remove_start_callback(self.gatherer.stop_overlapping)
+        stop_calling_before_compiling(self.gatherer.stop_overlapping)
         if failed:
             self.gatherer.abandon()
             self.reducer.abandon()

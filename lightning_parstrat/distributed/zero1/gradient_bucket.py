@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
+from lightning_parstrat.distributed.torch_compat import copy_all
 
 
 class ParameterSlot:
@@ -214,7 +215,7 @@ class GradientBucket:
             gradients.append(gradient.detach())
         if places:
             # One kernel for all: a bucket may have hundreds of small tensors.
-            torch._foreach_copy_(places, gradients)
+            copy_all(places, gradients)
         return buffer
 
     def attach_exposed_gradients(self) -> None:

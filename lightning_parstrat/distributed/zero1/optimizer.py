@@ -16,11 +16,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     OptimizerSharding,
     original_class,
-    without_step_hooks,
 )
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 from lightning_parstrat.distributed.zero1.state_dict import StateByShard, gather_state_dict, load_sharded
@@ -171,8 +171,8 @@ def _renew_scheduler_wrapper(optimizer: Optimizer) -> None:
         alive = reference()
         if alive is None:
             raise AssertionError("the optimizer of this step is gone")
-        alive._opt_called = True  # type: ignore[attr-defined]
+        note_step_called(alive)
         return type(alive).step(alive, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    mark_as_wrapped(step)
     optimizer.step = step  # type: ignore[method-assign]

@@ -1,6 +1,5 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -9,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups, world_size
 from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.torch_compat import without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
@@ -323,22 +322,3 @@ class OneEvaluation:
             )
         self._evaluated = True
         return self._closure()
-
-
-@contextmanager
-def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Within it ``step`` of the optimizer's own class runs no hooks: they have been run, on the full groups."""
-    own = vars(optimizer)
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {name: own[name] for name in names if name in own}
-    of_all_optimizers: list[OrderedDict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]  # type: ignore[list-item]
-    kept_globally = [(hooks, hooks.copy()) for hooks in of_all_optimizers]
-    own.update({name: OrderedDict() for name in kept})
-    for hooks, _ in kept_globally:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        own.update(kept)
-        for hooks, before in kept_globally:
-            hooks.update(before)

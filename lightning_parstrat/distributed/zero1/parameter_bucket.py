@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.distributed.torch_compat import users_of_storage
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 
 
@@ -161,8 +162,7 @@ class ParameterBucket(GradientBucket):
         shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
         own = 2 + sum(slot.place.numel > 0 for slot in in_place) + shards  # The buffer itself, and the handle asked.
         # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
-        count: int = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
-        return count > own
+        return users_of_storage(self.flat) > own
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:

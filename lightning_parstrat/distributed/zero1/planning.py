@@ -19,6 +19,7 @@ from lightning_parstrat.core.layout import (
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, WireFormat
 from lightning_parstrat.distributed.zero1.shardability import update_cost
@@ -185,7 +186,7 @@ class BucketPlanner:
 
 def trained_outside(module: nn.Module, sharded: Mapping[Tensor, Owners]) -> list[Tensor]:
     """Parameters of ``module`` that can have gradients and are in no sharded optimizer, without those DDP ignores."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = names_ignored_by_ddp(module)
     return [
         parameter
         for name, parameter in module.named_parameters()

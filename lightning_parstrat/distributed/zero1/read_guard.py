@@ -20,6 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from lightning_parstrat.distributed.torch_compat import GRADIENT_HOOKS, own_parameters
+
 _IN_FLIGHT: dict[int, Callable[[], None]] = {}
 """What waits for a marked parameter, by its identity; marked parameters are held by their buckets."""
 
@@ -27,11 +29,14 @@ _WATCH: list[RemovableHandle] = []
 """The hook that has modules wait for what they hold: one for the process, while any parameter is marked."""
 
 
+def _attributes(names: str) -> list[Any]:
+    return [getattr(Tensor, name) for name in names.split()]
+
+
 _KNOWN = "shape dtype device layout ndim grad requires_grad is_leaf grad_fn itemsize nbytes is_cuda is_meta is_sparse"
-_HOOKS = "_backward_hooks _post_accumulate_grad_hooks"
 _NEEDS_NO_CONTENT: set[Any] = {
-    *(getattr(Tensor, name).__get__ for name in f"{_KNOWN} {_HOOKS}".split()),
-    *(getattr(Tensor, name).__set__ for name in f"grad requires_grad {_HOOKS}".split()),
+    *(attribute.__get__ for attribute in (*_attributes(_KNOWN), *GRADIENT_HOOKS)),
+    *(attribute.__set__ for attribute in (*_attributes("grad requires_grad"), *GRADIENT_HOOKS)),
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
@@ -67,9 +72,8 @@ class InFlightParameter(nn.Parameter):
                 # One is hidden in an object of the caller's.
                 for arrive in list(_IN_FLIGHT.values()):
                     arrive()
-        # What needs no content is called with parameters that are marked still, and must not come back here.
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        # A parameter's own calls the function as it is, and leaves the class of what it returns alone.
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -114,7 +118,7 @@ def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
 
 
 def _wait_for_parameters_of(module: nn.Module, _: Any) -> None:
-    wait_for_parameters(p for p in module._parameters.values() if type(p) is InFlightParameter)
+    wait_for_parameters(p for p in own_parameters(module) if type(p) is InFlightParameter)
 
 
 def _marked_in(values: Any) -> list[Tensor]:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_parstrat.core.layout import ShardSlice
+from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.exchange import exchange_chunks
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
@@ -121,7 +121,7 @@ def _describe(optimizer: Optimizer, move: Move) -> dict[str, _Known]:
             described[key] = _Known(value.dtype, None, True)
         else:
             on_device = isinstance(value, Tensor) and value.device == shard.device
-            described[key] = _Known(None, tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value), on_device)
+            described[key] = _Known(None, replace_leaves(value, lambda tensor: tensor.detach().cpu()), on_device)
     return described
 
 

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hook
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
@@ -162,8 +163,8 @@ class GradientReducer:
 
     def _enter(self, backward: _Backward) -> None:
         # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
-        backward.graph_task = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._flush, backward))
+        backward.graph_task = current_graph_task_id()
+        call_after_backward(partial(self._flush, backward))
 
     def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
@@ -177,7 +178,7 @@ class GradientReducer:
             return
         if backward.graph_task is None:
             self._enter(backward)
-        if not slot.expected or torch._C._current_graph_task_id() != backward.graph_task:
+        if not slot.expected or current_graph_task_id() != backward.graph_task:
             # Within a reentrant checkpoint this may be a part of the gradient: it waits for the flush.
             return
         backward.missing[slot.bucket] -= 1
@@ -381,7 +382,6 @@ class GradientReducer:
     def _let_users_hooks_run_first(self) -> None:
         """Puts hooks that users have registered since before ours, which may take the gradient away."""
         for slot, hook in self._hooks.items():
-            registered = slot.parameter._post_accumulate_grad_hooks
-            if registered is not None and next(reversed(registered)) != hook.id:
+            if last_gradient_hook(slot.parameter) not in (None, hook.id):
                 hook.remove()
                 self._register_hook(slot)

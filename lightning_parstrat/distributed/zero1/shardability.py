@@ -9,7 +9,7 @@ import inspect
 import random
 import sys
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,12 +22,17 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
 from lightning_parstrat.core.update_cost import elementwise, newton_schulz
+from lightning_parstrat.distributed.torch_compat import (
+    attributes_without_hooks,
+    is_wrapped_by_scheduler,
+    names_ignored_by_ddp,
+    without_step_hooks,
+)
 from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     ELEMENTWISE_OPTIMIZERS,
     ClosureEvaluatedAgainError,
     OneEvaluation,
     original_class,
-    without_step_hooks,
 )
 
 _LARGEST_DIMENSION = 8
@@ -35,11 +40,6 @@ _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
 """So large once that a global clip acts, but not before steps of ordinary length have been compared."""
 _SMALLEST_LEARNING_RATE = 1e-3
-_HOOKS = tuple(
-    f"_optimizer_{event}_{when}_hooks"
-    for event in ("step", "state_dict", "load_state_dict")
-    for when in ("pre", "post")
-)
 _SAME = 1e-3
 """Relative to the largest step of a parameter; rounding stays far below, any dependence seen far above."""
 
@@ -69,7 +69,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         return ShardingDecision(None, "it is no torch.optim.Optimizer")
     _check_supported(optimizer)
     cls = original_class(optimizer)
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if "step" in vars(optimizer) and not is_wrapped_by_scheduler(optimizer.step):
         return ShardingDecision(None, "its `step` was replaced on the object")
     if cls.state_dict is not Optimizer.state_dict:
         return ShardingDecision(None, "it saves its state in a way of its own")
@@ -92,7 +92,7 @@ def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) ->
     and those of dtypes that have no gradients.
     """
     parameters = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = names_ignored_by_ddp(module)
     ignored_tensors = {parameter for name, parameter in module.named_parameters() if name in ignored}
     unmovable = {p for p in parameters if not (p.is_floating_point() or p.is_complex())}
     sharing = _sharing_memory([*parameters, *module.parameters(), *module.buffers()])
@@ -245,8 +245,7 @@ def _copy(optimizer: Optimizer) -> _Twin:
         for parameter in group["params"]:
             memo[id(parameter)] = _probe(parameter, generator)
     # Users' hooks are not meant for a copy, and may hold on to anything.
-    kept = {name: OrderedDict() if name in _HOOKS else value for name, value in vars(optimizer).items()}
-    twin.__dict__ = copy.deepcopy({**kept, "state": defaultdict(dict)}, memo)
+    twin.__dict__ = copy.deepcopy({**attributes_without_hooks(optimizer), "state": defaultdict(dict)}, memo)
     for group in twin.param_groups:
         if "lr" in group:
             group["lr"] = _noticeable(group["lr"])

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     ELEMENTWISE_OPTIMIZERS,
@@ -64,8 +64,7 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
         The unsharded state on the destination; on other ranks the parameter groups, with an empty state.
     """
     sharding = sharding_of(optimizer)
-    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
-        pre_hook(optimizer)
+    run_hooks_before_state_dict(optimizer)
     group = sharding.control_group
     parameters = grouped_parameters(optimizer)
     slots = [sharding.slots[parameter] for parameter in parameters if parameter in sharding.slots]
@@ -83,10 +82,7 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
         # Every rank has the same state for what every rank steps.
         replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
         by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in replicated})
-    state_dict = _pack(optimizer, by_parameter)
-    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
-        state_dict = post_hook(optimizer, state_dict) or state_dict
-    return state_dict
+    return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
 
 
 def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
@@ -265,7 +261,7 @@ def _describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, _Entry]:
 
 
 def _on_host(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+    return replace_leaves(value, lambda tensor: tensor.detach().cpu())
 
 
 def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:

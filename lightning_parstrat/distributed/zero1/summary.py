@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parstrat.distributed.torch_compat import without_step_hooks
 from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     ELEMENTWISE_OPTIMIZERS,
     original_class,
-    without_step_hooks,
 )
 
 

@@ -10,7 +10,6 @@ import torch
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
@@ -29,7 +28,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
     """
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Writes the file; see the class.
 
         Raises:
@@ -46,7 +45,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(
         self,
-        path: _PATH,
+        path: str | Path,
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
@@ -68,7 +67,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             raise explained from error
 
     @override
-    def remove_checkpoint(self, path: _PATH) -> None:
+    def remove_checkpoint(self, path: str | Path) -> None:
         """Removes a file, or a folder so that it is there whole until it is not there at all."""
         local = local_path(path)
         if local is not None:
@@ -77,7 +76,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
 
 
-def local_path(path: _PATH) -> Path | None:
+def local_path(path: str | Path) -> Path | None:
     """Where on this machine a path or URL points to; None where that is elsewhere."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
@@ -94,7 +93,7 @@ def _with_copies_of_small(loaded: Any) -> Any:
     }
 
 
-def check_is_checkpoint(checkpoint: Any, path: _PATH) -> None:
+def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
     """Refuses what no Trainer has written.
 
     Raises:
@@ -113,7 +112,7 @@ def _begins_as_zip(path: Path) -> bool:
         return file.read(len(_MAGIC_OF_ZIP)) == _MAGIC_OF_ZIP
 
 
-def _explained(error: Exception, path: _PATH) -> MisconfigurationException | None:
+def _explained(error: Exception, path: str | Path) -> MisconfigurationException | None:
     """What is wrong with a file that could not be loaded; None where the error says it."""
     local = local_path(path)
     if local is None:

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -37,7 +34,7 @@ from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
-from lightning_parstrat.strategies.checkpoint.pending_save import FileSystemToBe, PendingSave
+from lightning_parstrat.strategies.checkpoint.pending_save import FileExists, PendingSave
 from lightning_parstrat.strategies.checkpoint.resume import (
     RNG,
     RandomNumbers,
@@ -45,7 +42,7 @@ from lightning_parstrat.strategies.checkpoint.resume import (
     from_which_training_goes_on,
 )
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
-from lightning_parstrat.strategies.lightning_compat import unwrapped
+from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """Where a checkpoint keeps what is this package's alone. Other strategies pass over it."""
@@ -94,7 +91,7 @@ class CheckpointingStrategy(RanksStrategy):
         """How files are written and read: the user's way, or durably."""
         if self._checkpoint_io is None:
             self._checkpoint_io = DurableCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
+        elif lacks_inner_io(self._checkpoint_io):
             self._checkpoint_io.checkpoint_io = DurableCheckpointIO()
         return self._checkpoint_io
 
@@ -146,7 +143,9 @@ class CheckpointingStrategy(RanksStrategy):
             return gather_state_dict(optimizer, destination=0, stand_in=stand_in)
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
         """Saves on all ranks or on none. Collective, but after an exception that is not everybody's.
 
         Full: rank 0 holds the whole state in host memory while it writes. Sharded: nobody holds more than its part.
@@ -170,7 +169,7 @@ class CheckpointingStrategy(RanksStrategy):
             else:
                 self._save_full(checkpoint, filepath, storage_options)
 
-    def _save_alone(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+    def _save_alone(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if self._can_save_alone:
             super().save_checkpoint(self._completed(checkpoint, None), filepath, storage_options)
             return
@@ -179,7 +178,7 @@ class CheckpointingStrategy(RanksStrategy):
             f" {names_of(self._absent)} did not come: nothing was saved. What was saved before is as it was."
         )
 
-    def _save_full(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+    def _save_full(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         failure: Exception | None = None
         try:
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
@@ -191,7 +190,7 @@ class CheckpointingStrategy(RanksStrategy):
         if told is not None:
             raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {told}")
 
-    def _save_sharded(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None) -> None:
+    def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if storage_options is not None:
             raise TypeError("`storage_options` have no meaning for a sharded checkpoint: leave them out.")
         path = _local(filepath)
@@ -241,7 +240,7 @@ class CheckpointingStrategy(RanksStrategy):
         return not self._saves_sharded and not any(is_sharded(unwrapped(one)) for one in self.optimizers)
 
     @override
-    def remove_checkpoint(self, filepath: _PATH) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Removes a checkpoint, but not before its successor is whole."""
         local = local_path(filepath)
         if self._pending.is_under_way and local is not None:
@@ -253,7 +252,7 @@ class CheckpointingStrategy(RanksStrategy):
             super().remove_checkpoint(filepath)
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint of any strategy and world size. Collective: all ranks, or none.
 
         A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, the weights are read, of
@@ -279,7 +278,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._loaded_loaders = copy.deepcopy(fit_loop.get("state_dict", {}).get("combined_loader"))
         return checkpoint
 
-    def _load(self, path: _PATH, weights_only: bool | None) -> dict[str, Any]:
+    def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         self._loaded = None
         local = local_path(path)
         if local is not None:
@@ -332,7 +331,7 @@ class CheckpointingStrategy(RanksStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=True):
             check_shapes(unwrapped(optimizer), state, names)
             optimizer.load_state_dict(self._own_part(unwrapped(optimizer), state))
-            _optimizer_to_device(optimizer, self.root_device)
+            optimizer_to_device(optimizer, self.root_device)
         self._loaded = None
         if self._training_module.trainer.state.fn == TrainerFn.FITTING:
             self._random.before_loaders()
@@ -365,8 +364,8 @@ class CheckpointingStrategy(RanksStrategy):
                 " async_save=True is still writing. Use `save_last=True`."
             )
         for callback in callbacks:
-            if not isinstance(callback._fs, FileSystemToBe):
-                callback._fs = FileSystemToBe(callback._fs, self._pending)
+            if "file_exists" not in vars(callback):
+                callback.file_exists = FileExists(callback, self._pending)
 
     @override
     def on_train_end(self) -> None:
@@ -400,10 +399,10 @@ class CheckpointingStrategy(RanksStrategy):
         self._trains = False
         self._pending.abandon()
         # An exception may have come before there was a Trainer.
-        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        trainer = trainer_of(self.lightning_module)
         for callback in [] if trainer is None else trainer.callbacks:
-            if isinstance(callback, ModelCheckpoint) and isinstance(callback._fs, FileSystemToBe):
-                callback._fs = callback._fs.filesystem
+            if isinstance(vars(callback).get("file_exists"), FileExists):
+                del callback.file_exists
         self._loaded = None
         self._loaded_entries = {}
         self._random = RandomNumbers()
@@ -414,7 +413,7 @@ class CheckpointingStrategy(RanksStrategy):
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
 
 
-def _local(filepath: _PATH) -> Path:
+def _local(filepath: str | Path) -> Path:
     local = local_path(filepath)
     if local is None:
         raise MisconfigurationException(

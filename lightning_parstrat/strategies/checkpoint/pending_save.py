@@ -2,8 +2,9 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parstrat.distributed.checkpoint.writing import CheckpointNotSavedError, RunningSave
@@ -72,26 +73,23 @@ class PendingSave:
                 rank_zero_warn(f"{save.path} was not saved: {error}")
 
 
-class FileSystemToBe:
-    """A file system as it will be when the save that is under way is done.
+class FileExists:
+    """Stands in for a ModelCheckpoint's ``file_exists``: also files count that a save is going to make.
 
     ModelCheckpoint counts a file's name up where there is one of that name.
 
     Args:
-        filesystem: As it is.
-        pending: The save.
+        callback: The ModelCheckpoint.
+        pending: The save that is under way.
     """
 
-    def __init__(self, filesystem: Any, pending: PendingSave) -> None:
-        self.filesystem = filesystem
-        self.pending = pending
+    def __init__(self, callback: ModelCheckpoint, pending: PendingSave) -> None:
+        self._callback = callback
+        self._pending = pending
 
-    def exists(self, path: str, **kwargs: Any) -> bool:
-        """Whether there is or will be such a path."""
-        return self.pending.will_make(path) or bool(self.filesystem.exists(path, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("filesystem", "pending"):
-            # A copy that is not complete yet.
-            raise AttributeError(name)
-        return getattr(self.filesystem, name)
+    def __call__(self, filepath: str | Path, trainer: Trainer) -> bool:
+        """Whether there is or will be such a file, the same on all ranks. Collective."""
+        if type(self._callback).file_exists(self._callback, filepath, trainer):
+            return True
+        will_be = trainer.is_global_zero and self._pending.will_make(str(filepath))
+        return trainer.strategy.reduce_boolean_decision(will_be, all=False)

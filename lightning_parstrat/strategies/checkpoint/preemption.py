@@ -20,7 +20,6 @@ from typing import Any
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -28,6 +27,16 @@ from typing_extensions import override
 from lightning_parstrat.distributed.comm.agreement import RunningAgreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
+from lightning_parstrat.strategies.lightning_compat import (
+    bring_back_after_training,
+    broadcast_sigterm_again,
+    forget_sigterm,
+    leave_out_sigterm_broadcast,
+    path_for_slurm_job,
+    save_last,
+    users_handler,
+    window_is_open,
+)
 
 _TERMINATE, _REQUEUE = 1, 2
 _SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 120.0
@@ -128,11 +137,10 @@ class SavesWhenPreempted(Callback):
         for signum, handler in self._replaced.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
             # Lightning would bring back what it found, which was ours.
-            if trainer._signal_connector._original_handlers.get(signum) == self._note:
-                trainer._signal_connector._original_handlers[signum] = handler
+            bring_back_after_training(trainer, signum, handler, instead_of=self._note)
         self._replaced.clear()
         if self._loop is not None:
-            vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+            broadcast_sigterm_again(self._loop)
             self._loop = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -144,28 +152,24 @@ class SavesWhenPreempted(Callback):
     def _handler_of_user(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
         """What a program had set for SIGTERM before Lightning, which goes on calling it."""
         replaced = self._replaced.get(signal.Signals(signum))
-        if signum != signal.SIGTERM or not isinstance(replaced, _HandlersCompose):
-            return None
-        users = replaced.signal_handlers[-1]
-        is_lightnings = isinstance(getattr(users, "__self__", None), _SignalConnector)
-        return users if callable(users) and not is_lightnings else None
+        return users_handler(replaced) if signum == signal.SIGTERM else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
         if trainer.received_sigterm:
             self._own_signal = _TERMINATE
-            trainer._signal_connector.received_sigterm = False
+            forget_sigterm(trainer)
         self.listen(signal.SIGTERM)
         self._loop = trainer.fit_loop.epoch_loop
-        self._loop._broadcast_sigterm_tensor = _nothing  # type: ignore[method-assign]
+        leave_out_sigterm_broadcast(self._loop)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Learns whether any rank was told, unless gradients wait for a step: a checkpoint does not hold them."""
-        self._window_is_open = trainer.fit_loop._should_accumulate()
+        self._window_is_open = window_is_open(trainer)
         if self._window_is_open:
             return
         self._signal_of_any_rank = self._agreement.answer()
@@ -222,14 +226,9 @@ class SavesWhenPreempted(Callback):
         raise SIGTERMException(128 + signal.SIGTERM)
 
 
-def _nothing() -> None:
-    """Stands in for what the ranks agree on here."""
-
-
 def _save_for_job(trainer: Trainer) -> list[str]:
     """Saves what a Slurm job that runs again finds. Collective; returns the path."""
-    path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
-    path = trainer.strategy.broadcast(path)
+    path = trainer.strategy.broadcast(path_for_slurm_job(trainer))
     trainer.save_checkpoint(path)
     return [path]
 
@@ -238,8 +237,7 @@ def _save_last(trainer: Trainer) -> list[str]:
     """Saves what users' callbacks call the last, which ``ckpt_path="last"`` finds. Collective; returns the paths."""
     saving = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.save_last is True]
     for callback in saving:
-        if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
-            callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+        save_last(callback, trainer)
     if not saving:
         rank_zero_warn(
             f"Told to end by SIGTERM after step {trainer.global_step}, and nothing was saved:"

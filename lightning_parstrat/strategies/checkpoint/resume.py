@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.agreement import gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.strategies.lightning_compat import count_one_step_less, window_is_open
 
 RNG = "rng"
 """Under which of our keys a checkpoint keeps the states of random number generators."""
@@ -55,7 +56,7 @@ class ResumePoints(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Here a batch ends, before anybody saves."""
-        if not trainer.fit_loop._should_accumulate():
+        if not window_is_open(trainer):
             self._point = None
             if trainer.accumulate_grad_batches > 1:
                 self.note(trainer)
@@ -69,9 +70,8 @@ class ResumePoints(Callback):
             trainer: The Trainer.
             loaders: The states of its loaders where they cannot tell, as nothing was fetched from them yet.
         """
-        loader = trainer.fit_loop._combined_loader
         if loaders is None:
-            loaders = [] if loader is None else copy.deepcopy(loader._state_dicts())
+            loaders = copy.deepcopy(trainer.fit_loop.on_save_checkpoint().get("combined_loader", []))
         self._point = ResumePoint(rng_state(), loaders)
 
     def point_of_save(self) -> ResumePoint | None:
@@ -112,7 +112,7 @@ def from_which_training_goes_on(
         fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
         if counted["completed"] < counted["processed"]:
             # Counted once more when the training goes on from the end of a batch.
-            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+            count_one_step_less(fit_loop)
     return {**checkpoint, "loops": loops}
 
 

@@ -4,13 +4,13 @@ import functools
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
@@ -40,7 +40,7 @@ from lightning_parstrat.strategies.gradients.clipping import (
     StepSkipped,
 )
 from lightning_parstrat.strategies.gradients.precision import enabled_scaler, equip_precision
-from lightning_parstrat.strategies.lightning_compat import unwrapped
+from lightning_parstrat.strategies.lightning_compat import unwrapped, warn_of_untried_versions
 
 LOSS_WEIGHT = "loss_weight"
 
@@ -132,6 +132,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         super().setup_precision_plugin()
 
     def _begin_training(self) -> None:
+        warn_of_untried_versions()
         self._end_training()
         control = self._control
         self._window, self._weights = AccumulationWindow(), LossWeights(control)
@@ -164,7 +165,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         """Warns of the one way to draw batches with which Lightning loses gradients that were accumulated."""
         super().on_train_start()
         trainer = self._training_module.trainer
-        draws_batches = isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        draws_batches = is_param_in_hook_signature(
+            self._training_module.training_step, "dataloader_iter", explicit=True
+        )
         if draws_batches and trainer.accumulate_grad_batches > 1:
             self._say_once(
                 rank_zero_warn,
@@ -340,7 +343,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         return {**super()._own_entries(), **own_job()}
 
     @override
-    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Loads a checkpoint, unless it is what another Slurm job saved for itself."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         check_job(self._loaded_entries, checkpoint_path)

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
+from lightning_parstrat.strategies.lightning_compat import batches_that_stepped, logs_after_this_batch, window_is_open
 
 
 class GradNormMonitor(Callback):
@@ -70,8 +71,8 @@ class GradNormMonitor(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
         """Logs when the trainer does: after a step, not after each of the micro-batches it is made of."""
-        accumulates = trainer.lightning_module.automatic_optimization and trainer.fit_loop._should_accumulate()
-        if trainer._logger_connector.should_update_logs and not accumulates:
+        accumulates = trainer.lightning_module.automatic_optimization and window_is_open(trainer)
+        if logs_after_this_batch(trainer) and not accumulates:
             self._log(trainer)
 
     @override
@@ -105,7 +106,7 @@ class GradNormMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(
                 {name: value.item() for name, value in named.items()},
-                step=trainer.fit_loop.epoch_loop._batches_that_stepped,
+                step=batches_that_stepped(trainer),
             )
         for metric in self._metrics:
             metric.reset()

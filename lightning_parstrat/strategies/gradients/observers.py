@@ -8,7 +8,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lightning_parstrat.distributed.torch_compat import has_global_step_hooks, has_step_hooks
 
 _OURS = "lightning_parstrat."
 _HOOKS_THAT_SEE_GRADIENTS = (
@@ -63,10 +64,9 @@ def observers_of_gradients(
     plugin_methods = users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
     observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
-        hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        if any(getattr(optimizer, name, None) for name in hooks):
+        if has_step_hooks(optimizer):
             observers.append(f"step hooks of {type(optimizer).__name__}")
-    if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if has_global_step_hooks():
         observers.append("global optimizer step hooks")
     return observers
 

@@ -16,6 +16,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gradients.clipping import hidden_sharding
+from lightning_parstrat.distributed.torch_compat import unscales_in_step
 from lightning_parstrat.strategies.gradients.clipping import GradientClipper, StepSkipped
 from lightning_parstrat.strategies.gradients.observers import CLIPPING_METHODS, users_own
 from lightning_parstrat.strategies.lightning_compat import unwrapped
@@ -78,7 +79,7 @@ class _ClippingPrecision:
             result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         except StepSkipped:
             scaler = _scaler_of(self)
-            if scaler is not None and scaler._scale is not None:
+            if scaler is not None and scaler.has_scaled:
                 self._unscale(optimizer)
                 scaler.leave_out(optimizer)
                 scaler.update()
@@ -89,7 +90,7 @@ class _ClippingPrecision:
     def _unscale(self, optimizer: Optimizer) -> None:
         scaler = _scaler_of(self)
         # Without a scale no loss has been scaled yet.
-        if scaler is not None and scaler._scale is not None:
+        if scaler is not None and scaler.has_scaled:
             for one in self._clipper.measured_with(optimizer):
                 scaler.unscale_(one)
 
@@ -105,6 +106,11 @@ class _ClippingGradScaler(torch.amp.GradScaler):
     _updated_since: set[int]
     _clipper: GradientClipper
     _on_skip: Callable[[Optimizer], None]
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss has been scaled yet."""
+        return self._scale is not None
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscales what has not been unscaled since its gradients came."""
@@ -145,7 +151,7 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         """Steps unless a gradient is not finite, which an optimizer that unscales by itself decides on the device."""
         result = super().step(optimizer, *args, **kwargs)
         self.leave_out(optimizer)
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if unscales_in_step(optimizer):
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             self._clipper.note_skip_on_device(optimizer, torch.stack(list(found)).max())
         return result

@@ -12,19 +12,15 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.agent_store import connect_agent_store
+from lightning_parstrat.distributed.comm.process_groups import is_initialized
+from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, join_over_store, share_threads
 
 _NODES, _LOCAL_RANKS = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -65,14 +61,14 @@ def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | No
     """
     environment = strategy.cluster_environment
     starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
-    if not starts_over or _distributed_is_initialized():
+    if not starts_over or is_initialized():
         return
     given = {} if timeout is None else {"timeout": timeout}
     store = connect_agent_store(
         environment.main_address, environment.main_port, strategy.global_rank, strategy.world_size, **given
     )
     device = None if strategy.root_device.type == "cpu" else strategy.root_device
-    _init_dist_connection(environment, backend, store=store, device_id=device, timeout=timeout)
+    join_over_store(environment, backend, store, device, timeout)
 
 
 def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
@@ -99,7 +95,7 @@ def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
     strategy.parallel_devices = devices[: started.on_this_node]
 
 
-class StartedLauncher(_SubprocessScriptLauncher):
+class StartedLauncher(SubprocessScriptLauncher):
     """Calls the function in processes that torchelastic has started, as many as they may be."""
 
     @override
@@ -108,5 +104,5 @@ class StartedLauncher(_SubprocessScriptLauncher):
         environment = self.cluster_environment
         if type(environment).validate_settings is not TorchElasticEnvironment.validate_settings:
             environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        share_threads(self.num_processes)
         return function(*args, **kwargs)

@@ -13,7 +13,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -29,6 +28,7 @@ from lightning_parstrat.strategies.launch.elastic import (
     started_ranks,
 )
 from lightning_parstrat.strategies.launch.job_size import check_job_size
+from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, trainer_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class RanksStrategy(DDPStrategy):
         if started is not None:
             believe_started(self, started)
         super()._configure_launcher()
-        if started is not None and isinstance(self._launcher, _SubprocessScriptLauncher):
+        if started is not None and isinstance(self._launcher, SubprocessScriptLauncher):
             self._launcher = StartedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
@@ -108,7 +108,7 @@ class RanksStrategy(DDPStrategy):
 
     @property
     def _is_interrupted(self) -> bool:
-        trainer = self._training_module._trainer
+        trainer = trainer_of(self._training_module)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     @property
