@@ -42,6 +42,46 @@ MakesPlan = Callable[[Collection[Tensor], Grouping], "list[PlannedBucket] | None
 """Makes buckets of parameters; see :meth:`Replanner.replan`."""
 
 
+class AsKept(Grouping):
+    """As an earlier plan has it; where that does not fit, as without one.
+
+    Attributes:
+        fits: Whether parameters were grouped by the plan: then it was measured once, and need not be again.
+    """
+
+    def __init__(self, plan: Sequence[Sequence[str]]) -> None:
+        self.fits = False
+        self._plan = plan
+        self._turns = {name: turn for turn, bucket in enumerate(plan) for name in bucket}
+
+    @override
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
+        groups = group_as_named(specs, self._plan) if specs else None
+        self.fits = self.fits or groups is not None
+        return groups
+
+    @override
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        return self._turns.get(name, position)
+
+
+class _ByReadiness(Grouping):
+    """The plan whose last bucket arrives earliest."""
+
+    def __init__(self, ready: Mapping[Tensor, float], cap_bytes: int, cost: AlphaBeta | None) -> None:
+        self._ready = ready
+        self._cap_bytes = cap_bytes
+        self._cost = cost
+
+    @override
+    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]]:
+        return group_by_readiness(specs, [self._ready[p] for p in parameters], self._cap_bytes, self._cost)
+
+    @override
+    def turn(self, parameter: Tensor, name: str, position: int) -> float:
+        return self._ready[parameter]
+
+
 class Replanner:
     """Decides when buckets are planned anew, and carries it out.
 
@@ -66,25 +106,18 @@ class Replanner:
         self._reducer = reducer
         self._gatherer = gatherer
         self._policy = policy
-        self._kept = kept
+        self.kept = AsKept(kept)
+        """The grouping to begin with: the plan that is kept, where it fits."""
         self._measures = measures
         self._rounds = 0
         self._attempts = 0
         self._clock: ReadyClock | None = None
 
-    @property
-    def kept(self) -> Grouping:
-        """The grouping to begin with: the plan that is kept, where it fits."""
-        return _AsKept(self._kept, self._stop_measuring)
-
-    def _stop_measuring(self) -> None:
-        self._measures = False
-
     def begin_round(self) -> None:
         """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
         self._rounds += 1
         self._reducer.clock = None
-        if self._measures and self._rounds == _MEASURED_ROUND:
+        if self._measures and not self.kept.fits and self._rounds == _MEASURED_ROUND:
             self._clock = self._reducer.clock = ReadyClock()
 
     def replan(self, plan: MakesPlan, optimizers: Sequence[Optimizer]) -> None:
@@ -161,43 +194,6 @@ class Replanner:
             return None
         wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
         return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
-
-
-class _AsKept(Grouping):
-    """As an earlier plan has it; where that does not fit, as without one."""
-
-    def __init__(self, plan: Sequence[Sequence[str]], fits: Callable[[], None]) -> None:
-        self._plan = plan
-        self._fits = fits
-        self._turns = {name: turn for turn, bucket in enumerate(plan) for name in bucket}
-
-    @override
-    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
-        groups = group_as_named(specs, self._plan) if specs else None
-        if groups is not None:
-            self._fits()
-        return groups
-
-    @override
-    def turn(self, parameter: Tensor, name: str, position: int) -> float:
-        return self._turns.get(name, position)
-
-
-class _ByReadiness(Grouping):
-    """The plan whose last bucket arrives earliest."""
-
-    def __init__(self, ready: Mapping[Tensor, float], cap_bytes: int, cost: AlphaBeta | None) -> None:
-        self._ready = ready
-        self._cap_bytes = cap_bytes
-        self._cost = cost
-
-    @override
-    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]]:
-        return group_by_readiness(specs, [self._ready[p] for p in parameters], self._cap_bytes, self._cost)
-
-    @override
-    def turn(self, parameter: Tensor, name: str, position: int) -> float:
-        return self._ready[parameter]
 
 
 def _make(planned: PlannedBucket, index: int, rank: int, old: Sequence[ParameterBucket]) -> ParameterBucket:
