@@ -4,9 +4,9 @@
 
 A small module trains for four epochs on two local processes. Its first layer is frozen when training begins and
 unfrozen before the third epoch: by the module's own `on_train_epoch_start`, or by Lightning's `BackboneFinetuning`.
-torch's DistributedDataParallel looks at `requires_grad` once, when it wraps the module: each rank steps what is unfrozen
-later by its own gradient. Two numbers come out, each the largest over all weights when training has ended: how far the
-ranks are from each other, and how far any of them is from one process that trained on the joint batch.
+torch's DistributedDataParallel looks at `requires_grad` once, when it wraps the module: what is unfrozen later, each
+rank steps by its own gradient. Two numbers come out, each the largest over all weights when training has ended: how
+far the ranks are from each other, and how far any of them is from one process that trained on the joint batch.
 """
 
 import argparse
