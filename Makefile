@@ -5,6 +5,7 @@ VENV := .venv
 # Tools run as modules: the scripts in bin/ name an absolute path and break when the clone is moved.
 RUN := $(VENV)/bin/python -m
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 
@@ -20,7 +21,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-faults test-lightning lint format bench build clean
+.PHONY: help install demo test test-cluster test-faults test-lightning lint format bench docs pictures build clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +33,10 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(RUN) pip install -c $(CONSTRAINTS) "$(TORCH)"
 	$(RUN) pip install -c $(CONSTRAINTS) -e ".[dev,plot]"
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(RUN) pip install -c $(CONSTRAINTS) -e ".[docs]"
 	touch $@
 
 demo: install  ## train a small GPT on two local CPU processes, in two to three minutes
@@ -66,9 +71,15 @@ format: install  ## let ruff rewrite the sources
 bench: install  ## step time of each strategy; BENCH_ARGS is passed on
 	$(VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
 
+docs: install $(DOCS_STAMP)  ## the pages in docs/ as a site, into site/; a broken link or reference is an error
+	$(RUN) mkdocs build --strict --clean
+
+pictures: install  ## draw the pictures in docs/pictures anew
+	$(VENV)/bin/python docs/make_pictures.py
+
 build: install  ## wheel and source distribution, into dist/
 	$(RUN) build --no-isolation
 
 clean:  ## remove what was built, cached or run; .venv stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/lm/runs
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/lm/runs
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,256 @@
+"""What README.md and docs/ say: code runs, commands exist, links lead somewhere, numbers are those measured."""
+
+import ast
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_parstrat.cli.main import COMMANDS
+from tests.scripts import run_python, run_script
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "lightning_parstrat"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONGEST_README = 150
+
+PREAMBLE = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel as MyModule, RandomDataset
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+
+loader = torch.utils.data.DataLoader(RandomDataset(32, 512), batch_size=2)
+"""
+"""What a block may take for granted. MyModule is the reader's."""
+
+
+class Block(NamedTuple):
+    """A fenced block of code. One that trains has ``<!-- trains -->`` before it."""
+
+    place: str
+    language: str
+    trains: bool
+    source: str
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for found in re.finditer(r"^(<!-- trains -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        line = text.count("\n", 0, found.start(2)) + 1
+        yield Block(f"{page.relative_to(ROOT)}:{line}", found[2], found[1] is not None, found[3])
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks(language: str, trains: bool = False) -> list[Block]:
+    return [block for block in BLOCKS if block.language == language and block.trains == trains]
+
+
+def by_place(block: Block) -> str:
+    return block.place
+
+
+def test_every_block_is_of_a_kind_that_is_looked_into() -> None:
+    assert {block.language for block in BLOCKS} == {"python", "yaml", "bash", "text"}
+    # What a fence does not match would not be looked into.
+    fences = sum(page.read_text().count("```") for page in PAGES)
+    assert fences == 2 * len(BLOCKS) > 30
+    assert not [
+        page.name for page in PAGES if re.search(r"^    \S.*\n(?:    .*\n)*\n", page.read_text().split("```")[0])
+    ]
+
+
+def test_python_runs(tmp_path: Path) -> None:
+    """In one process, since importing takes longer than all blocks; each has names of its own."""
+    runner = ["import sys, json", f"blocks = json.loads({json.dumps(json.dumps(blocks('python')))})"]
+    runner += ["for place, _, _, source in blocks:", "    print('block', place, flush=True)"]
+    runner += [f"    exec(compile({PREAMBLE!r} + source, place, 'exec'), {{'__name__': 'block'}})"]
+    assert len(blocks("python")) >= 5
+    printed = run_script("\n".join(runner), tmp_path)
+    assert printed.count("block ") >= len(blocks("python"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", blocks("python", trains=True), ids=by_place)
+def test_python_trains(block: Block, tmp_path: Path) -> None:
+    printed = run_script(PREAMBLE + block.source, tmp_path)
+    assert "`Trainer.fit` stopped" in printed
+    assert ("tuning" in block.source) == (tmp_path / "tuning" / "plan.json").exists()
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=by_place)
+def test_yaml_configures_a_trainer(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parser = LightningArgumentParser()
+    parser.add_lightning_class_args(Trainer, "trainer")
+    given = yaml.safe_load(block.source)
+    given["trainer"] |= {"accelerator": "cpu", "logger": False}
+    trainer = Trainer(**parser.instantiate_classes(parser.parse_object(given)).trainer)
+    assert type(trainer.strategy).__name__ in ("ZeRO1Strategy", "TunedDDPStrategy")
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    for block in blocks("bash"):
+        for line in block.source.replace("\\\n", " ").splitlines():
+            yield block.place, shlex.split(line, comments=True)
+    for page in PAGES:
+        for line in re.findall(r"`(lightning-parstrat [^`]+)`", page.read_text().replace("\n", " ")):
+            yield page.name, shlex.split(line)
+
+
+def test_commands_exist_with_the_arguments_that_are_given() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = set()
+    for place, words in commands():
+        words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+        if not words:
+            continue
+        program, *arguments = words
+        seen.add(program)
+        if program == "make":
+            assert arguments[0] in targets, place
+        elif program == "lightning-parstrat":
+            command, *options = arguments
+            assert command in COMMANDS, place
+            if options:
+                parser = import_module(f"lightning_parstrat.cli.{command}").make_parser()
+                parser.exit_on_error = False
+                parser.parse_args(options[: options.index("--")] if "--" in options else options)
+        else:
+            assert program in ("pip", "torchrun"), f"{place}: nobody looks into {program}"
+    assert seen == {"make", "lightning-parstrat", "pip", "torchrun"}
+
+
+def links_of(page: Path) -> Iterator[str]:
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links_of(page):
+        assert (page.parent / link.split("#")[0]).exists() or link.startswith("#"), link
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
+
+
+def rows_with_step_times() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            found = re.search(r"results/(step_time_\w+\.json)\)", line)
+            if found is not None and line.startswith("|"):
+                yield line, found[1]
+
+
+@pytest.mark.parametrize(("row", "file"), list(rows_with_step_times()))
+def test_step_times_are_those_of_the_result_file(row: str, file: str) -> None:
+    times = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["step_time"]
+    _, _, ddp, zero1, ratio, *_ = (cell.split("(")[0].strip() for cell in row.split("|"))
+    shown = [float(cell.removesuffix(" s")) for cell in (ddp, zero1, ratio)]
+    measured = [times["ddp"]["median"], times["zero1_custom"]["median"], times["zero1_custom"]["ratio_to_ddp"]]
+    assert shown == pytest.approx(measured, abs=6e-4, rel=0)
+
+
+def test_differences_of_unfrozen_layers_are_those_of_the_result_file() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "unfrozen.json").read_text())["unfrozen"]
+    page = (ROOT / "docs" / "how_zero1_works.md").read_text()
+    assert all(found == result["own hook"] for found in result.values())
+    for strategy in ("ddp", "ddp_find_unused_parameters_true", "ddp_tuned"):
+        apart = result["own hook"][strategy]
+        assert f"| `{strategy}` | {apart['between_ranks']:.2f} | {apart['to_single_process']:.2f} |" in page
+    ours = result["own hook"]["zero1_custom"]
+    assert ours["between_ranks"] == 0.0
+    number = f"{ours['to_single_process']:.1e}".replace("e-0", "e-")
+    assert f"| `zero1_custom` | 0 | {number} |" in page
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"end {result['own hook']['ddp']['between_ranks']:.2f} apart" in readme
+    assert f"the largest weight is {result['own hook']['largest_weight']:.2f}" in readme
+    assert f"within {number} of one process" in readme
+
+
+def names_defined_in(path: Path) -> set[str]:
+    defined = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            defined.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            defined |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return defined
+
+
+def test_the_architecture_names_files_and_functions_that_are_there() -> None:
+    looked_for = 0
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        spans = re.findall(r"`([^`]+)`", line)
+        places = [span for span in spans if span.endswith((".py", "/"))]
+        found = [path for place in places for path in (PACKAGE / place, PACKAGE.parent / place) if path.exists()]
+        assert len(found) == len(places), line
+        # A row that names files names what is in them.
+        files = [path for path in found if path.is_file()]
+        if line.startswith("|") and files:
+            names = {span for span in spans if re.fullmatch(r"\w+(\.\w+)?", span)} - {
+                "ddp_tuned",
+                "zero1_custom",
+                *places,
+            }
+            assert names <= set().union(*map(names_defined_in, files)), line
+            looked_for += len(names)
+    assert looked_for > 20
+
+
+def test_pictures_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    drawn = run_python([ROOT / "docs" / "make_pictures.py", tmp_path], tmp_path)
+    assert drawn.returncode == 0, drawn.stderr
+    pictures = {path.name for path in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {path.name for path in tmp_path.glob("*.svg")} == pictures == {"zero1_step.svg", "ddp_buckets.svg"}
+    assert all((tmp_path / name).read_text().count("<path") > 20 for name in pictures)
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """What the site is built of, to be broken."""
+    pytest.importorskip("mkdocs")
+    for name in ("docs", "lightning_parstrat", "benchmarks/results", "examples/configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", ""),
+        ("[a page](nowhere.md)", "nowhere.md"),
+        ("[a place](limits.md#nowhere)", "nowhere"),
+        ("[a result](../benchmarks/results/nowhere.json)", "nowhere.json"),
+        ("::: lightning_parstrat.Nowhere", "Nowhere"),
+        ("[`a name`][lightning_parstrat.Nowhere]", "Nowhere"),
+        ("![a picture](pictures/nowhere.svg)", "nowhere.svg"),
+    ],
+    ids=["as it is", "page", "anchor", "result", "object", "reference", "picture"],
+)
+def test_a_site_with_something_broken_is_not_built(sources: Path, text: str, complaint: str) -> None:
+    with (sources / "docs" / "index.md").open("a") as page:
+        page.write(f"\n{text}\n")
+    built = run_python(["-m", "mkdocs", "build", "--strict"], sources)
+    assert (built.returncode == 0) == (complaint == ""), built.stderr
+    assert complaint in built.stderr
+    # Nothing is fetched by whoever reads it.
+    for html in (sources / "site").rglob("*.html"):
+        assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://", html.read_text()), html.name
