@@ -204,7 +204,7 @@ def main(folder: Path) -> None:
     nbytes = [round(3.07 * MIB)] * 13
     ready = [0.69 * (item + 1) / len(nbytes) for item in range(len(nbytes))]
     planned = optimal_buckets(nbytes, ready, GIGABIT, fewest=True)
-    buckets = {"torch's default": default_stops(nbytes), "planned by ddp_tuned": planned.stops}
+    buckets = {"torch's default": default_stops(nbytes), "planned by ddp_tuned": planned}
     draw([ddp_buckets(title, stops, nbytes, ready) for title, stops in buckets.items()], folder / "ddp_buckets.svg")
 
 
