@@ -18,7 +18,7 @@ import torch
 
 import lightning_parstrat
 from lightning_parstrat.distributed import torch_compat
-from lightning_parstrat.distributed.torch_compat import PrivateName, is_newer
+from lightning_parstrat.distributed.torch_compat import is_newer
 from lightning_parstrat.strategies import lightning_compat
 from lightning_parstrat.strategies.lightning_compat import untried_versions
 from tests.scripts import run_script
@@ -29,8 +29,29 @@ COMPAT = {"distributed/torch_compat.py": torch_compat, "strategies/lightning_com
 MAY_INHERIT = "strategies/"
 NAMES_OF_A_NAMEDTUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
-USED = [name for module in COMPAT.values() for name in module.PRIVATE_NAMES]
-INHERITED = [name for module in COMPAT.values() for name in module.INHERITED_NAMES]
+
+class PrivateName(NamedTuple):
+    """An entry of the lists in a file's docstring: a dotted name, what it is used for, what happens without it."""
+
+    name: str
+    used_for: str
+    without: str
+
+
+def listed_in(docstring: str) -> tuple[list[PrivateName], list[PrivateName]]:
+    """The two lists of a docstring: what the file uses, and what classes read or override on themselves."""
+    used, inherited = docstring.split("\nRead or overridden on themselves")
+    return _entries(used), _entries(inherited)
+
+
+def _entries(text: str) -> list[PrivateName]:
+    found = re.findall(r"^    (\S+)\n((?:        .*\n?)+)", text, flags=re.MULTILINE)
+    return [PrivateName(name, *" ".join(text.split()).split(" | ")) for name, text in found]
+
+
+LISTS = {file: listed_in(module.__doc__ or "") for file, module in COMPAT.items()}
+USED = [name for used, _ in LISTS.values() for name in used]
+INHERITED = [name for _, inherited in LISTS.values() for name in inherited]
 
 
 def last(names: Iterable[PrivateName]) -> set[str]:
@@ -97,7 +118,7 @@ def test_every_private_name_is_there_in_what_is_installed() -> None:
 
 
 def test_a_name_that_is_gone_is_named_with_what_it_was_for() -> None:
-    there = PrivateName("torch.optim.Optimizer._optimizer_step_pre_hooks", "runs hooks", "hooks run twice", ("1",))
+    there = PrivateName("torch.optim.Optimizer._optimizer_step_pre_hooks", "runs hooks", "hooks run twice")
     names = [
         there._replace(name="torch.optim.Optimizer._no_such_name"),
         there,
@@ -112,8 +133,30 @@ def test_a_name_that_is_gone_is_named_with_what_it_was_for() -> None:
 def test_an_entry_is_complete(name: PrivateName) -> None:
     assert name.name.split(".")[0] in FOREIGN and any(is_private(part) for part in name.name.split("."))
     assert name.used_for and name.without
-    seen = {"torch": torch_compat.TORCH_SEEN, "lightning": lightning_compat.LIGHTNING_SEEN}[name.name.split(".")[0]]
-    assert set(name.seen_in) <= set(seen) and name.seen_in
+
+
+def test_the_lists_are_read() -> None:
+    docstring = """What is private.
+
+Used through this file: what for | what happens without it.
+
+    torch._C._a
+        tells one
+        from another | it cannot
+    torch.b._c
+
+Read or overridden on themselves by classes: what for | what happens without it.
+
+    torch.D._e
+        is overridden | nothing
+"""
+    with_a_gap = docstring.replace("    torch.b._c\n", "    torch.b._c\n        says | is mute\n")
+    expected = [
+        PrivateName("torch._C._a", "tells one from another", "it cannot"),
+        PrivateName("torch.b._c", "says", "is mute"),
+    ]
+    assert listed_in(with_a_gap) == (expected, [PrivateName("torch.D._e", "is overridden", "nothing")])
+    assert len(USED) > 40 and len(INHERITED) > 10
 
 
 def test_no_entry_is_there_twice() -> None:
@@ -218,7 +261,11 @@ def _reason(use: Use, file: str, own: Collection[str], used: Collection[str], in
         return f"{use.name} is private; ask {' or '.join(COMPAT)}" if use.name in {*used, *inherited} else None
     if use.on_self:
         may_inherit = file.startswith(MAY_INHERIT) and use.name in inherited
-        return None if may_inherit or use.name in own else f"{use.name} is nothing of ours, and not in INHERITED_NAMES"
+        return (
+            None
+            if may_inherit or use.name in own
+            else f"{use.name} is nothing of ours, and not in the list of inherited names"
+        )
     if use.name in inherited:
         return f"{use.name} is inherited: only `self` may use it"
     return f"{use.name} is somebody else's" if use.name in used or use.name not in own else None
@@ -228,31 +275,21 @@ def test_private_names_are_used_in_two_files() -> None:
     assert breaches(ROOT, last(USED), last(INHERITED)) == []
 
 
-TABLES = {"PRIVATE_NAMES", "INHERITED_NAMES"}
-
-
-def without_tables(tree: ast.Module) -> ast.Module:
-    def is_table(statement: ast.stmt) -> bool:
-        return bool(TABLES & {ast.unparse(target) for target in getattr(statement, "targets", [])})
-
-    return ast.Module([statement for statement in tree.body if not is_table(statement)], [])
-
-
 @pytest.mark.parametrize("file", COMPAT)
-def test_the_table_has_what_its_file_uses_and_nothing_else(file: str) -> None:
-    tree = without_tables(ast.parse((ROOT / file).read_text()))
+def test_a_list_has_what_its_file_uses_and_nothing_else(file: str) -> None:
+    tree, used = ast.parse((ROOT / file).read_text()), LISTS[file][0]
     found = {use.name for use in uses_of(tree)} - defined_in([tree])
-    listed = {part for name in COMPAT[file].PRIVATE_NAMES for part in name.name.split(".") if is_private(part)}
-    assert found - listed == set(), f"{file} uses these, and its PRIVATE_NAMES lacks them"
+    listed = {part for name in used for part in name.name.split(".") if is_private(part)}
+    assert found - listed == set(), f"{file} uses these, and its list lacks them"
     # A public name in a private module.
     found |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert last(COMPAT[file].PRIVATE_NAMES) - found == set(), f"{file} uses these no more: take them out of its table"
+    assert last(used) - found == set(), f"{file} uses these no more: take them out of its list"
 
 
 def test_every_inherited_name_is_used() -> None:
     files = [ast.parse(path.read_text()) for path in (ROOT / MAY_INHERIT).rglob("*.py")]
     used = {use.name for tree in files for use in uses_of(tree) if use.on_self} | defined_in(files)
-    assert last(INHERITED) - used == set(), "nothing uses these any more: take them out of INHERITED_NAMES"
+    assert last(INHERITED) - used == set(), "nothing uses these any more: take them out of the list"
 
 
 @pytest.mark.parametrize("file", COMPAT)
@@ -271,7 +308,7 @@ def test_what_a_file_on_private_names_offers_is_used(file: str) -> None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             offered |= {ast.unparse(target) for target in targets}
     offered = {name for name in offered if not is_private(name)}
-    assert offered - imported <= {*TABLES, "LIGHTNING_SEEN", "untried_versions"}
+    assert offered - imported <= {"LIGHTNING_SEEN", "untried_versions"}
 
 
 def test_attributes_that_our_classes_share_with_their_foreign_bases_are_listed() -> None:

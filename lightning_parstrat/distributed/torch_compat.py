@@ -1,8 +1,137 @@
-"""What of torch is private, and used all the same: behind plain names, and in a table that says what each is for.
+"""What of torch is private, and used all the same: behind plain names, each with what it is for.
 
-The rest of the package asks here, so that what another version of torch has changed is one file's work.
-:data:`PRIVATE_NAMES` and :data:`INHERITED_NAMES` are held against the installed torch, and against the package's
-sources, by ``tests/test_private_names.py``.
+The rest of the package asks here, so that what another version of torch has changed is one file's work. Names are
+dotted; what only objects have stands under the class, or else the module, whose source assigns it. All were seen in
+the versions of :data:`TORCH_SEEN`. ``tests/test_private_names.py`` reads the two lists, and holds them against what
+is installed and against the package's sources.
+
+Used through this file: what for | what happens without it.
+
+    torch._C._current_graph_task_id
+        tells a gradient of the backward that was announced from one of a backward inside it | zero1_custom fails in the
+        first backward
+    torch.autograd.Variable._execution_engine
+        runs the flush of gradients when backward ends, as DDP does | zero1_custom fails in the first backward
+    torch.Tensor._post_accumulate_grad_hooks
+        finds out whether a user's hook was registered after ours; is no reason to wait for a parameter | zero1_custom
+        cannot be imported
+    torch.Tensor._backward_hooks
+        is no reason to wait for a parameter | zero1_custom cannot be imported
+    torch.nn.Module._parameters
+        waits for what a module holds; the public `parameters()` takes six times as long, before every module's call |
+        zero1_custom fails in the second forward; use `parameters(recurse=False)`
+    torch._C._storage_Use_Count
+        finds out whether tensors of the user's lie in a buffer that a bucket is about to reuse | zero1_custom fails
+        where a training changed parameters' data
+    torch.UntypedStorage._cdata
+        names a storage to `_storage_Use_Count` | as above
+    torch._dynamo.callback.callback_handler
+        keeps parameters from being in flight while torch.compile looks at them | zero1_custom does not begin; without
+        the call, code compiled in training reads old parameters
+    torch._dynamo.eval_frame.OptimizedModule
+        knows a compiled module | strategies do not begin
+    torch.nn.Module._compiled_call_impl
+        knows a module that was compiled in place | strategies do not begin
+    lightning.pytorch.core.module.LightningModule._compiler_ctx
+        knows a LightningModule that was compiled; here, as floor 1 asks | its parameters are gathered while it runs,
+        and compiled code reads old ones
+    torch.autograd._profiler_enabled
+        names what a step does only where somebody traces it | zero1_custom does not begin
+    torch._foreach_norm
+        norms of many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
+    torch._foreach_mul_
+        scales many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
+    torch._foreach_clamp_min_
+        clips many tensors by value, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
+    torch._foreach_clamp_max_
+        clips many tensors by value, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
+    torch._foreach_copy_
+        copies gradients into a bucket, in few kernels | zero1_custom fails in backward
+    torch.Tensor._values
+        sets parts of a sparse gradient to zero; the public `values()` sums it up first | a sparse gradient with
+        `loss_weight` 0 is an error under ddp_tuned
+    torch.Tensor._indices
+        as `_values` | as `_values`
+    torch.distributed._broadcast_coalesced
+        sends rank 0's parameters and buffers as DDP does | zero1_custom does not begin
+    torch.distributed.distributed_c10d._get_default_store
+        a place where ranks report when collectives do not work | no strategy begins
+    torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore
+        the names that a user has told DDP to ignore, which are ignored here, too | they are broadcast and sharded like
+        the others
+    torch.optim.optimizer._global_optimizer_pre_hooks
+        runs the user's hooks of all optimizers once a step, on full parameters | strategies cannot be imported
+    torch.optim.optimizer._global_optimizer_post_hooks
+        as `_global_optimizer_pre_hooks` | strategies cannot be imported
+    torch.optim.Optimizer._optimizer_step_pre_hooks
+        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
+        optimizer run twice in a step, or on a copy
+    torch.optim.Optimizer._optimizer_step_post_hooks
+        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
+        optimizer run twice in a step, or on a copy
+    torch.optim.Optimizer._optimizer_state_dict_pre_hooks
+        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
+        optimizer run twice in a step, or on a copy
+    torch.optim.Optimizer._optimizer_state_dict_post_hooks
+        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
+        optimizer run twice in a step, or on a copy
+    torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks
+        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
+        optimizer run twice in a step, or on a copy
+    torch.optim.Optimizer._optimizer_load_state_dict_post_hooks
+        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
+        optimizer run twice in a step, or on a copy
+    torch.optim.lr_scheduler._wrapped_by_lr_sched
+        tells a scheduler's wrapper of `step` from a user's, and marks the one that stands in for it | an optimizer with
+        a scheduler is stepped on all ranks, as under `ddp`
+    torch.optim.lr_scheduler._opt_called
+        tells schedulers that the optimizer has stepped | schedulers warn of a wrong order of steps
+    torch.optim.Adam._step_supports_amp_scaling
+        knows optimizers that unscale gradients, and leave steps out, by themselves (`fused=True`) | their skipped steps
+        in 16-mixed are not counted
+    torch._subclasses.fake_tensor.FakeTensorMode
+        reads how a checkpoint is laid out, without its tensors | `lightning-parstrat consolidate` fails
+    torch.serialization._checkpoint_offset
+        where in a checkpoint a tensor is | `lightning-parstrat consolidate` fails
+    torch.nn.parallel.distributed.DistributedDataParallel._build_params_for_reducer
+        what DDP sends, in its order | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a
+        number
+    torch.nn.parallel.distributed.DistributedDataParallel._build_debug_param_to_name_mapping
+        a reducer wants names | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+    torch.nn.parallel.distributed.DistributedDataParallel._bucket_config
+        the caps of buckets | buckets are left as they are; a report says so
+    torch.nn.parallel.distributed.DistributedDataParallel._use_python_reducer
+        torch.compile sends gradients by itself | ddp_tuned cannot change buckets: adapt this file, or give
+        `bucket_cap_mb` a number
+    torch.nn.parallel.distributed.DistributedDataParallel._ddp_init_helper
+        makes a reducer | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+    torch.nn.parallel.distributed.DistributedDataParallel._has_rebuilt_buckets
+        lets a new reducer order its buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb`
+        a number
+    torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph
+        tells a new reducer of a static graph | ddp_tuned cannot change buckets: adapt this file, or give
+        `bucket_cap_mb` a number
+    torch.nn.parallel.distributed.DistributedDataParallel._comm_hooks
+        hooks that a new reducer must have, too | ddp_tuned cannot change buckets: adapt this file, or give
+        `bucket_cap_mb` a number
+    torch.distributed._register_comm_hook
+        registers them | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+    torch.nn.parallel.distributed._BucketCapacityConfig
+        caps of single buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+    torch.distributed._compute_bucket_assignment_by_size
+        foretells DDP's buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+
+Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
+
+    torch.amp.GradScaler._scale
+        knows whether a loss was scaled yet | clipping in 16-mixed fails
+    torch.amp.GradScaler._per_optimizer_states
+        remembers over several updates whose gradients were unscaled | clipping in 16-mixed fails
+    torch.amp.GradScaler._unscale_grads_
+        is overridden: unscales gradients in shards | zero1_custom in 16-mixed steps scaled gradients
+    torch.amp.GradScaler._maybe_opt_step
+        is overridden: skips a step on all ranks when any rank must | zero1_custom in 16-mixed may skip a step on some
+        ranks only
 """
 
 import re
@@ -11,7 +140,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,229 +153,6 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 TORCH_SEEN = ("2.13.0",)
 """The versions of torch that the names below were seen in, and the tests run with."""
-
-
-class PrivateName(NamedTuple):
-    """A private name of somebody else's that this package depends on.
-
-    Attributes:
-        name: Dotted. What only objects have is named under the class, or else the module, whose source assigns it.
-        used_for: What it is used for.
-        without: What happens where a version does not have it.
-        seen_in: The versions that it was seen in.
-    """
-
-    name: str
-    used_for: str
-    without: str
-    seen_in: tuple[str, ...]
-
-
-_DDP = "torch.nn.parallel.distributed.DistributedDataParallel"
-_NO_TUNING = "ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number"
-_NO_STEP = "zero1_custom fails in the first step"
-_USERS_HOOKS = "the user's hooks of an optimizer run twice in a step, or on a copy"
-_CLIPPING = "a step of zero1_custom or of ddp_tuned that clips fails"
-
-PRIVATE_NAMES = (
-    PrivateName(
-        "torch._C._current_graph_task_id",
-        "tells a gradient of the backward that was announced from one of a backward inside it",
-        "zero1_custom fails in the first backward",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.autograd.Variable._execution_engine",
-        "runs the flush of gradients when backward ends, as DDP does",
-        "zero1_custom fails in the first backward",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.Tensor._post_accumulate_grad_hooks",
-        "finds out whether a user's hook was registered after ours; is no reason to wait for a parameter",
-        "zero1_custom cannot be imported",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.Tensor._backward_hooks",
-        "is no reason to wait for a parameter",
-        "zero1_custom cannot be imported",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.nn.Module._parameters",
-        "waits for what a module holds; the public `parameters()` takes six times as long, before every module's call",
-        "zero1_custom fails in the second forward; use `parameters(recurse=False)`",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch._C._storage_Use_Count",
-        "finds out whether tensors of the user's lie in a buffer that a bucket is about to reuse",
-        "zero1_custom fails where a training changed parameters' data",
-        TORCH_SEEN,
-    ),
-    PrivateName("torch.UntypedStorage._cdata", "names a storage to `_storage_Use_Count`", "as above", TORCH_SEEN),
-    PrivateName(
-        "torch._dynamo.callback.callback_handler",
-        "keeps parameters from being in flight while torch.compile looks at them",
-        "zero1_custom does not begin; without the call, code compiled in training reads old parameters",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch._dynamo.eval_frame.OptimizedModule", "knows a compiled module", "strategies do not begin", TORCH_SEEN
-    ),
-    PrivateName(
-        "torch.nn.Module._compiled_call_impl",
-        "knows a module that was compiled in place",
-        "strategies do not begin",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.core.module.LightningModule._compiler_ctx",
-        "knows a LightningModule that was compiled; here, as floor 1 asks",
-        "its parameters are gathered while it runs, and compiled code reads old ones",
-        ("2.6.6",),
-    ),
-    PrivateName(
-        "torch.autograd._profiler_enabled",
-        "names what a step does only where somebody traces it",
-        "zero1_custom does not begin",
-        TORCH_SEEN,
-    ),
-    PrivateName("torch._foreach_norm", "norms of many tensors, in few kernels", _CLIPPING, TORCH_SEEN),
-    PrivateName("torch._foreach_mul_", "scales many tensors, in few kernels", _CLIPPING, TORCH_SEEN),
-    PrivateName("torch._foreach_clamp_min_", "clips many tensors by value, in few kernels", _CLIPPING, TORCH_SEEN),
-    PrivateName("torch._foreach_clamp_max_", "clips many tensors by value, in few kernels", _CLIPPING, TORCH_SEEN),
-    PrivateName(
-        "torch._foreach_copy_",
-        "copies gradients into a bucket, in few kernels",
-        "zero1_custom fails in backward",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.Tensor._values",
-        "sets parts of a sparse gradient to zero; the public `values()` sums it up first",
-        "a sparse gradient with `loss_weight` 0 is an error under ddp_tuned",
-        TORCH_SEEN,
-    ),
-    PrivateName("torch.Tensor._indices", "as `_values`", "as `_values`", TORCH_SEEN),
-    PrivateName(
-        "torch.distributed._broadcast_coalesced",
-        "sends rank 0's parameters and buffers as DDP does",
-        "zero1_custom does not begin",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.distributed.distributed_c10d._get_default_store",
-        "a place where ranks report when collectives do not work",
-        "no strategy begins",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore",
-        "the names that a user has told DDP to ignore, which are ignored here, too",
-        "they are broadcast and sharded like the others",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.optim.optimizer._global_optimizer_pre_hooks",
-        "runs the user's hooks of all optimizers once a step, on full parameters",
-        "strategies cannot be imported",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.optim.optimizer._global_optimizer_post_hooks",
-        "as `_global_optimizer_pre_hooks`",
-        "strategies cannot be imported",
-        TORCH_SEEN,
-    ),
-    *(
-        PrivateName(
-            f"torch.optim.Optimizer._optimizer_{event}_{when}_hooks",
-            "runs the user's hooks of an optimizer once, on full parameters and unsharded state",
-            _USERS_HOOKS,
-            TORCH_SEEN,
-        )
-        for event in ("step", "state_dict", "load_state_dict")
-        for when in ("pre", "post")
-    ),
-    PrivateName(
-        "torch.optim.lr_scheduler._wrapped_by_lr_sched",
-        "tells a scheduler's wrapper of `step` from a user's, and marks the one that stands in for it",
-        "an optimizer with a scheduler is stepped on all ranks, as under `ddp`",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.optim.lr_scheduler._opt_called",
-        "tells schedulers that the optimizer has stepped",
-        "schedulers warn of a wrong order of steps",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.optim.Adam._step_supports_amp_scaling",
-        "knows optimizers that unscale gradients, and leave steps out, by themselves (`fused=True`)",
-        "their skipped steps in 16-mixed are not counted",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch._subclasses.fake_tensor.FakeTensorMode",
-        "reads how a checkpoint is laid out, without its tensors",
-        "`lightning-parstrat consolidate` fails",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.serialization._checkpoint_offset",
-        "where in a checkpoint a tensor is",
-        "`lightning-parstrat consolidate` fails",
-        TORCH_SEEN,
-    ),
-    PrivateName(f"{_DDP}._build_params_for_reducer", "what DDP sends, in its order", _NO_TUNING, TORCH_SEEN),
-    PrivateName(f"{_DDP}._build_debug_param_to_name_mapping", "a reducer wants names", _NO_TUNING, TORCH_SEEN),
-    PrivateName(
-        f"{_DDP}._bucket_config", "the caps of buckets", "buckets are left as they are; a report says so", TORCH_SEEN
-    ),
-    PrivateName(f"{_DDP}._use_python_reducer", "torch.compile sends gradients by itself", _NO_TUNING, TORCH_SEEN),
-    PrivateName(f"{_DDP}._ddp_init_helper", "makes a reducer", _NO_TUNING, TORCH_SEEN),
-    PrivateName(f"{_DDP}._has_rebuilt_buckets", "lets a new reducer order its buckets", _NO_TUNING, TORCH_SEEN),
-    PrivateName(f"{_DDP}._set_static_graph", "tells a new reducer of a static graph", _NO_TUNING, TORCH_SEEN),
-    PrivateName(f"{_DDP}._comm_hooks", "hooks that a new reducer must have, too", _NO_TUNING, TORCH_SEEN),
-    PrivateName("torch.distributed._register_comm_hook", "registers them", _NO_TUNING, TORCH_SEEN),
-    PrivateName(
-        "torch.nn.parallel.distributed._BucketCapacityConfig", "caps of single buckets", _NO_TUNING, TORCH_SEEN
-    ),
-    PrivateName(
-        "torch.distributed._compute_bucket_assignment_by_size", "foretells DDP's buckets", _NO_TUNING, TORCH_SEEN
-    ),
-)
-"""What is used through this file."""
-
-INHERITED_NAMES = (
-    PrivateName(
-        "torch.amp.GradScaler._scale",
-        "knows whether a loss was scaled yet",
-        "clipping in 16-mixed fails",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.amp.GradScaler._per_optimizer_states",
-        "remembers over several updates whose gradients were unscaled",
-        "clipping in 16-mixed fails",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.amp.GradScaler._unscale_grads_",
-        "is overridden: unscales gradients in shards",
-        "zero1_custom in 16-mixed steps scaled gradients",
-        TORCH_SEEN,
-    ),
-    PrivateName(
-        "torch.amp.GradScaler._maybe_opt_step",
-        "is overridden: skips a step on all ranks when any rank must",
-        "zero1_custom in 16-mixed may skip a step on some ranks only",
-        TORCH_SEEN,
-    ),
-)
-"""What classes in ``strategies/`` read or override on themselves."""
 
 
 def is_newer(version: str, seen: Collection[str]) -> bool:

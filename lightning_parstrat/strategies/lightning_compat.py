@@ -1,9 +1,91 @@
-"""What of Lightning is private, and used all the same: behind plain names, and in a table that says what each is for.
+"""What of Lightning is private, and used all the same: behind plain names, each with what it is for.
 
-The rest of the package asks here, so that what another version of Lightning has changed is one file's work.
-:data:`PRIVATE_NAMES` and :data:`INHERITED_NAMES` are held against the installed Lightning, and against the package's
-sources, by ``tests/test_private_names.py``. What Lightning has no name for, but can be told from public ones, is here,
-too.
+The rest of the package asks here, so that what another version of Lightning has changed is one file's work. Names are
+dotted; what only objects have stands under the class, or else the module, whose source assigns it. All were seen in
+the versions of :data:`LIGHTNING_SEEN`. ``tests/test_private_names.py`` reads the two lists, and holds them against what
+is installed and against the package's sources.
+
+Used through this file: what for | what happens without it.
+
+    lightning.pytorch.core.optimizer.LightningOptimizer._optimizer
+        the optimizer within Lightning's wrapper | a training does not begin
+    lightning.pytorch.core.optimizer.LightningOptimizer._to_lightning_optimizer
+        wraps optimizers that are set, as Lightning's own setter does | zero1_custom does not begin
+    lightning.pytorch.core.optimizer._MockOptimizer
+        stands in where a module has no optimizer; it is not sharded | zero1_custom cannot be imported
+    lightning.fabric.utilities.optimizer._optimizer_to_device
+        brings loaded state to the device, as Lightning does | strategies cannot be imported
+    lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO
+        puts durable writing within a plugin that has none of its own, such as AsyncCheckpointIO | strategies cannot be
+        imported
+    lightning.pytorch.callbacks.ModelCheckpoint._last_global_step_saved
+        knows whether the last step was saved already, when training is told to end | a training that SIGTERM ends fails
+        instead of saving
+    lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint
+        saves what `ckpt_path='last'` finds | a training that SIGTERM ends fails instead of saving
+    lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates
+        what that save may be named after | a training that SIGTERM ends fails instead of saving
+    lightning.pytorch.trainer.Trainer._checkpoint_connector
+        names the checkpoint from which a Slurm job goes on when it runs again | a Slurm job that is preempted fails
+        instead of saving
+    lightning.pytorch.trainer.Trainer._signal_connector
+        takes SIGTERM over from Lightning | a training does not begin: SIGTERM and Slurm's signals could not be handled
+    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._original_handlers
+        lets Lightning bring back the user's handler, not ours | an exception when a training has ended
+    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector
+        knows Lightning's handlers | strategies cannot be imported
+    lightning.pytorch.trainer.connectors.signal_connector._HandlersCompose
+        finds the user's handler among Lightning's | strategies cannot be imported
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor
+        is left out: ranks agree on signals here, and Lightning would ask once more in every batch | one more broadcast
+        in every batch
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped
+        is what loggers count by; and is set back in a checkpoint of an earlier batch | GradNormMonitor fails; a
+        checkpoint saved within an accumulation window fails
+    lightning.fabric.utilities.distributed._init_dist_connection
+        joins ranks over a given store, with Lightning's messages | strategies cannot be imported
+    lightning.fabric.utilities.distributed._set_num_threads_if_needed
+        gives each rank its share of the threads, as Lightning's launcher does | strategies cannot be imported
+    lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
+        is the launcher that ours stands in for under torchrun | strategies cannot be imported
+
+Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
+
+    lightning.pytorch.strategies.ddp.DDPStrategy._timeout
+        how long a collective may take | a training does not begin
+    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_kwargs
+        what the user has told DDP | ddp_tuned does not begin
+    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_comm_hook
+        the user's communication hook | ddp_tuned does not begin
+    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_comm_state
+        its state | ddp_tuned does not begin with a hook
+    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_comm_wrapper
+        what wraps it | ddp_tuned does not begin with a hook
+    lightning.pytorch.strategies.ddp.DDPStrategy._register_ddp_hooks
+        is overridden: hooks are registered on every device | ddp_tuned: `comm_hook` has no effect
+    lightning.pytorch.strategies.ddp.DDPStrategy._pl_static_graph_delay_done
+        is set back for a new wrapper of a static graph | a second training of one strategy with static_graph=True sends
+        no first gradients
+    lightning.pytorch.strategies.ddp.DDPStrategy._configure_launcher
+        is overridden: the first moment at which the numbers of nodes and devices are known | under torchrun and Slurm
+        another number of ranks than the Trainer was told of is refused late, or not at all
+    lightning.pytorch.strategies.ddp.DDPStrategy._get_process_group_backend
+        the backend to join with | a restart by torchrun fails
+    lightning.pytorch.strategies.Strategy._launcher
+        is set where torchelastic has started the ranks | under torchrun Lightning refuses another number of ranks than
+        it was told of
+    lightning.pytorch.strategies.Strategy._checkpoint_io
+        the user's way of writing files, or none | a training does not begin
+    lightning.pytorch.strategies.Strategy._optimizers
+        what the overridden property `optimizers` holds | zero1_custom trains nothing
+    lightning.pytorch.strategies.Strategy._lightning_optimizers
+        what `LightningModule.optimizers()` shows | manual optimization steps optimizers that are not sharded
+    lightning.pytorch.plugins.precision.Precision._after_closure
+        is overridden: completes a window whose last micro-batch had no backward | gradients of such a window are not
+        reduced
+    lightning.pytorch.plugins.precision.Precision._clip_gradients
+        is overridden: looks at gradients before every step, and unscales them | `nonfinite_grads` and `grad_norm` have
+        no effect
 """
 
 import functools
@@ -27,187 +109,10 @@ from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompo
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, PrivateName, is_newer
+from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
 
 LIGHTNING_SEEN = ("2.6.6",)
 """The versions of Lightning that the names below were seen in, and the tests run with."""
-
-_DDP = "lightning.pytorch.strategies.ddp.DDPStrategy"
-_PRECISION = "lightning.pytorch.plugins.precision.Precision"
-_MODEL_CHECKPOINT = "lightning.pytorch.callbacks.ModelCheckpoint"
-_SIGNALS = "lightning.pytorch.trainer.connectors.signal_connector"
-_NO_SIGNALS = "a training does not begin: SIGTERM and Slurm's signals could not be handled"
-_NO_LAUNCH = "strategies cannot be imported"
-
-PRIVATE_NAMES = (
-    PrivateName(
-        "lightning.pytorch.core.optimizer.LightningOptimizer._optimizer",
-        "the optimizer within Lightning's wrapper",
-        "a training does not begin",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.core.optimizer.LightningOptimizer._to_lightning_optimizer",
-        "wraps optimizers that are set, as Lightning's own setter does",
-        "zero1_custom does not begin",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.core.optimizer._MockOptimizer",
-        "stands in where a module has no optimizer; it is not sharded",
-        "zero1_custom cannot be imported",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.fabric.utilities.optimizer._optimizer_to_device",
-        "brings loaded state to the device, as Lightning does",
-        "strategies cannot be imported",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO",
-        "puts durable writing within a plugin that has none of its own, such as AsyncCheckpointIO",
-        "strategies cannot be imported",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_MODEL_CHECKPOINT}._last_global_step_saved",
-        "knows whether the last step was saved already, when training is told to end",
-        "a training that SIGTERM ends fails instead of saving",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_MODEL_CHECKPOINT}._save_last_checkpoint",
-        "saves what `ckpt_path='last'` finds",
-        "a training that SIGTERM ends fails instead of saving",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_MODEL_CHECKPOINT}._monitor_candidates",
-        "what that save may be named after",
-        "a training that SIGTERM ends fails instead of saving",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.trainer.Trainer._checkpoint_connector",
-        "names the checkpoint from which a Slurm job goes on when it runs again",
-        "a Slurm job that is preempted fails instead of saving",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.trainer.Trainer._signal_connector",
-        "takes SIGTERM over from Lightning",
-        _NO_SIGNALS,
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_SIGNALS}._SignalConnector._original_handlers",
-        "lets Lightning bring back the user's handler, not ours",
-        "an exception when a training has ended",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(f"{_SIGNALS}._SignalConnector", "knows Lightning's handlers", _NO_LAUNCH, LIGHTNING_SEEN),
-    PrivateName(
-        f"{_SIGNALS}._HandlersCompose", "finds the user's handler among Lightning's", _NO_LAUNCH, LIGHTNING_SEEN
-    ),
-    PrivateName(
-        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor",
-        "is left out: ranks agree on signals here, and Lightning would ask once more in every batch",
-        "one more broadcast in every batch",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped",
-        "is what loggers count by; and is set back in a checkpoint of an earlier batch",
-        "GradNormMonitor fails; a checkpoint saved within an accumulation window fails",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.fabric.utilities.distributed._init_dist_connection",
-        "joins ranks over a given store, with Lightning's messages",
-        _NO_LAUNCH,
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.fabric.utilities.distributed._set_num_threads_if_needed",
-        "gives each rank its share of the threads, as Lightning's launcher does",
-        _NO_LAUNCH,
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.strategies.launchers._SubprocessScriptLauncher",
-        "is the launcher that ours stands in for under torchrun",
-        _NO_LAUNCH,
-        LIGHTNING_SEEN,
-    ),
-)
-"""What is used through this file."""
-
-INHERITED_NAMES = (
-    PrivateName(f"{_DDP}._timeout", "how long a collective may take", "a training does not begin", LIGHTNING_SEEN),
-    PrivateName(f"{_DDP}._ddp_kwargs", "what the user has told DDP", "ddp_tuned does not begin", LIGHTNING_SEEN),
-    PrivateName(f"{_DDP}._ddp_comm_hook", "the user's communication hook", "ddp_tuned does not begin", LIGHTNING_SEEN),
-    PrivateName(f"{_DDP}._ddp_comm_state", "its state", "ddp_tuned does not begin with a hook", LIGHTNING_SEEN),
-    PrivateName(f"{_DDP}._ddp_comm_wrapper", "what wraps it", "ddp_tuned does not begin with a hook", LIGHTNING_SEEN),
-    PrivateName(
-        f"{_DDP}._register_ddp_hooks",
-        "is overridden: hooks are registered on every device",
-        "ddp_tuned: `comm_hook` has no effect",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_DDP}._pl_static_graph_delay_done",
-        "is set back for a new wrapper of a static graph",
-        "a second training of one strategy with static_graph=True sends no first gradients",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_DDP}._configure_launcher",
-        "is overridden: the first moment at which the numbers of nodes and devices are known",
-        "under torchrun and Slurm another number of ranks than the Trainer was told of is refused late, or not at all",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_DDP}._get_process_group_backend", "the backend to join with", "a restart by torchrun fails", LIGHTNING_SEEN
-    ),
-    PrivateName(
-        "lightning.pytorch.strategies.Strategy._launcher",
-        "is set where torchelastic has started the ranks",
-        "under torchrun Lightning refuses another number of ranks than it was told of",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.strategies.Strategy._checkpoint_io",
-        "the user's way of writing files, or none",
-        "a training does not begin",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.strategies.Strategy._optimizers",
-        "what the overridden property `optimizers` holds",
-        "zero1_custom trains nothing",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        "lightning.pytorch.strategies.Strategy._lightning_optimizers",
-        "what `LightningModule.optimizers()` shows",
-        "manual optimization steps optimizers that are not sharded",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_PRECISION}._after_closure",
-        "is overridden: completes a window whose last micro-batch had no backward",
-        "gradients of such a window are not reduced",
-        LIGHTNING_SEEN,
-    ),
-    PrivateName(
-        f"{_PRECISION}._clip_gradients",
-        "is overridden: looks at gradients before every step, and unscales them",
-        "`nonfinite_grads` and `grad_norm` have no effect",
-        LIGHTNING_SEEN,
-    ),
-)
-"""What classes in ``strategies/`` read or override on themselves."""
 
 
 def untried_versions(torch_version: str, lightning_version: str) -> str | None:
