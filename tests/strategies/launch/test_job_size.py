@@ -127,6 +127,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     return json.loads(line.removeprefix("said "))
 
 
+@pytest.mark.slow
 def test_for_our_strategies_alone_lightnings_error_is_set_right(said: dict[str, dict[str, str]]) -> None:
     answers = said["by --ntasks"]
     for name in OURS:
@@ -137,6 +138,7 @@ def test_for_our_strategies_alone_lightnings_error_is_set_right(said: dict[str, 
     assert answers["elsewhere"] == answers["derived"] == "built"
 
 
+@pytest.mark.slow
 def test_other_sizes_are_refused_when_the_trainer_is_built(said: dict[str, dict[str, str]]) -> None:
     answers = said["with a task per node"]
     for name in OURS:
@@ -145,11 +147,13 @@ def test_other_sizes_are_refused_when_the_trainer_is_built(said: dict[str, dict[
     assert {answers[name] for name in (*STOCK, "elsewhere", "derived")} == {"built"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["of the right size", "of an interactive shell"])
 def test_healthy_jobs_are_left_alone(said: dict[str, dict[str, str]], job: str) -> None:
     assert set(said[job].values()) == {"built"}
 
 
+@pytest.mark.slow
 def test_without_our_hook_the_error_is_lightnings(tmp_path: Path) -> None:
     # So it is when Lightning renames what the hook takes hold of: a warning, and no other change.
     script = """
