@@ -12,6 +12,9 @@ TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
 PYTEST_ARGS ?=
 # Processes that share the tests, each with some 2 GB for ranks of its own; 0 for one, in which a debugger works.
 WORKERS ?= 2
+PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Parts of the names of deliberate faults; all by default.
+FAULTS ?=
 LIGHTNING ?=
 LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization models/test_hooks.py models/test_amp.py \
 	plugins/precision/test_amp_integration.py callbacks/test_finetuning_callback.py callbacks/test_lr_monitor.py \
@@ -21,10 +24,11 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cluster test-faults test-lightning lint format bench docs pictures build clean
+.PHONY: help install demo test test-slow test-cluster test-faults test-deliberate-faults test-lightning lint format bench docs \
+	pictures build clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create .venv with everything in it
 
@@ -42,8 +46,11 @@ $(DOCS_STAMP): $(STAMP)
 demo: install  ## train a small GPT on two local CPU processes, in two to three minutes
 	$(VENV)/bin/python examples/lm/demo.py $(DEMO_ARGS)
 
-test: install lint  ## lint, then all tests by two workers; PYTEST_ARGS="-k layout" is passed on, WORKERS=0 is one process
-	$(RUN) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: install lint  ## lint, then all quick tests by two workers; PYTEST_ARGS="-k layout" is passed on, WORKERS=0 is one process
+	$(PYTEST) -m "not slow and not cluster" $(PYTEST_ARGS)
+
+test-slow: install  ## the tests that make test leaves out: what starts programs, kills them, or takes long
+	$(PYTEST) -m "slow and not cluster" $(PYTEST_ARGS)
 
 test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
 	tests/slurm/install.sh
@@ -53,6 +60,9 @@ test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun an
 
 test-faults: install  ## kill 50 trainings, at named points and at random, and go on from what they left
 	PARSTRAT_KILLS=50 $(RUN) pytest tests/faults $(PYTEST_ARGS)
+
+test-deliberate-faults: install  ## put faults into a copy of the package, one by one, and demand that tests find them
+	$(RUN) tests.deliberate_faults.run $(FAULTS)
 
 test-lightning: install  ## Lightning's own tests on zero1_custom; LIGHTNING=a checkout of Lightning, of the version installed
 	test -d "$(LIGHTNING)/tests/tests_pytorch" || { echo "LIGHTNING=$(LIGHTNING): no checkout of Lightning is there"; exit 1; }

@@ -1,29 +1,85 @@
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from tests.held_time import HeldTime
 from tests.pool import RankPool
 
-SLOW_FILES = (
+LONG_FILES = (
     "test_elastic.py",
-    "test_ddp.py",
     "test_benchmarks.py",
+    "test_kills.py",
+    "test_exceptions.py",
     "test_example_configs.py",
     "test_launchers.py",
+    "test_callbacks.py",
+    "test_parity.py",
+    "test_late_parameters.py",
+    "test_dataloaders.py",
+    "test_nonfinite.py",
+    "test_ddp.py",
     "test_wheel.py",
-    "test_exceptions.py",
-    "test_kills.py",
+    "test_registration.py",
     "test_examples.py",
     "test_cli.py",
     "test_job_size.py",
-    "test_registration.py",
 )
-"""Few tests, but long: most start programs of their own."""
+"""One worker would be left alone with them at the end."""
+
+LEFT_TO_SLOW = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[LEFT_TO_SLOW] = 0
+    config.pluginmanager.register(Workers())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with what takes long: one worker would be left alone with it at the end."""
-    items.sort(key=lambda item: item.path.name not in SLOW_FILES)
+    """Begins with what takes long. Within a file as many ranks follow each other, so that they stay joined."""
+    files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+    items.sort(key=lambda item: (item.path.name not in LONG_FILES, files[item.path], _ranks(item)))
+
+
+def _ranks(item: pytest.Item) -> int:
+    """How many a test says it has; most that do not say have two."""
+    callspec = getattr(item, "callspec", None)
+    return 2 if callspec is None else callspec.params.get("world_size", 2)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "slow" in marks and "cluster" not in marks and "not slow" in item.config.option.markexpr:
+            item.config.stash[LEFT_TO_SLOW] += 1
+
+
+class Workers:
+    """Of several workers each has left the same tests: they tell the one process that reports."""
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput["left_to_slow"] = session.config.stash[LEFT_TO_SLOW]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        left = getattr(node, "workeroutput", {}).get("left_to_slow", 0)
+        node.config.stash[LEFT_TO_SLOW] = max(node.config.stash[LEFT_TO_SLOW], left)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    left = config.stash[LEFT_TO_SLOW]
+    if left:
+        terminalreporter.write_sep("=", f"{left} slow tests were left to make test-slow")
+
+
+@pytest.fixture
+def held_time(monkeypatch: pytest.MonkeyPatch) -> HeldTime:
+    """What asks ``time.perf_counter`` gets the time that the test has let pass."""
+    held = HeldTime()
+    monkeypatch.setattr(time, "perf_counter", held)
+    return held
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT = 90.0
+SECONDS_TO_END = 5.0
 
 
 class RankError(AssertionError):
@@ -62,9 +63,6 @@ class RankPool:
             raise RankError("\n".join(f"--- rank {rank}\n{error}" for rank, error in sorted(failed.items())))
         return [results[rank][1] for rank in range(world_size)]
 
-    def close(self) -> None:
-        self._stop()
-
     def _collect(self, world_size: int, timeout: float) -> dict[int, tuple[str | None, Any]]:
         deadline = time.monotonic() + timeout
         results: dict[int, tuple[str | None, Any]] = {}
@@ -101,6 +99,15 @@ class RankPool:
         process.start()
         theirs.close()
         return process, ours
+
+    def close(self) -> None:
+        """Lets the ranks end by themselves, so that what measures them can write what it has seen."""
+        for _, connection in self._ranks:
+            connection.close()
+        deadline = time.monotonic() + SECONDS_TO_END
+        for process, _ in self._ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._stop()
 
     def _stop(self) -> None:
         for process, connection in self._ranks:

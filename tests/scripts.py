@@ -8,6 +8,9 @@ from pathlib import Path
 from textwrap import dedent
 
 TIMEOUT = 150.0
+PACKAGE_UNDER_TEST = "PARSTRAT_PACKAGE_UNDER_TEST"
+"""Names a folder where another copy of the package is than the one that is installed; see tests/deliberate_faults."""
+
 # What the shell that runs the tests may have set must not decide how they end.
 _FOREIGN = (
     "LIGHTNING_",
@@ -25,7 +28,8 @@ _FOREIGN = (
 
 def clean_environment(**extra: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    return {**kept, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
+    copy = {"PYTHONPATH": os.environ[PACKAGE_UNDER_TEST]} if PACKAGE_UNDER_TEST in os.environ else {}
+    return {**kept, **copy, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
 def run_python(

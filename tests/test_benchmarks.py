@@ -33,6 +33,7 @@ def read_result(output: Path, program: str) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.slow
 def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) -> None:
     emulation = ["--emulate", "0.004", "--accumulate", "2", "--bandwidth", "1e9"]
     result = run_benchmark("step_time.py", [*TINY, *emulation], tmp_path)
@@ -56,12 +57,14 @@ def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) 
     assert result["limits"]["seconds_on_the_wire_per_half"] == pytest.approx(half)
 
 
+@pytest.mark.slow
 def test_the_clock_holds_whole_optimizer_steps(tmp_path: Path) -> None:
     ran = run_python([BENCHMARKS / "step_time.py", *TINY, "--accumulate", "4"], tmp_path)
     assert ran.returncode == 2
     assert "multiples of --accumulate" in ran.stderr
 
 
+@pytest.mark.slow
 def test_memory(tmp_path: Path) -> None:
     result = run_benchmark("memory.py", [*TINY, "--width", "64", "--strategies", "ddp", "zero1_custom"], tmp_path)
     for memory in result["memory"].values():
@@ -72,6 +75,7 @@ def test_memory(tmp_path: Path) -> None:
     assert result["memory"]["zero1_custom"]["held_growth"] < result["memory"]["ddp"]["held_growth"]
 
 
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     result = run_benchmark("checkpoints.py", [*TINY, "--steps", "6", "--every", "2"], tmp_path)
     costs = result["checkpoints"]
@@ -79,6 +83,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert all(cost["stall"]["min"] > 0 and cost["ratio_to_synchronous"]["median"] > 0 for cost in costs.values())
 
 
+@pytest.mark.slow
 def test_bucketing(tmp_path: Path) -> None:
     options = ["--cases", "delay per collective", "--scale", "0.1", "--pairs", "1", "--steps", "2"]
     result = run_benchmark("bucketing.py", options, tmp_path)
@@ -88,6 +93,7 @@ def test_bucketing(tmp_path: Path) -> None:
         assert case["tuning_steps"] >= 12 and case["measured_exposed"].keys() == case["predicted_exposed"].keys()
 
 
+@pytest.mark.slow
 def test_overlap(tmp_path: Path) -> None:
     result = run_benchmark("overlap.py", TINY, tmp_path)
     communicating = {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)"}
@@ -129,6 +135,7 @@ def test_two_nodes_says_what_is_missing(tmp_path: Path) -> None:
     assert ran.stderr.startswith("two_nodes: ")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_have_two_nodes")
 def test_two_nodes_time_steps_on_a_link_of_the_rate_that_was_asked_for(tmp_path: Path) -> None:
     output = tmp_path / "result.json"
@@ -144,6 +151,7 @@ def test_two_nodes_time_steps_on_a_link_of_the_rate_that_was_asked_for(tmp_path:
     assert times["median"] > result["limits"]["seconds_on_the_wire_per_half"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_have_two_nodes")
 def test_two_nodes_fail_with_any_of_their_ranks_and_show_what_it_said(tmp_path: Path) -> None:
     script = "echo I am $RANK of $WORLD_SIZE, $LOCAL_RANK on $GROUP_RANK; test $RANK != 3"
@@ -158,6 +166,7 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("can_have_two_nodes")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_two_nodes_leave_nothing_behind_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:

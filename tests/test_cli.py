@@ -63,6 +63,7 @@ def class_path(**init_args: Any) -> dict[str, Any]:
     return {"class_path": CLASS_PATH, "init_args": init_args}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "arguments", "devices", "expected"),
     [

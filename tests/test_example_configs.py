@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from lightning_parstrat.cli.main import main
 from tests.scripts import run_python
+
+pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 CONFIGS = sorted((EXAMPLES / "configs").glob("*.yaml"))

@@ -3,7 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from tests.comparing import worst
 from tests.scripts import run_python
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -14,6 +19,6 @@ def test_accumulating_over_lines_of_all_lengths(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(output.with_suffix(".json").read_text())["deviations"]
     for strategy in ("ddp_tuned", "zero1_custom"):
-        assert max(found[strategy]["norm"] + found[strategy]["parameters"]) < 1e-5
+        assert worst(found[strategy]["norm"], found[strategy]["parameters"]) < 1e-5
     assert max(found["ddp"]["norm"]) > 0.1
     assert output.with_suffix(".png").stat().st_size > 10_000

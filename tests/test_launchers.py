@@ -59,6 +59,7 @@ def weights_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> str:
     return weights_after(tmp_path_factory.mktemp("ddp"), "ddp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["", "_spawn", "_fork", "_notebook"])
 def test_the_weights_come_back_as_from_ddp(tmp_path: Path, weights_of_ddp: str, launcher: str) -> None:
     assert weights_after(tmp_path, f"zero1_custom{launcher}") == weights_of_ddp

@@ -26,6 +26,7 @@ def test_ddp_wrapper():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "outcome"), [([], "1 failed, 1 passed, 1 skipped"), (["--zero1-single-device"], "2 passed, 1 skipped")]
 )

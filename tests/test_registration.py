@@ -35,6 +35,7 @@ def test_a_script_that_never_heard_of_the_package_finds_both_names(tmp_path: Pat
     assert "strategy: lightning_parstrat.strategies.ddp TunedDDPStrategy" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("switch", "imports"),
     [
@@ -48,6 +49,7 @@ def test_switched_off_an_import_registers_the_names(tmp_path: Path, switch: dict
     assert ZERO1 in run_script(f"{imports}\n{BY_FLAG}", tmp_path, environment=switch)
 
 
+@pytest.mark.slow
 def test_switched_off_the_names_are_unknown_until_the_import(tmp_path: Path) -> None:
     script = f"""
 import sys
@@ -123,6 +125,7 @@ def test_registering_again_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert sys.meta_path == finders
 
 
+@pytest.mark.slow
 def test_both_namespaces_look_untouched_and_the_other_one_says_what_to_import(tmp_path: Path) -> None:
     script = """
 import importlib, inspect, sys, warnings
@@ -154,6 +157,7 @@ for name in ("zero1_custom", "ddp_tuned"):
     assert all("`from lightning.pytorch import Trainer`" in error for error in errors)
 
 
+@pytest.mark.slow
 def test_a_failing_registration_is_one_warning_and_lightning_works(tmp_path: Path) -> None:
     script = f"""
 import sys, warnings
@@ -211,6 +215,7 @@ def test_an_unknown_argument_is_a_type_error() -> None:
         ZeRO1Strategy(unknown=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", [{}, OURS_OFF], ids=["on", "off"])
 def test_what_torch_loads_costs_little(tmp_path: Path, switch: dict[str, str]) -> None:
     # The target is 1 ms; the bound leaves room for a busy machine.

@@ -30,8 +30,10 @@ while os.getppid() == parent:
     ("variables", "expected"),
     [
         ({"SLURM_JOB_ID": "7"}, 0),
-        ({}, -signal.SIGUSR1),
-        ({"SLURM_JOB_ID": "7", "LIGHTNING_PARSTRAT_AUTOLOAD": "0"}, -signal.SIGUSR1),
+        pytest.param({}, -signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param(
+            {"SLURM_JOB_ID": "7", "LIGHTNING_PARSTRAT_AUTOLOAD": "0"}, -signal.SIGUSR1, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_it_hands_the_signal_on_in_slurm_alone(tmp_path: Path, variables: dict[str, str], expected: int) -> None:

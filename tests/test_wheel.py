@@ -17,8 +17,6 @@ from tests.scripts import run_python, run_script
 
 CLONE = Path(__file__).resolve().parent.parent
 
-pytestmark = pytest.mark.slow
-
 
 class Built(NamedTuple):
     wheel: Path
@@ -80,6 +78,7 @@ def test_the_source_distribution_holds_what_git_would_give(built: Built) -> None
         assert files - {"PKG-INFO"} <= set(git.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_trains_by_flag_from_another_folder(python: Path, tmp_path: Path) -> None:
     script = """
 from lightning.pytorch import Trainer
@@ -102,6 +101,7 @@ if __name__ == "__main__":
     assert "trained: 2 ZeRO1Strategy 2" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", ["1", "0"], ids=["on", "off"])
 def test_a_second_installation_on_the_path_does_no_harm(python: Path, tmp_path: Path, switch: str) -> None:
     # As after `pip install --user` beside an installation for all: both are listed, whichever is imported.

@@ -74,6 +74,32 @@ def sgd(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+def adamw(parameters: Iterable[Any]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, weight_decay=0.1)
+
+
+def adafactor(parameters: Iterable[Any]) -> Optimizer:
+    """Looks at whole parameters."""
+    return torch.optim.Adafactor(parameters, lr=0.02)
+
+
+def adagrad(parameters: Iterable[Any]) -> Optimizer:
+    """Has state before it has stepped."""
+    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.125)
+
+
+def perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
+    return module.to(dtype)
+
+
+def squared_error(module: nn.Module, number: int, shape: tuple[int, ...] = (4, 12), target: float = 0.3) -> Tensor:
+    """On inputs that are drawn anew for each number, the same on all ranks."""
+    inputs = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+    return (module(inputs.to(next(module.parameters()).dtype)).float() - target).pow(2).mean()
+
+
 def backward(engine: ShardedDataParallel, loss: Tensor) -> None:
     engine.prepare_backward(loss)
     loss.backward()

@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from tests.faults.jobs import TIMEOUT, Job
 from tests.faults.test_kills import ARGUMENTS, SECONDS, check_all_whole
 from tests.faults.trainings import RaisesOnOneRank, SignalledWhileSaving, train
+from tests.slow import slow_unless
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("saving", ["full", "sharded"])
 def test_a_save_after_one_ranks_exception_waits_for_nobody(tmp_path: Path, saving: str, rank: int) -> None:
@@ -52,7 +54,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("saving", ARGUMENTS)
+@pytest.mark.parametrize("saving", slow_unless(lambda saving: saving == "full", ARGUMENTS))
 def test_a_full_disk_ends_all_ranks_and_leaves_what_was_saved(small_disk: Path, tmp_path: Path, saving: str) -> None:
     full = small_disk / "fills"
     full.write_bytes(b"x" * 40_000)
@@ -65,7 +67,7 @@ def test_a_full_disk_ends_all_ranks_and_leaves_what_was_saved(small_disk: Path, 
     check_all_whole(small_disk)
 
 
-@pytest.mark.parametrize("saving", ARGUMENTS)
+@pytest.mark.parametrize("saving", slow_unless(lambda saving: saving == "sharded", ARGUMENTS))
 def test_sigterm_during_a_save_lets_it_finish(tmp_path: Path, saving: str) -> None:
     folder = tmp_path / "checkpoints"
     arguments: dict[str, Any] = ARGUMENTS[saving]

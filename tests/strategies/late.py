@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_parstrat import ZeRO1Strategy
 from lightning_parstrat.distributed.comm.collectives import Work
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.zero1.read_guard import InFlightParameter
 from tests.strategies.parity import zero1
 
 
@@ -69,7 +70,7 @@ def _pause() -> None:
 
 
 class LateZeRO1(ZeRO1Strategy):
-    """``zero1_custom`` whose parameters arrive late; counts the buckets that were on their way after a step."""
+    """``zero1_custom`` whose parameters arrive late; counts those in flight after a step."""
 
     under_way = 0
 
@@ -82,7 +83,7 @@ class LateZeRO1(ZeRO1Strategy):
 
         def count() -> None:
             finish_prompt()
-            self.under_way += len(gatherer._in_flight)
+            self.under_way += sum(type(one) is InFlightParameter for one in self.lightning_module.parameters())
 
         gatherer.finish_prompt = count
 

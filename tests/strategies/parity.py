@@ -1,6 +1,5 @@
 """Training under a strategy inside the pool's processes, and comparing two runs step by step."""
 
-import math
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 import lightning_parstrat
+from tests.comparing import worst
 from tests.strategies.zoo import loader
 
 ModuleFactory = Callable[[], LightningModule]
@@ -135,18 +135,14 @@ def reference(key: Hashable, train_as_oracle: Callable[[], Run]) -> Reference:
 def largest_difference(actual: Run, expected: Run | Reference) -> float:
     """Over all steps and parameters: the largest difference, relative to the largest element of the parameter."""
     assert len(actual.parameters) == len(expected.parameters) > 0
-    worst = 0.0
+    found = []
     for ours, theirs in zip(actual.parameters, expected.parameters, strict=True):
         assert len(ours) == len(theirs)
         for one, other in zip(ours, theirs, strict=True):
             assert one.shape == other.shape and one.dtype == other.dtype
             if one.numel():
-                difference = ((one - other).abs().max() / other.abs().max().clamp(min=1e-3)).item()
-                # `max` would pass over a NaN.
-                worst = difference if difference > worst or math.isnan(difference) else worst
-                if math.isnan(worst):
-                    return worst
-    return worst
+                found.append((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
+    return worst(0.0, found)
 
 
 def largest_loss_difference(actual: Run, expected: Run | Reference) -> float:
@@ -154,7 +150,7 @@ def largest_loss_difference(actual: Run, expected: Run | Reference) -> float:
     ours, theirs = torch.stack(actual.losses).double(), torch.stack(expected.losses).double()
     for losses in (ours, theirs):
         dist.all_reduce(losses)
-    return ((ours - theirs).abs() / theirs.abs().clamp(min=1e-3)).max().item()
+    return worst((ours - theirs).abs() / theirs.abs().clamp(min=1e-3))
 
 
 def ddp() -> DDPStrategy:

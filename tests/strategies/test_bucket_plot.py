@@ -9,6 +9,8 @@ import torch
 from lightning_parstrat.core.tuning_report import BucketTimes, TuningReport
 from lightning_parstrat.strategies.bucket_plot import can_plot, plot_buckets
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 
 REPORT = TuningReport(

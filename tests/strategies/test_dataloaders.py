@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.loaders import (
     BATCH_SIZE,
@@ -187,20 +188,25 @@ def check_unevenly(
 EVERYTHING = {"max_epochs": 3, "accumulate_grad_batches": 2, "validate": True}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"max_epochs": 3, "validate": True},
+    EVERYTHING,
+    {"max_epochs": 2, "limit_train_batches": 2},
+    {"max_epochs": 2, "limit_train_batches": 4, "accumulate_grad_batches": 2, "validate": True},
+    {"max_epochs": 2, "val_check_interval": 2, "validate": True},
+    {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3, "validate": True},
+    {"max_steps": 4, "max_epochs": -1, "validate": True},
+    {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
+]
+
+
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"max_epochs": 3, "validate": True},
-        EVERYTHING,
-        {"max_epochs": 2, "limit_train_batches": 2},
-        {"max_epochs": 2, "limit_train_batches": 4, "accumulate_grad_batches": 2, "validate": True},
-        {"max_epochs": 2, "val_check_interval": 2, "validate": True},
-        {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3, "validate": True},
-        {"max_steps": 4, "max_epochs": -1, "validate": True},
-        {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
-    ],
+    ("arguments", "world_size"),
+    slow_unless(
+        lambda arguments, world_size: world_size == 2 + ARGUMENTS.index(arguments) % 2,
+        [(arguments, world_size) for arguments in ARGUMENTS for world_size in (2, 3)],
+    ),
     ids=str,
 )
 def test_all_ranks_train_on_the_smallest_number_of_batches(
@@ -240,6 +246,7 @@ def mixed(batches: int) -> Any:
     return unsized(batches) if dist.get_rank() else sized(batches)
 
 
+@pytest.mark.slow
 def test_workers(pool: RankPool) -> None:
     assert check_unevenly(pool, with_workers, FIRST[2], {"max_epochs": 2})[0].batches == [0, 3, 3]
 
@@ -255,9 +262,18 @@ def resumable(batches: int) -> Resumable:
     return Resumable(Samples(batches), batch_size=BATCH_SIZE)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "make", [min_size, max_size_cycle, max_size, min_size_unsized, max_size_cycle_unsized, sometimes_shorter, nested]
+    ("make", "world_size"),
+    [
+        (min_size, 2),
+        (max_size_cycle, 3),
+        (max_size, 2),
+        (min_size_unsized, 3),
+        (max_size_cycle_unsized, 2),
+        (sometimes_shorter, 3),
+        (nested, 2),
+        (nested, 3),
+    ],
 )
 def test_each_of_several_loaders_ends_together(pool: RankPool, world_size: int, make: Callable[..., Any]) -> None:
     check_unevenly(pool, make, PAIRS[world_size], EVERYTHING)
@@ -597,7 +613,7 @@ def fit_twice(strategy: str, make: Callable[..., Any], lengths: Lengths) -> list
     return [fit(strategy, loader, module, max_epochs=2) for _ in range(2)]
 
 
-@pytest.mark.parametrize("make", [sized, unsized, ByIndex, tensor])
+@pytest.mark.parametrize("make", slow_unless(lambda make: make in (unsized, tensor), [sized, unsized, ByIndex, tensor]))
 def test_the_same_loader_in_two_fits(pool: RankPool, make: Callable[..., Any]) -> None:
     ours, theirs = (pool.run(2, fit_twice, strategy, make, FIRST[2], timeout=TIMEOUT) for strategy in ("zero1", "ddp"))
     for actual, expected in zip(ours, theirs, strict=True):

@@ -28,6 +28,7 @@ from lightning_parstrat.distributed.comm import calibration
 from lightning_parstrat.distributed.ddp import bucket_tuner, plan_cache
 from lightning_parstrat.distributed.ddp import reducer_buckets as ddp_buckets
 from tests.pool import RankError, RankPool
+from tests.slow import slow_unless
 from tests.strategies import odd, zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train
 from tests.strategies.sleeping import CASES, SleepingLayers, slow_wire
@@ -235,7 +236,12 @@ def tune_sleeping(name: str, steps: int = 30, **arguments: Any) -> tuple[TuningR
     return strategy.tuning_report, tuned.over_after, tuned.buckets
 
 
-@pytest.mark.parametrize("name", ["many small tensors", "late large tensor", "delay per collective"])
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        lambda name: name == "late large tensor", ["many small tensors", "late large tensor", "delay per collective"]
+    ),
+)
 @undisturbed
 def test_buckets_are_changed_where_that_pays(pool: RankPool, name: str, tmp_path: Path) -> None:
     (report, _, buckets), (of_rank_1, *_) = pool.run(2, tune_sleeping, name)
@@ -296,6 +302,7 @@ def tune_twice(folder: str, name: str, disturb: Callable[[Path], None] | None) -
     return [*found, sorted(path.suffix for path in Path(folder).iterdir()), len(said)]
 
 
+@pytest.mark.slow
 @undisturbed
 def test_a_later_training_begins_with_the_plan_of_an_earlier_one(pool: RankPool, tmp_path: Path) -> None:
     (first, *_), (again, over_after, buckets), kept, _ = pool.run(
@@ -317,7 +324,7 @@ def damage(path: Path) -> None:
     path.write_text(path.read_text()[:100])
 
 
-@pytest.mark.parametrize(("disturb", "warned"), [(make_slow, 0), (damage, 1)])
+@pytest.mark.parametrize(("disturb", "warned"), [pytest.param(make_slow, 0, marks=pytest.mark.slow), (damage, 1)])
 @undisturbed
 def test_a_plan_that_is_no_good_any_more_is_made_anew(
     pool: RankPool, tmp_path: Path, disturb: Callable[[Path], None], warned: int

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
+from tests.comparing import worst
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, zero1
@@ -228,7 +229,7 @@ def train_after_a_failure(where: str) -> float:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_module_can_be_trained_after_a_failure_in_a_step(pool: RankPool, where: str) -> None:
-    assert max(pool.run(2, train_after_a_failure, where)) <= 2e-5
+    assert worst(pool.run(2, train_after_a_failure, where)) <= 2e-5
 
 
 class FailingMidway(zoo.MLP):
@@ -261,7 +262,7 @@ def train_after_a_failure_with_transfers_under_way() -> float:
 
 
 def test_a_failure_with_transfers_under_way_does_not_reach_the_next_training(own_pool: RankPool) -> None:
-    assert max(own_pool.run(2, train_after_a_failure_with_transfers_under_way)) <= 2e-5
+    assert worst(own_pool.run(2, train_after_a_failure_with_transfers_under_way)) <= 2e-5
 
 
 class Finetuned(zoo.MLP):

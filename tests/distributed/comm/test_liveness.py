@@ -68,6 +68,7 @@ def failing(name: str, absent: int | None) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_an_error_names_who_is_missing(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     everybody = pool.run(2, failing, "nobody", None)
     assert everybody == ["Connection closed by peer"] * 2

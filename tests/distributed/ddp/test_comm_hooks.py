@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook, wire_dtype
+from tests.comparing import distance
 from tests.pool import RankPool
 
 STEPS = 5
@@ -49,7 +50,7 @@ def test_sixteen_bits_are_close_and_gradients_keep_their_dtype(
     assert kept
     # Each gradient is rounded, and their sum is.
     assert precision / 10 < difference < 2 * precision
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert distance(first, second) == 0
 
 
 def test_powersgd_is_exact_until_it_begins_and_then_an_approximation_of_rank_one(pool: RankPool) -> None:
@@ -57,7 +58,7 @@ def test_powersgd_is_exact_until_it_begins_and_then_an_approximation_of_rank_one
     assert kept and difference < 1e-6
     (kept, difference, first), (_, _, second) = pool.run(2, distance_from_exact, "powersgd", {}, True)
     assert kept and 1e-3 < difference < 1.5
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert distance(first, second) == 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parstrat.core.tuning import Caps
 from lightning_parstrat.distributed.ddp.backward_clock import BackwardClock
 from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
+from tests.comparing import distance
+from tests.distributed.engines import squared_error
 from tests.pool import RankPool
 
 KIB = 2**10
@@ -58,21 +60,8 @@ class Net(nn.Module):
         return self.last(hidden.to(self.last.weight.dtype))
 
 
-def loss_of(module: nn.Module, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return (module(torch.randn(4, 12, generator=generator)) - 0.3).pow(2).mean()
-
-
 def gradients(module: nn.Module) -> list[Tensor | None]:
     return [None if one.grad is None else one.grad.clone() for one in module.parameters()]
-
-
-def same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    """To the last bit."""
-    return all(
-        left is right if left is None or right is None else torch.equal(left, right)
-        for left, right in zip(one, other, strict=True)
-    )
 
 
 def bytes_of_buckets(ddp: DistributedDataParallel) -> list[int]:
@@ -100,11 +89,14 @@ class Pair:
         for ddp in (self.untouched, self.changed):
             self.clock.begin_forward()
             with nullcontext() if send else ddp.no_sync():
-                loss = loss_of(ddp, self.steps)
+                loss = squared_error(ddp, 10 * self.steps + dist.get_rank())
                 self.clock.begin_backward()
                 loss.backward()
             self.clock.end_backward()
-        return same(gradients(self.untouched), gradients(self.changed))
+        untouched, changed = gradients(self.untouched), gradients(self.changed)
+        return [one is None for one in untouched] == [one is None for one in changed] and distance(
+            changed, untouched
+        ) == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.untouched.zero_grad(set_to_none)

@@ -82,6 +82,16 @@ def test_a_backward_that_was_not_finite_is_remembered_until_told_to_forget() -> 
     assert tracker.nonfinite() == ["three"]
 
 
+def test_a_gradient_that_was_taken_away_is_remembered() -> None:
+    """As where each micro-batch's gradients are sent, and added up elsewhere."""
+    module = Branches()
+    tracker = tracker_of(module)
+    for factor in (math.nan, 1.0):
+        module(two=factor).backward()
+        module.zero_grad()
+    assert tracker.nonfinite() == ["two"]
+
+
 def test_what_accumulates_beyond_the_largest_number_is_seen() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     tracker = NonfiniteTracker([("weight", parameter)])

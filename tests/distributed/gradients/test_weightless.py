@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.distributed.gradients.loss_weights import without_weightless
+from tests.comparing import distance
 from tests.distributed.engines import assert_shards_hold, backward, make_engine, sgd
 from tests.pool import RankPool
 
@@ -49,10 +50,6 @@ def gradients(module: nn.Module) -> list[Tensor]:
     return [gradient.to_dense().clone() for gradient in trained if gradient is not None]
 
 
-def all_equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) > 0 and all(map(torch.equal, ours, theirs))
-
-
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("mask", [NONE, SOME], ids=["NaN", "finite"])
 @pytest.mark.parametrize("factor", ZEROS.values(), ids=ZEROS)
@@ -63,7 +60,7 @@ def test_gradients_stay_as_they_were(factor: Any, mask: Tensor, sparse: bool) ->
     before = gradients(module)
     assert all(gradient.any() for gradient in before)
     run_backward(module, mask, factor)
-    assert all_equal(gradients(module), before)
+    assert distance(gradients(module), before) == 0
     assert module.embedding.weight.grad.is_sparse is sparse
 
 
@@ -72,7 +69,8 @@ def test_gradients_stay_as_they_were(factor: Any, mask: Tensor, sparse: bool) ->
 def test_the_first_backward_of_a_window_leaves_zeros(factor: Any, sparse: bool) -> None:
     module = Tagger(sparse)
     run_backward(module, NONE, factor)
-    assert all_equal(gradients(module), [torch.zeros_like(p) for p in module.parameters() if p.requires_grad])
+    zeros = [torch.zeros_like(p) for p in module.parameters() if p.requires_grad]
+    assert distance(gradients(module), zeros) == 0
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
@@ -81,7 +79,7 @@ def test_whatever_weighs_is_as_without(factor: Any, sparse: bool) -> None:
     ours, theirs = Tagger(sparse), Tagger(sparse)
     run_backward(ours, SOME, factor)
     run_backward(theirs, SOME, factor, guarded=False)
-    assert all_equal(gradients(ours), gradients(theirs))
+    assert distance(gradients(ours), gradients(theirs)) == 0
     # A NaN that counts is the user's to see.
     run_backward(ours, NONE, factor)
     assert all(gradient.isnan().any() for gradient in gradients(ours))

@@ -12,41 +12,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS
-from tests.distributed.engines import backward, clip_gradients_by_norm, make_engine
+from tests.comparing import assert_same
+from tests.distributed.engines import (
+    adafactor,
+    adagrad,
+    adamw,
+    backward,
+    clip_gradients_by_norm,
+    make_engine,
+    perceptron,
+    sgd,
+    squared_error,
+)
 from tests.pool import RankPool
 
 BF16, FP16 = torch.bfloat16, torch.float16
 DTYPES = [BF16, FP16]
 WORLD_SIZES = [1, 2, 3]
 Make = Callable[[Any], Optimizer]
-
-
-def net(dtype: torch.dtype = BF16) -> nn.Sequential:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(12, 21), nn.Tanh(), nn.Linear(21, 5), nn.Tanh(), nn.Linear(5, 3, bias=False))
-    return module.to(dtype)
-
-
-def loss_of(module: nn.Module, number: int) -> Tensor:
-    dtype = next(module.parameters()).dtype
-    inputs = torch.randn(4, 12, generator=torch.Generator().manual_seed(number))
-    return (module(inputs.to(dtype)).float() - 0.3).pow(2).mean()
-
-
-def adamw(parameters: Any) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, eps=1e-4, weight_decay=0.1)
-
-
-def sgd(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def adafactor(parameters: Any) -> Optimizer:
-    return torch.optim.Adafactor(parameters, lr=0.02)
-
-
-def adagrad(parameters: Any) -> Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.125)
 
 
 class ByHand:
@@ -76,7 +59,7 @@ def mean_gradients(module: nn.Module, first: int, ranks: int) -> list[Tensor]:
     """In fp32, of gradients in 16 bits; in fp16 each is divided first, as its sum might overflow."""
     total: list[Tensor] = []
     for rank in range(ranks):
-        gradients = torch.autograd.grad(loss_of(module, first + rank), list(module.parameters()))
+        gradients = torch.autograd.grad(squared_error(module, first + rank), list(module.parameters()))
         if gradients[0].dtype == FP16:
             gradients = tuple(gradient * (1 / ranks) for gradient in gradients)
         wide = [gradient.float() for gradient in gradients]
@@ -86,7 +69,7 @@ def mean_gradients(module: nn.Module, first: int, ranks: int) -> list[Tensor]:
 
 def step(engine: Any, module: nn.Module, optimizer: Optimizer, first: int, clip: float | None = None) -> None:
     optimizer.zero_grad()
-    backward(engine, loss_of(module, first + dist.get_rank()))
+    backward(engine, squared_error(module, first + dist.get_rank()))
     if clip is not None:
         clip_gradients_by_norm(optimizer, clip)
     optimizer.step()
@@ -100,20 +83,13 @@ def masters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
-        # Rounding in fp32; in 16 bits it would be a thousand times as much.
-        torch.testing.assert_close(one, other.detach(), rtol=2e-5, atol=1e-6, check_stride=False)
-
-
-def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(actual) == len(expected) > 0
-    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+    # Rounding in fp32; in 16 bits it would be a thousand times as much.
+    assert_same(actual, expected, rtol=2e-5, atol=1e-6)
 
 
 def trains_as_by_hand(make: Make, dtype: torch.dtype, clip: float | None, policy: dict[str, Any]) -> None:
     ranks = dist.get_world_size()
-    module, reference = net(dtype), ByHand(net(dtype), make)
+    module, reference = perceptron(dtype), ByHand(perceptron(dtype), make)
     optimizer = make(module.parameters())
     engine = make_engine(module, optimizer, **policy)
     for number in range(6):
@@ -121,7 +97,7 @@ def trains_as_by_hand(make: Make, dtype: torch.dtype, clip: float | None, policy
         reference.step(10 * number, ranks, clip)
         masters = masters_of(optimizer)
         assert_close(masters, reference.masters)
-        assert_equal(list(module.parameters()), [master.to(dtype) for master in masters])
+        assert_same(list(module.parameters()), [master.to(dtype) for master in masters])
     state = optimizer.state_dict()["state"]
     for index, master in enumerate(reference.masters):
         for key, value in reference.optimizer.state[master].items():
@@ -141,8 +117,10 @@ CASES: dict[str, tuple[Make, torch.dtype, float | None, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, 2 + number % 2) for number, name in enumerate(CASES)), *((name, 1) for name in list(CASES)[:1])],
+)
 def test_trains_as_with_masters_kept_by_hand(pool: RankPool, name: str, world_size: int) -> None:
     pool.run(world_size, trains_as_by_hand, *CASES[name])
 
@@ -162,9 +140,11 @@ def small_updates(dtype: torch.dtype, policy: dict[str, Any]) -> tuple[float, fl
     return module.weight[0, 0].item(), 1 - spacing
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("policy", [ELEMENT, PARAMETER], ids=["element", "parameter"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "policy", "world_size"),
+    [(BF16, ELEMENT, 2), (FP16, ELEMENT, 3), (BF16, PARAMETER, 3), (FP16, PARAMETER, 1)],
+    ids=str,
+)
 def test_updates_too_small_for_16_bits_add_up(
     pool: RankPool, dtype: torch.dtype, policy: dict[str, Any], world_size: int
 ) -> None:
@@ -210,7 +190,7 @@ CHANGES = [clamp, copy_into, replace, replace_by_the_same, transpose, load, zero
 
 
 def changed_between_steps(change: Callable[[nn.Module], None], policy: dict[str, Any]) -> None:
-    module = net()
+    module = perceptron(BF16)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     engine = make_engine(module, optimizer, **policy)
     for number in range(3):
@@ -222,18 +202,23 @@ def changed_between_steps(change: Callable[[nn.Module], None], policy: dict[str,
     change(module)
     after = [parameter.detach().clone() for parameter in module.parameters()]
     optimizer.zero_grad()
-    backward(engine, 0 * loss_of(module, 0))
+    backward(engine, 0 * squared_error(module, 0))
     optimizer.step()
     for master, old, then, now in zip(masters_of(optimizer), masters, before, after, strict=True):
         assert torch.equal(master, torch.where(then == now, old, now.float()))
-    assert_equal(list(module.parameters()), after)
+    assert_same(list(module.parameters()), after)
     step(engine, module, optimizer, 100)
-    assert_equal(list(module.parameters()), [master.to(BF16) for master in masters_of(optimizer)])
+    assert_same(list(module.parameters()), [master.to(BF16) for master in masters_of(optimizer)])
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("policy", [ELEMENT, PARAMETER], ids=["element", "parameter"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "policy", "world_size"),
+    [
+        *((change, (ELEMENT, PARAMETER)[number % 2], 2) for number, change in enumerate(CHANGES)),
+        *((change, (PARAMETER, ELEMENT)[number % 2], 3) for number, change in enumerate(CHANGES)),
+        (copy_into, ELEMENT, 1),
+    ],
+)
 def test_weights_changed_from_outside_are_taken_over_and_others_keep_their_bits(
     pool: RankPool, change: Callable[[nn.Module], None], policy: dict[str, Any], world_size: int
 ) -> None:
@@ -246,12 +231,12 @@ STEPS_BEFORE, STEPS_AFTER = (0, 1, 2), (3, 4)
 
 
 def save(make: Make, dtype: torch.dtype, policy: dict[str, Any], closed: bool) -> Saved:
-    module = net(dtype)
+    module = perceptron(dtype)
     optimizer = make(module.parameters())
     engine = make_engine(module, optimizer, **policy)
     for number in STEPS_BEFORE:
         optimizer.zero_grad()
-        backward(engine, loss_of(module, number))
+        backward(engine, squared_error(module, number))
         optimizer.step()
     if closed:
         engine.close()
@@ -267,36 +252,28 @@ def read(saved: bytes) -> dict[str, Any]:
 
 def go_on(make: Make, dtype: torch.dtype, policy: dict[str, Any], saved: Saved) -> tuple[list[Tensor], bytes]:
     torch.manual_seed(5)
-    module = nn.Sequential(*(copy.deepcopy(layer) for layer in net(dtype)))
+    module = nn.Sequential(*(copy.deepcopy(layer) for layer in perceptron(dtype)))
     optimizer = make(module.parameters())
     engine = make_engine(module, optimizer, **policy)
     module.load_state_dict(saved[0])
     optimizer.load_state_dict(read(saved[1]))
-    assert_same_bits(optimizer.state_dict(), read(saved[1]))
+    assert_same(optimizer.state_dict(), read(saved[1]))
     for number in STEPS_AFTER:
         optimizer.zero_grad()
-        backward(engine, loss_of(module, number))
+        backward(engine, squared_error(module, number))
         optimizer.step()
     return masters_of(optimizer), b""
-
-
-def assert_same_bits(actual: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same_bits(actual[key], value)
-    else:
-        assert actual == expected
 
 
 ROUTES = [(1, 1), (1, 2), (2, 2), (2, 3), (3, 1), (3, 2)]
 
 
 @pytest.mark.parametrize(("source", "target"), ROUTES)
-@pytest.mark.parametrize("closed", [False, True], ids=["in training", "after training"])
-@pytest.mark.parametrize(("make", "policies"), [(adamw, (ELEMENT, PARAMETER)), (adafactor, ({}, {}))])
+@pytest.mark.parametrize(
+    ("make", "policies", "closed"),
+    [(adamw, (ELEMENT, PARAMETER), False), (adafactor, ({}, {}), True)],
+    ids=["adamw, in training", "adafactor, after training"],
+)
 def test_saved_master_weights_keep_their_bits(
     pool: RankPool, make: Make, policies: tuple[dict[str, Any], ...], closed: bool, source: int, target: int
 ) -> None:
@@ -305,7 +282,7 @@ def test_saved_master_weights_keep_their_bits(
     masters = read(saved[0][1])[MASTER_WEIGHTS]
     for master, parameter in zip(masters.values(), saved[0][0].values(), strict=True):
         assert torch.equal(master.to(BF16), parameter) and not torch.equal(master, parameter.float())
-    reference = ByHand(net(BF16), make)
+    reference = ByHand(perceptron(BF16), make)
     for number in (*STEPS_BEFORE, *STEPS_AFTER):
         reference.step(number, 1)
     for found, _ in pool.run(target, go_on, make, BF16, policies[1], saved[0]):
@@ -314,27 +291,27 @@ def test_saved_master_weights_keep_their_bits(
 
 def test_other_strategies_pass_over_master_weights(pool: RankPool) -> None:
     parameters, saved = pool.run(2, save, adamw, BF16, {}, False)[0]
-    module, expected = net(), net()
+    module, expected = perceptron(BF16), perceptron(BF16)
     for one in (module, expected):
         one.load_state_dict(parameters)
     optimizer, other = adamw(module.parameters()), adamw(expected.parameters())
     optimizer.load_state_dict(read(saved))
     other.load_state_dict({key: value for key, value in read(saved).items() if key != MASTER_WEIGHTS})
     for one, opt in ((module, optimizer), (expected, other)):
-        loss_of(one, 3).backward()
+        squared_error(one, 3).backward()
         opt.step()
-    assert_equal(list(module.parameters()), list(expected.parameters()))
+    assert_same(list(module.parameters()), list(expected.parameters()))
     assert all(state["exp_avg"].dtype == BF16 for state in optimizer.state.values())
 
 
 def without_masters(saved: Saved) -> None:
     """State of another strategy: masters begin at the parameters."""
-    module = net()
+    module = perceptron(BF16)
     module.load_state_dict(saved[0])
     optimizer = adamw(module.parameters())
     make_engine(module, optimizer)
     optimizer.load_state_dict({key: value for key, value in read(saved[1]).items() if key != MASTER_WEIGHTS})
-    assert_equal(masters_of(optimizer), [parameter.detach().float() for parameter in module.parameters()])
+    assert_same(masters_of(optimizer), [parameter.detach().float() for parameter in module.parameters()])
     assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == torch.float32
 
 
@@ -344,14 +321,14 @@ def test_state_without_master_weights_can_be_loaded(pool: RankPool) -> None:
 
 def loaded_weights_win(saved: Saved) -> None:
     """Weights that are not what the loaded masters round to: someone has replaced them on purpose."""
-    module = net()
+    module = perceptron(BF16)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = make_engine(module, optimizer)
     masters = read(saved[1])[MASTER_WEIGHTS]
     optimizer.load_state_dict({**optimizer.state_dict(), MASTER_WEIGHTS: masters})
     module.load_state_dict({**saved[0], "2.bias": saved[0]["2.bias"] + 1})
     optimizer.zero_grad()
-    backward(engine, 0 * loss_of(module, 0))
+    backward(engine, 0 * squared_error(module, 0))
     optimizer.step()
     changed = [name == "2.bias" for name in saved[0]]
     for index, (master, name) in enumerate(zip(masters_of(optimizer), saved[0], strict=True)):
@@ -364,7 +341,7 @@ def test_weights_loaded_after_the_masters_win_where_they_differ(pool: RankPool) 
 
 
 def trained_again() -> None:
-    module, reference = net(), ByHand(net(), adamw)
+    module, reference = perceptron(BF16), ByHand(perceptron(BF16), adamw)
     optimizer = adamw(module.parameters())
     for first in (0, 50):
         engine = make_engine(module, optimizer, bucket_cap_mb=1e-6 if first else 1.0)
@@ -381,12 +358,12 @@ def test_a_second_training_goes_on_with_the_masters_of_the_first(pool: RankPool,
 
 
 def copied_in_training() -> None:
-    module = net()
+    module = perceptron(BF16)
     optimizer = adamw(module.parameters())
     engine = make_engine(module, optimizer)
     step(engine, module, optimizer, 0)
     copied = copy.deepcopy(optimizer)
-    assert_same_bits(copied.state_dict(), optimizer.state_dict())
+    assert_same(copied.state_dict(), optimizer.state_dict())
     step(engine, module, optimizer, 10)
     # Its masters are its own.
     assert not torch.equal(masters_of(copied)[0], masters_of(optimizer)[0])
@@ -433,13 +410,14 @@ def test_only_shards_in_16_bits_have_masters(pool: RankPool) -> None:
 def plain(make: Make, dtype: torch.dtype, policy: dict[str, Any]) -> None:
     """Without masters: as an ordinary optimizer over parameters in 16 bits."""
     ranks = dist.get_world_size()
-    module, twin = net(dtype), net(dtype)
+    module, twin = perceptron(dtype), perceptron(dtype)
     optimizer, twins = make(module.parameters()), make(twin.parameters())
     engine = make_engine(module, optimizer, master_weights=False, **policy)
     for number in range(4):
         step(engine, module, optimizer, 10 * number)
         gradients = [
-            torch.autograd.grad(loss_of(twin, 10 * number + rank), list(twin.parameters())) for rank in range(ranks)
+            torch.autograd.grad(squared_error(twin, 10 * number + rank), list(twin.parameters()))
+            for rank in range(ranks)
         ]
         for index, parameter in enumerate(twin.parameters()):
             parts = [of_rank[index] for of_rank in gradients]
@@ -459,9 +437,18 @@ def plain(make: Make, dtype: torch.dtype, policy: dict[str, Any]) -> None:
         }
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("make", "policy"), [(adamw, ELEMENT), (adamw, PARAMETER), (sgd, {}), (adafactor, {})])
+@pytest.mark.parametrize(
+    ("make", "policy", "dtype", "world_size"),
+    [
+        (adamw, ELEMENT, BF16, 2),
+        (adamw, PARAMETER, FP16, 3),
+        (adamw, ELEMENT, FP16, 1),
+        (sgd, {}, FP16, 2),
+        (sgd, {}, BF16, 3),
+        (adafactor, {}, BF16, 3),
+        (adafactor, {}, FP16, 2),
+    ],
+)
 def test_without_masters_it_steps_in_16_bits(
     pool: RankPool, make: Make, policy: dict[str, Any], dtype: torch.dtype, world_size: int
 ) -> None:

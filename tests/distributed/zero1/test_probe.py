@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ClosureEvaluatedAgainError, OneEvaluation
 from lightning_parstrat.distributed.zero1.shardability import steps_elements_alone, steps_parameters_alone
+from tests.comparing import assert_same
 
 Step = Callable[..., Any]
 
@@ -331,20 +332,6 @@ def contents(optimizer: Optimizer) -> dict[str, Any]:
         "random numbers": (torch.get_rng_state(), random.getstate()),
         "hooks": [list(vars(optimizer)[name]) for name in vars(optimizer) if "hooks" in name],
     }
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        assert_same(list(actual.values()), list(expected.values()))
-    elif isinstance(expected, list | tuple):
-        assert len(actual) == len(expected)
-        for one, other in zip(actual, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert actual == expected
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "Muon", "momentum", "noise", "Python's noise", "its own list"])

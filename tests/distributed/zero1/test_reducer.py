@@ -1,6 +1,7 @@
 """What backward sends, when, and in which order."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.distributed.engines import (
     make_engine,
     mean_gradients,
     sgd,
+    squared_error,
 )
 from tests.pool import RankPool
 
@@ -26,12 +28,8 @@ def layers(count: int = 4) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(6, 6) for _ in range(count)))
 
 
-def batch(rank: int) -> Tensor:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank))
-
-
-def loss_of(module: nn.Module, rank: int) -> Tensor:
-    return module(batch(rank)).pow(2).mean()
+# A few samples for each rank.
+loss_of = partial(squared_error, shape=(3, 6), target=0.0)
 
 
 def events_of_one_backward() -> tuple[Log, int]:
@@ -197,7 +195,7 @@ def the_step_after_an_exception() -> None:
     module = layers()
     optimizer = sgd(module.parameters())
     engine = make_engine(module, optimizer)
-    failing = module[3](module[2](Failing.apply(module[1](module[0](batch(rank)))))).pow(2).mean()
+    failing = module[3](module[2](Failing.apply(module[1](module[0](torch.ones(3, 6)))))).pow(2).mean()
     with pytest.raises(RuntimeError, match="backward failed"):
         backward(engine, failing)
     optimizer.zero_grad()

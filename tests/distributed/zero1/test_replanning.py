@@ -16,6 +16,7 @@ from lightning_parstrat.distributed.zero1 import replanning
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.distributed.zero1.redistribution import Move, _describe
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS
+from tests.comparing import assert_same, distance
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 
@@ -100,21 +101,6 @@ def train(
     after = engine.plan
     engine.close()
     return parameters, states, before, after
-
-
-def assert_same(one: Any, other: Any) -> None:
-    if isinstance(one, Tensor):
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for key in one:
-            assert_same(one[key], other[key])
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for left, right in zip(one, other, strict=True):
-            assert_same(left, right)
-    else:
-        assert one == other
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -205,7 +191,7 @@ def test_buckets_stay_as_long_as_a_view_of_them_is_held(pool: RankPool, until: i
     expected, *_ = pool.run(2, train, "adamw", "registration")[0]
     for stays, parameters in pool.run(2, with_a_view_held, until):
         assert stays is expected_to_stay
-        assert all(map(torch.equal, parameters, expected))
+        assert distance(parameters, expected) == 0
 
 
 def accumulated(order: str, exposed: bool) -> tuple[list[Tensor], bool]:
@@ -237,7 +223,7 @@ def test_gradients_that_wait_for_a_step_move_along(pool: RankPool, world_size: i
     stayed = pool.run(world_size, accumulated, "registration", exposed)
     for (parameters, changed), (expected, not_changed) in zip(moved, stayed, strict=True):
         assert changed and not not_changed
-        assert all(map(torch.equal, parameters, expected))
+        assert distance(parameters, expected) == 0
 
 
 def planned_from_cost() -> tuple[list[list[str]], list[list[str]]]:
@@ -315,7 +301,7 @@ def with_a_group_taken_out(order: str) -> list[Tensor]:
 
 def test_buckets_stay_where_a_parameter_has_left_its_optimizer(pool: RankPool) -> None:
     measured, registration = (pool.run(2, with_a_group_taken_out, order)[0] for order in ("measured", "registration"))
-    assert all(map(torch.equal, measured, registration))
+    assert distance(measured, registration) == 0
 
 
 @pytest.mark.parametrize(("device", "moves_as_a_value"), [("meta", True), ("cpu", False)])

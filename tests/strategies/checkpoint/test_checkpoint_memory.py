@@ -79,14 +79,15 @@ def growth_of_saving(path: str, arguments: dict[str, Any]) -> int:
     ("arguments", "of_rank_0", "of_others"),
     [
         # The whole state of the optimizer; others their part of one tensor.
-        ({}, 2 * PARAMETER_BYTES, TENSOR_BYTES),
+        pytest.param({}, 2 * PARAMETER_BYTES, TENSOR_BYTES, marks=pytest.mark.slow),
         # The elements of one tensor on their way to the file.
         ({"checkpoint_format": "sharded"}, 2 * TENSOR_BYTES, 2 * TENSOR_BYTES),
         # Copies of half of the parameters and of the state.
-        (
+        pytest.param(
             {"checkpoint_format": "sharded", "async_save": True},
             3 / 2 * PARAMETER_BYTES + 2 * TENSOR_BYTES,
             3 / 2 * PARAMETER_BYTES + 2 * TENSOR_BYTES,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["full", "sharded", "async"],

@@ -15,6 +15,7 @@ import lightning_parstrat
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.pool import RankPool
 from tests.strategies import zoo
+from tests.strategies.cases import adafactor
 from tests.strategies.parity import by_flag, ddp, make_trainer, train, zero1
 
 
@@ -24,10 +25,6 @@ def tuned_ddp() -> Any:
 
 STRATEGIES = {"ddp": ddp, "zero1": zero1, "tuned": tuned_ddp, "single": lambda: None}
 GLOBAL_BATCH = 12
-
-
-def adafactor(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(parameters, lr=1e-2)
 
 
 MODULES = {
@@ -103,8 +100,11 @@ ROUTES = [
 ]
 
 
-@pytest.mark.parametrize("module", ["scheduled", "adafactor"])
-@pytest.mark.parametrize(("source", "target"), ROUTES)
+# By turns both modules take each route.
+@pytest.mark.parametrize(
+    ("module", "source", "target"),
+    [(("scheduled", "adafactor")[number % 2], *route) for number, route in enumerate(ROUTES)],
+)
 def test_training_goes_on_elsewhere_as_it_would_have_here(
     pool: RankPool, tmp_path: Path, module: str, source: tuple[str, int], target: tuple[str, int]
 ) -> None:

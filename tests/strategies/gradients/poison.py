@@ -11,10 +11,9 @@ from torch import Tensor
 
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample
-from tests.strategies.gradients.test_accumulation import ranks_batches
+from tests.strategies.gradients.trainings import ranks_batches
 from tests.strategies.parity import make_trainer
 
-KINDS = ["ddp_tuned", "zero1", "exposed"]
 BATCHES = 7
 
 
@@ -98,21 +97,6 @@ def run(chosen: Any, module: LightningModule, left_out: tuple[int, ...] = (), **
     )
     trainer.fit(module, big_batch.loader(batches))
     return snapshots.taken
-
-
-def flattened(value: Any) -> list[Tensor]:
-    """All numbers in a snapshot, in their order."""
-    if isinstance(value, dict):
-        return [tensor for key in value for tensor in flattened(value[key])]
-    if isinstance(value, (list, tuple)):
-        return [tensor for one in value for tensor in flattened(one)]
-    return [torch.as_tensor(value, dtype=torch.float64).reshape(-1)] if isinstance(value, (Tensor, int, float)) else []
-
-
-def apart(one: Any, other: Any) -> float:
-    ours, theirs = torch.cat(flattened(one)), torch.cat(flattened(other))
-    assert ours.shape == theirs.shape and len(ours)
-    return float((ours - theirs).abs().nan_to_num(nan=math.inf).max())
 
 
 def state_of(snapshot: Snapshot) -> tuple[Any, ...]:

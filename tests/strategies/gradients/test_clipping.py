@@ -6,54 +6,45 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, sgd, train_on_big_batches, windows_of
-from tests.strategies.gradients.poison import KINDS, adamw, fused
-from tests.strategies.gradients.test_accumulation import WEIGHTS, differences, ranks_batches, strategy
-from tests.strategies.gradients.two_optimizers import TwoOptimizers, flat, furthest, train_two
-from tests.strategies.parity import make_trainer
+from tests.strategies.gradients.poison import adamw, fused
+from tests.strategies.gradients.trainings import differences, fit, kinds_of, ranks_batches, strategy
+from tests.strategies.gradients.two_optimizers import TwoOptimizers, flat, train_two
 
 BATCHES = 6
 NORM = {"gradient_clip_val": 0.2}
 VALUE = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 
 
-def fit(module: Any, chosen: Any, batches: int = BATCHES, **arguments: Any) -> Any:
-    trainer = make_trainer(chosen, use_distributed_sampler=False, **arguments)
-    weights = WEIGHTS if getattr(module, "weighted", False) else (1.0,)
-    trainer.fit(module, big_batch.loader(ranks_batches(batches, weights)[dist.get_rank()]))
-    return trainer
-
-
 def fused_or_not(kind: str, clip: dict[str, Any], precision: dict[str, Any]) -> float:
     modules = [Regression(fused), Regression(adamw)]
     for module in modules:
-        fit(module, strategy(kind), **clip, **precision)
-    return max(float((a - b).abs().max()) for a, b in zip(modules[0].seen, modules[1].seen, strict=True))
+        fit(module, strategy(kind), BATCHES, **clip, **precision)
+    return distance(modules[0].seen, modules[1].seen)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
+    "32": ({}, 1e-6),
+    "bf16": ({"precision": "bf16-mixed"}, 5e-3),
+    "16": ({"fp16": True}, 1e-3),
+    "16 that overflows": ({"fp16": True, "init_scale": 2e6}, 1e-3),
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), kinds_of(PRECISIONS))
 @pytest.mark.parametrize("clip", [NORM, VALUE], ids=["norm", "value"])
-@pytest.mark.parametrize(
-    ("precision", "tolerance"),
-    [
-        ({}, 1e-6),
-        ({"precision": "bf16-mixed"}, 5e-3),
-        ({"fp16": True}, 1e-3),
-        ({"fp16": True, "init_scale": 2e6}, 1e-3),
-    ],
-    ids=["32", "bf16", "16", "16 that overflows"],
-)
 def test_fused_optimizers_step_as_those_that_are_not(
-    pool: RankPool, kind: str, clip: dict[str, Any], precision: dict[str, Any], tolerance: float
+    pool: RankPool, kind: str, clip: dict[str, Any], name: str
 ) -> None:
-    assert max(pool.run(2, fused_or_not, kind, clip, precision)) <= tolerance
+    precision, tolerance = PRECISIONS[name]
+    assert worst(pool.run(2, fused_or_not, kind, clip, precision)) <= tolerance
 
 
 def norm_of_type(kind: str, norm_type: float, accumulate: int) -> tuple[float, float]:
@@ -66,10 +57,9 @@ def norm_of_type(kind: str, norm_type: float, accumulate: int) -> tuple[float, f
     return differences(module, truth, accumulate, 8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("norm_type", [1, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_any_norm_clips_as_torch_would(pool: RankPool, world_size: int, norm_type: float, kind: str) -> None:
+@pytest.mark.parametrize(("norm_type", "kind"), kinds_of([1, 2.0, 3.0, math.inf]))
+def test_any_norm_clips_as_torch_would(pool: RankPool, norm_type: float, kind: str) -> None:
+    world_size = 3 if norm_type in (2.0, math.inf) else 2
     for accumulate in (1, 3):
         for parameters, norms in pool.run(world_size, norm_of_type, kind, norm_type, accumulate):
             assert parameters <= 2e-6
@@ -154,15 +144,14 @@ BY_HAND: dict[str, tuple[str, Any, Any]] = {
 def by_hand(kind: str, case: str, nonfinite: str) -> float:
     scope, clip, truly = BY_HAND[case]
     module = TwoOptimizers(clip)
-    fit(module, strategy(kind, clip_scope=scope, nonfinite_grads=nonfinite))
-    return furthest(module.seen, train_two(list(zip(*ranks_batches(BATCHES), strict=True)), truly))
+    fit(module, strategy(kind, clip_scope=scope, nonfinite_grads=nonfinite), BATCHES)
+    return distance(module.seen, train_two(list(zip(*ranks_batches(BATCHES), strict=True)), truly))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", BY_HAND)
+@pytest.mark.parametrize(("case", "kind"), kinds_of(BY_HAND, "all"))
 def test_two_optimizers_are_clipped_by_hand_each_alone_or_as_one(pool: RankPool, case: str, kind: str) -> None:
     for nonfinite in ("propagate", "skip"):
-        assert max(pool.run(2, by_hand, kind, case, nonfinite)) <= 2e-6
+        assert worst(pool.run(2, by_hand, kind, case, nonfinite)) <= 2e-6
 
 
 class OneByHand(Regression):
@@ -221,22 +210,22 @@ def truly_one_twice(parameters: Parameters) -> None:
 
 def scaled_by_hand(kind: str, clip: Any, truly: Any, first_scale: float) -> tuple[float, bool]:
     module = OneByHand(clip)
-    fit(module, strategy(kind), fp16=True, init_scale=first_scale)
+    fit(module, strategy(kind), BATCHES, fp16=True, init_scale=first_scale)
     seen, scales = autocast_truth(truly, first_scale)
-    return max(float((a - b).abs().max()) for a, b in zip(module.seen, seen, strict=True)), module.scales == scales
+    return distance(module.seen, seen), module.scales == scales
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("clip", "truly"),
-    [
-        (clip_both, truly_one),
-        (clip_both_by_value, truly_one_by_value),
-        (clip_twice, truly_one_twice),
-        (unscale_and_clip, truly_one),
-    ],
-)
-def test_by_hand_in_16_mixed_true_gradients_are_clipped(pool: RankPool, kind: str, clip: Any, truly: Any) -> None:
+ONE_BY_HAND: dict[str, tuple[Any, Any]] = {
+    "norm": (clip_both, truly_one),
+    "value": (clip_both_by_value, truly_one_by_value),
+    "twice": (clip_twice, truly_one_twice),
+    "unscaled": (unscale_and_clip, truly_one),
+}
+
+
+@pytest.mark.parametrize(("case", "kind"), kinds_of(ONE_BY_HAND))
+def test_by_hand_in_16_mixed_true_gradients_are_clipped(pool: RankPool, kind: str, case: str) -> None:
+    clip, truly = ONE_BY_HAND[case]
     # The larger scale overflows at first: those steps are left out.
     for first_scale in (128.0, 2.0**21):
         for difference, same_scales in pool.run(2, scaled_by_hand, kind, clip, truly, first_scale):
@@ -257,12 +246,11 @@ def two_scaled_by_hand(kind: str, case: str) -> float:
     module = TwoOptimizers(clip)
     # Lightning updates the scale after each optimizer's step: where it grew between them, stock would be wrong as well.
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=1000)
-    fit(module, strategy(kind, clip_scope=scope), precision=MixedPrecision("16-mixed", "cpu", scaler))
-    return furthest(module.seen, train_two(list(zip(*ranks_batches(BATCHES), strict=True)), truly))
+    fit(module, strategy(kind, clip_scope=scope), BATCHES, precision=MixedPrecision("16-mixed", "cpu", scaler))
+    return distance(module.seen, train_two(list(zip(*ranks_batches(BATCHES), strict=True)), truly))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", SCALED_BY_HAND)
+@pytest.mark.parametrize(("case", "kind"), kinds_of(SCALED_BY_HAND, "all"))
 def test_by_hand_in_16_mixed_two_optimizers_are_clipped_once_each(pool: RankPool, case: str, kind: str) -> None:
     # Against float64: half precision is seen in the fourth digit of gradients, a wrong scale in the first.
-    assert max(pool.run(2, two_scaled_by_hand, kind, case)) <= 2e-3
+    assert worst(pool.run(2, two_scaled_by_hand, kind, case)) <= 2e-3

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
+from tests.comparing import worst
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import Recorder, ddp, largest_difference, make_trainer, train, zero1
@@ -51,24 +52,26 @@ def gradients_seen(module: type[zoo.Zoo], arguments: dict[str, Any]) -> tuple[Se
     return seen[0], seen[1]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    ("module", "arguments"),
+    ("module", "arguments", "world_size"),
     [
-        (zoo.MLP, {"gradient_clip_val": 0.05}),
-        (zoo.MLP, {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),
-        (zoo.MLP, {"accumulate_grad_batches": 3}),
-        (zoo.MLP, {"fp16": True, "gradient_clip_val": 0.05}),
-        (zoo.UnusedBySomeRanks, {}),
-        (zoo.Convolutional, {}),
-        (zoo.Adversarial, {}),
+        (zoo.MLP, {"gradient_clip_val": 0.05}, 2),
+        (zoo.MLP, {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}, 3),
+        (zoo.MLP, {"accumulate_grad_batches": 3}, 2),
+        (zoo.MLP, {"fp16": True, "gradient_clip_val": 0.05}, 3),
+        (zoo.UnusedBySomeRanks, {}, 2),
+        (zoo.UnusedBySomeRanks, {}, 3),
+        (zoo.Convolutional, {}, 3),
+        (zoo.Adversarial, {}, 2),
     ],
 )
 def test_every_hook_sees_what_it_would_see_under_ddp(
     pool: RankPool, world_size: int, module: type[zoo.Zoo], arguments: dict[str, Any]
 ) -> None:
     for ours, theirs in pool.run(world_size, gradients_seen, module, arguments):
-        assert len(ours) == len(theirs) > 20 or arguments.get("accumulate_grad_batches")
+        # Of ten batches each is seen by two hooks at least, and each step by two more.
+        steps = 10 if "accumulate_grad_batches" not in arguments else 4
+        assert len(ours) == len(theirs) >= 20 + 2 * steps
         assert any(gradient is not None for gradients in ours for gradient in gradients)
         for one, other in zip(ours, theirs, strict=True):
             assert [gradient is None for gradient in one] == [gradient is None for gradient in other]
@@ -149,10 +152,11 @@ def compare_with_ddp(module: type[zoo.Zoo], expose: Any) -> float:
     return largest_difference(actual, train(lambda: module(), ddp()))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("module", CHANGING)
+@pytest.mark.parametrize(
+    ("module", "world_size"), [*((module, 2) for module in CHANGING), (Replacing, 1), (Dropping, 3), (OwnStep, 3)]
+)
 def test_what_a_user_does_to_gradients_is_what_steps(pool: RankPool, module: type[zoo.Zoo], world_size: int) -> None:
-    assert max(pool.run(world_size, compare_with_ddp, module, "auto")) <= 2e-5
+    assert worst(pool.run(world_size, compare_with_ddp, module, "auto")) <= 2e-5
 
 
 def test_the_comparison_would_see_hidden_gradients(pool: RankPool) -> None:
@@ -179,7 +183,7 @@ def on_demand() -> float:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_full_gradients_shows_them_on_demand(pool: RankPool, world_size: int) -> None:
-    assert max(pool.run(world_size, on_demand)) <= 2e-5
+    assert worst(pool.run(world_size, on_demand)) <= 2e-5
 
 
 def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[bool]:
@@ -282,7 +286,7 @@ def clip_by_an_own_plugin() -> float:
 
 
 def test_a_precision_plugin_that_clips_by_itself_is_respected(pool: RankPool) -> None:
-    assert max(pool.run(2, clip_by_an_own_plugin)) <= 2e-5
+    assert worst(pool.run(2, clip_by_an_own_plugin)) <= 2e-5
 
 
 def watch_on_rank_zero() -> float:
@@ -292,4 +296,4 @@ def watch_on_rank_zero() -> float:
 
 
 def test_a_callback_on_one_rank_only_does_not_part_the_ranks(own_pool: RankPool) -> None:
-    assert max(own_pool.run(2, watch_on_rank_zero)) <= 2e-5
+    assert worst(own_pool.run(2, watch_on_rank_zero)) <= 2e-5

@@ -90,9 +90,3 @@ def train_two(
             optimizers[1].step()
         seen.append((flat(first), flat(second)))
     return seen
-
-
-def furthest(ours: Sequence[tuple[Tensor, Tensor]], truth: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The largest difference of any element after any step; NaN counts as infinitely far."""
-    pairs = [(a, b) for one, other in zip(ours, truth, strict=True) for a, b in zip(one, other, strict=True)]
-    return max(float((a - b).abs().nan_to_num(nan=math.inf).max()) for a, b in pairs)

@@ -11,6 +11,8 @@ import pytest
 
 from tests.torchrun import Agent, nodes, one_node, torchrun
 
+pytestmark = pytest.mark.slow
+
 STRATEGIES = ("zero1_custom", "ddp_tuned")
 SAMPLES = 48
 TRAINING = f"""

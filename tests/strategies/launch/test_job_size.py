@@ -113,6 +113,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     return json.loads(line.removeprefix("said "))
 
 
+@pytest.mark.slow
 def test_lightning_itself_refuses_tasks_that_are_not_given_by_node(said: dict[str, dict[str, str]]) -> None:
     answers = said["by --ntasks"]
     for name in (*OURS, *STOCK):
@@ -121,6 +122,7 @@ def test_lightning_itself_refuses_tasks_that_are_not_given_by_node(said: dict[st
     assert answers["elsewhere"] == answers["derived"] == "built"
 
 
+@pytest.mark.slow
 def test_other_sizes_are_refused_when_the_trainer_is_built(said: dict[str, dict[str, str]]) -> None:
     answers = said["with a task per node"]
     for name in OURS:
@@ -129,6 +131,7 @@ def test_other_sizes_are_refused_when_the_trainer_is_built(said: dict[str, dict[
     assert {answers[name] for name in (*STOCK, "elsewhere", "derived")} == {"built"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["of the right size", "of an interactive shell"])
 def test_healthy_jobs_are_left_alone(said: dict[str, dict[str, str]], job: str) -> None:
     assert set(said[job].values()) == {"built"}

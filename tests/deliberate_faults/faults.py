@@ -1,0 +1,224 @@
+"""Faults that the tests must find, spread over the subjects: a line of the package, and what is put in its place.
+
+Each old text stands once in its file. ``tests`` are node ids, or files, of which at least one must fail; they are as
+few as will do, so that all faults are tried in minutes. None of these faults makes ranks wait for each other.
+"""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A change of one line.
+
+    Attributes:
+        name: What is wrong then.
+        file: In the package.
+        old: A part of one line that stands in the file once.
+        new: What takes its place.
+        tests: Which find it.
+        slow: Whether only ``make test-slow`` finds it, not ``make test``.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    slow: bool = False
+
+
+_PARITY = "tests/strategies/test_parity.py::test_trains_as_the_oracle_does"
+
+FAULTS = (
+    Fault(
+        "parameters are not aligned",
+        "core/layout.py",
+        "offset = _round_up(end, alignment)",
+        "offset = end",
+        ("tests/core/test_layout.py",),
+    ),
+    Fault(
+        "a rank owns what lies behind a parameter",
+        "core/layout.py",
+        "first, last = max(start, slot.offset), min(stop, slot.offset + slot.numel)",
+        "first, last = max(start, slot.offset), stop",
+        ("tests/core/test_layout.py",),
+    ),
+    Fault(
+        "a planned bucket does not wait for the one before",
+        "core/bucketing.py",
+        "return max(drained_seconds, queue.ready_seconds[stop]) + cost(",
+        "return queue.ready_seconds[stop] + cost(",
+        ("tests/core/test_bucketing.py",),
+    ),
+    Fault(
+        "large messages decide about the latency",
+        "core/cost_model.py",
+        "return abs(model.seconds(nbytes) / seconds - 1)",
+        "return abs(model.seconds(nbytes) - seconds)",
+        ("tests/core/test_cost_model.py",),
+    ),
+    Fault(
+        "a maximum norm passes over NaN",
+        "core/norms.py",
+        "return torch.where(combined[1] > 0, math.nan, combined[0]).to(dtype)",
+        "return combined[0].to(dtype)",
+        ("tests/core/test_norms.py",),
+    ),
+    Fault(
+        "a short window is divided by the full length",
+        "core/accumulation.py",
+        'counted = accumulate if partial_window == "lightning" else micro_batches',
+        "counted = accumulate",
+        ("tests/core/test_accumulation.py", "tests/strategies/gradients/test_accumulation.py"),
+    ),
+    Fault(
+        "what was sent stays, and is sent again by the next backward",
+        "distributed/zero1/gradient_bucket.py",
+        "slot.parameter.grad = None",
+        "pass",
+        ("tests/distributed/zero1/test_reducer.py::test_repeated_backward_adds_up",),
+    ),
+    Fault(
+        "an exposed gradient is added to itself",
+        "distributed/zero1/reductions.py",
+        "if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:",
+        "if bucket.shard_gradient is None:",
+        (f"{_PARITY}[repeated backward-3]",),
+    ),
+    Fault(
+        "sums of float16 overflow before they are divided",
+        "distributed/zero1/reductions.py",
+        "applied = 1.0 / self.collectives.world_size",
+        "applied = 1.0",
+        ("tests/distributed/zero1/test_wire_dtypes.py",),
+    ),
+    Fault(
+        "gradients that come after their bucket has left stay behind",
+        "distributed/zero1/reducer.py",
+        "left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]",
+        "left_over = [False for bucket in self.buckets]",
+        ("tests/distributed/zero1/test_reducer.py::test_a_backward_that_was_not_announced_is_reduced_too",),
+    ),
+    Fault(
+        "unused parameters decay",
+        "distributed/zero1/parameter_bucket.py",
+        "if self.shard_gradient is None or not slot.used:",
+        "if self.shard_gradient is None:",
+        (f"{_PARITY}[unused-3]",),
+    ),
+    Fault(
+        "a copy is made of a parameter in flight",
+        "distributed/zero1/read_guard.py",
+        "Tensor.is_contiguous,",
+        "Tensor.is_contiguous, Tensor.clone,",
+        ("tests/distributed/zero1/test_read_guard.py",),
+    ),
+    Fault(
+        "state moves from the wrong place",
+        "distributed/zero1/redistribution.py",
+        "offset = of_this_rank.parameter_start",
+        "offset = start",
+        ("tests/distributed/zero1/test_replanning.py::test_parameters_and_state_are_those_without_a_new_plan",),
+    ),
+    Fault(
+        "master weights are rounded in every step",
+        "distributed/zero1/parameter_bucket.py",
+        "take_where_changed(self.master, self.shard, self._rounded(self.master))",
+        "self.master.copy_(self.shard)",
+        ("tests/distributed/zero1/test_master_weights.py::test_updates_too_small_for_16_bits_add_up",),
+    ),
+    Fault(
+        "every rank counts what all ranks have",
+        "distributed/gradients/clipping.py",
+        "counts_replicated = collectives is None or collectives.rank == 0",
+        "counts_replicated = True",
+        ("tests/distributed/gradients/test_clipping.py",),
+    ),
+    Fault(
+        "a norm that overflows is taken for gradients that do",
+        "strategies/gradients/clipping.py",
+        "return any_rank(not math.isfinite(largest.item()), self._control)",
+        "return True",
+        (
+            "tests/strategies/gradients/test_nonfinite.py::test_gradients_whose_squares_overflow_are_finite_all_the_same",
+        ),
+    ),
+    Fault(
+        "a micro-batch hides the NaN of the one before",
+        "distributed/gradients/nonfinite.py",
+        "largest if earlier is None else earlier.largest.maximum(largest)",
+        "largest",
+        ("tests/distributed/gradients/test_nonfinite.py",),
+    ),
+    Fault(
+        "a rank knows of its own weights alone",
+        "distributed/gradients/loss_weights.py",
+        "self._control.all_reduce(values).wait()",
+        "pass",
+        ("tests/distributed/gradients/test_loss_weights.py",),
+    ),
+    Fault(
+        "a loss without weight brings its NaN along",
+        "distributed/gradients/loss_weights.py",
+        "return torch.where(counts, gradient, 0)",
+        "return gradient * counts",
+        ("tests/distributed/gradients/test_weightless.py",),
+    ),
+    Fault(
+        "state is gathered into the wrong place",
+        "distributed/zero1/state_dict.py",
+        "shard_slice.parameter_start : shard_slice.parameter_start + shard_slice.numel",
+        "0 : shard_slice.numel",
+        ("tests/strategies/checkpoint/test_checkpoints.py::test_the_file_is_what_ddp_would_have_written",),
+    ),
+    Fault(
+        "a rank loads the part of another",
+        "distributed/zero1/gradient_bucket.py",
+        "part = self.storage_order(unsharded)[start : start + self.shard_slice.numel]",
+        "part = self.storage_order(unsharded)[: self.shard_slice.numel]",
+        ("tests/strategies/checkpoint/test_checkpoints.py::test_training_goes_on_elsewhere_as_it_would_have_here",),
+    ),
+    Fault(
+        "a rank reads the part of another from a sharded checkpoint",
+        "distributed/checkpoint/reading.py",
+        "runs[name] = Run(target, slot.shard_slice.parameter_start)",
+        "runs[name] = Run(target, 0)",
+        ("tests/strategies/checkpoint/test_sharded_checkpoints.py::test_training_goes_on_at_another_world_size",),
+    ),
+    Fault(
+        "what a crash between two renames left is lost",
+        "distributed/durable_files.py",
+        "if not os.path.lexists(path) and os.path.lexists(replaced):",
+        "if False:",
+        ("tests/distributed/test_durable_files.py",),
+    ),
+    Fault(
+        "all ranks go on with the random numbers of one",
+        "strategies/checkpoint/resume.py",
+        'saved["states"][rank]',
+        'saved["states"][0]',
+        ("tests/strategies/checkpoint/test_resume.py::test_training_goes_on_as_if_it_had_not_stopped",),
+    ),
+    Fault(
+        "the buckets that were foretold are in another order",
+        "distributed/ddp/reducer_buckets.py",
+        "return [list(reversed(bucket)) for bucket in reversed(buckets)]",
+        "return [list(bucket) for bucket in buckets]",
+        ("tests/distributed/ddp/test_reducer_buckets.py",),
+    ),
+    Fault(
+        "an epoch of ranks with different numbers of batches is one batch short",
+        "strategies/dataloaders.py",
+        "return _swap(dataloader, _EndsEarly, least)",
+        "return _swap(dataloader, _EndsEarly, least - 1)",
+        ("tests/strategies/test_dataloaders.py::test_all_ranks_train_on_the_smallest_number_of_batches",),
+    ),
+    Fault(
+        "a preempted training loses the window it is in",
+        "strategies/checkpoint/preemption.py",
+        "self._window_is_open = window_is_open(trainer)",
+        "self._window_is_open = False",
+        ("tests/strategies/checkpoint/test_preemption.py::test_an_open_window_is_finished_first",),
+    ),
+)

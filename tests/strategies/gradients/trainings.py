@@ -1,0 +1,63 @@
+"""Trainings of both strategies on the batches of ``big_batch``, and how far they are from its truth."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+import lightning_parstrat
+from tests.comparing import distance, worst
+from tests.strategies.gradients.big_batch import Regression, Sample, Truth, loader, samples
+from tests.strategies.parity import make_trainer, zero1
+
+WEIGHTS = (3.0, 0.0, 11.0, 512.0, 1.0, 40.0, 7.0)
+KINDS = ["ddp_tuned", "zero1", "exposed"]
+
+
+def kinds_of(cases: Iterable[Any], exposed: Any = None) -> list[tuple[Any, str]]:
+    """Each case in both strategies, and one of them (by default the first) with exposed gradients.
+
+    Exposed gradients are clipped, scaled and stepped by the code that does so under DDP.
+    """
+    cases = list(cases)
+    return [
+        *((case, kind) for case in cases for kind in ("ddp_tuned", "zero1")),
+        (cases[0] if exposed is None else exposed, "exposed"),
+    ]
+
+
+def strategy(kind: str, **arguments: Any) -> Any:
+    if kind == "ddp_tuned":
+        return lightning_parstrat.TunedDDPStrategy(**arguments)
+    return zero1(**{"expose_gradients": kind == "exposed", "partial_window": "exact", **arguments})
+
+
+def ranks_batches(batches: int, weights: tuple[float, ...] = (1.0,)) -> list[list[Sample]]:
+    return [
+        samples(batches, seed=rank, weights=weights[rank:] + weights[:rank]) for rank in range(dist.get_world_size())
+    ]
+
+
+def fit(module: Any, chosen: Any, batches: int, **arguments: Any) -> Trainer:
+    """Trains on this rank's batches, which have weights where the module wants them."""
+    weights = WEIGHTS if getattr(module, "weighted", False) else (1.0,)
+    trainer = make_trainer(chosen, use_distributed_sampler=False, **arguments)
+    trainer.fit(module, loader(ranks_batches(batches, weights)[dist.get_rank()]))
+    return trainer
+
+
+def differences(module: Regression, truth: Truth, accumulate: int, batches: int) -> tuple[float, float]:
+    """Of parameters and of norms, after the batches that end a window."""
+    parameters, norms = _steps(module, accumulate, batches)
+    # Where nobody asks for norms, none is known.
+    pairs = [] if all(map(math.isnan, norms)) else zip(norms, truth.norms, strict=True)
+    known = [(a, b) for a, b in pairs if not math.isnan(b)]
+    return distance(parameters, truth.parameters), worst(0.0, [abs(a - b) / b for a, b in known])
+
+
+def _steps(module: Regression, accumulate: int, batches: int) -> tuple[list[Tensor], list[float]]:
+    ends = [i for i in range(len(module.seen)) if (i % batches + 1) % accumulate == 0 or i % batches == batches - 1]
+    return [module.seen[i] for i in ends], [module.norms[i] for i in ends]
