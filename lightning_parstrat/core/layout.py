@@ -96,6 +96,11 @@ class ShardSlice(NamedTuple):
     shard_start: int
     numel: int
 
+    @property
+    def elements(self) -> slice:
+        """Those of the parameter, 1-D in storage order, that the rank owns."""
+        return slice(self.parameter_start, self.parameter_start + self.numel)
+
 
 class BucketLayout(NamedTuple):
     """One bucket, padding included: rank r owns the elements ``[bounds[r], bounds[r + 1])``.

@@ -58,16 +58,12 @@ class ShardingPolicy:
         number = isinstance(cap, (int, float)) and not isinstance(cap, bool) and math.isfinite(cap) and cap > 0
         if not number:
             raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8.")
-        if self.partition not in get_args(PartitionChoice):
-            raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(PartitionChoice)}.")
-        if self.bucket_order not in get_args(BucketOrder):
-            raise ValueError(f"Invalid bucket_order: {self.bucket_order!r}. Must be one of {get_args(BucketOrder)}.")
+        _check_choices(self, partition=PartitionChoice, bucket_order=BucketOrder)
         for name in ("expose_gradients", "master_weights"):
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
-        if not isinstance(self.overlap_param_gather, bool):
-            raise ValueError(f"Invalid overlap_param_gather: {self.overlap_param_gather!r}. Must be True or False.")
+        _check_flag(self, "overlap_param_gather")
         bound = self.max_inflight_buckets
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
             raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, or None.")
@@ -101,6 +97,19 @@ class ShardingPolicy:
         return _narrowed(dtype, self.gather_dtype)
 
 
+def _check_choices(policy: object, **choices: object) -> None:
+    for name, allowed in choices.items():
+        value = getattr(policy, name)
+        if value not in get_args(allowed):
+            raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
+
+
+def _check_flag(policy: object, name: str) -> None:
+    value = getattr(policy, name)
+    if not isinstance(value, bool):
+        raise ValueError(f"Invalid {name}: {value!r}. Must be True or False.")
+
+
 def _narrowed(dtype: torch.dtype, choice: WireDtype) -> torch.dtype:
     return torch.bfloat16 if choice == "bf16" and dtype == torch.float32 else dtype
 
@@ -126,11 +135,7 @@ class GradientPolicy:
     nonfinite_grads: NonfiniteGradients = "propagate"
 
     def __post_init__(self) -> None:
-        choices = {"partial_window": PartialWindow, "clip_scope": ClipScope, "nonfinite_grads": NonfiniteGradients}
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            if value not in get_args(allowed):
-                raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
+        _check_choices(self, partial_window=PartialWindow, clip_scope=ClipScope, nonfinite_grads=NonfiniteGradients)
         number = isinstance(self.norm_type, (int, float)) and not isinstance(self.norm_type, bool)
         if self.norm_type != "inf" and not (number and float(self.norm_type) > 0):
             raise ValueError(f"Invalid norm_type: {self.norm_type!r}. Must be a positive number, such as 2.0, or inf.")
@@ -157,12 +162,8 @@ class CheckpointPolicy:
     async_save: bool = False
 
     def __post_init__(self) -> None:
-        if self.checkpoint_format not in get_args(CheckpointFormat):
-            raise ValueError(
-                f"Invalid checkpoint_format: {self.checkpoint_format!r}. Must be one of {get_args(CheckpointFormat)}."
-            )
-        if not isinstance(self.async_save, bool):
-            raise ValueError(f"Invalid async_save: {self.async_save!r}. Must be True or False.")
+        _check_choices(self, checkpoint_format=CheckpointFormat)
+        _check_flag(self, "async_save")
         if self.async_save and self.checkpoint_format != "sharded":
             raise ValueError(
                 "async_save=True needs checkpoint_format='sharded': a full checkpoint is gathered on one rank, for"

@@ -255,11 +255,6 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
             self._tuner = None
         super().teardown()
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
-
 
 def _check_folder(plan_cache: str | Path | None) -> None:
     if plan_cache is not None and not isinstance(plan_cache, (str, PathLike)):

@@ -115,11 +115,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
-
     @override
     def configure_ddp(self) -> None:
         """Gives all ranks the same module; there is no wrapper around it."""

@@ -6,13 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from lightning_parstrat.core.bucketing import (
-    Cost,
-    exposed_time,
-    finish_time,
-    lower_bound,
-    optimal_buckets,
-)
+from lightning_parstrat.core.bucketing import Cost, exposed_time, finish_time, lower_bound, optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
 
 Plan = tuple[int, ...]

@@ -12,10 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    LearningRateFinder,
-)
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

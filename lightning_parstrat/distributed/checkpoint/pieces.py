@@ -118,9 +118,7 @@ class CheckpointPieces:
             return None
         if source.optimizer is None:
             flat = slot.storage_order(parameter.detach())
-            elements = flat[
-                slot.shard_slice.parameter_start : slot.shard_slice.parameter_start + slot.shard_slice.numel
-            ]
+            elements = flat[slot.shard_slice.elements]
         else:
             elements = in_storage_order(self._state_of(source, slot.shard))
         return Piece(elements, slot.shard_slice.parameter_start, slot.place.numel)

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class PairwiseCollectives(Collectives):
             for rank in range(self.world_size)
         ]
         transfers = self._exchange(
-            range(self.world_size), lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], self._count_reduced
+            range(self.world_size), lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], "reduce_scatter_bytes"
         )
         reduction = SummedChunks(Transfers(transfers, buffer), by_rank, shard)
         if buffer.device.type != "cpu":
@@ -65,7 +66,7 @@ class PairwiseCollectives(Collectives):
             range(self.world_size),
             lambda target: [chunks[self.rank]],
             lambda source: [chunks[source]],
-            self._count_gathered,
+            "all_gather_bytes",
         )
         return Transfers(transfers, buffer)
 
@@ -74,7 +75,7 @@ class PairwiseCollectives(Collectives):
         ranks: Sequence[int],
         outgoing: Chunks,
         incoming: Chunks,
-        count: Callable[[Tensor, int], None],
+        counted_as: Literal["reduce_scatter_bytes", "all_gather_bytes"],
         tag: int = 0,
     ) -> list[Work]:
         """Sends every other one of ``ranks`` its chunks, and receives from it; empty ones are not sent.
@@ -83,7 +84,7 @@ class PairwiseCollectives(Collectives):
             ranks: Those that exchange, this one among them.
             outgoing: What goes to a rank.
             incoming: Where to put what comes from a rank.
-            count: Called with each chunk that is sent, and the rank it goes to.
+            counted_as: The counter of ``traffic`` that what is sent is added to.
             tag: Exchanges of one tag are launched by one thread, so that both sides have the same order of them.
         """
         operations = []
@@ -95,23 +96,17 @@ class PairwiseCollectives(Collectives):
             ]
             for chunk in outgoing(target):
                 if chunk.numel():
-                    count(chunk, target)
+                    self._count(counted_as, chunk, target)
                     operations.append(self._operation(dist.isend, chunk, target, tag))
         return [as_work(work) for work in dist.batch_isend_irecv(operations)] if operations else []
 
     def _operation(self, direction: Callable[..., Work | None], chunk: Tensor, peer: int, tag: int) -> dist.P2POp:
         return dist.P2POp(direction, real_view(chunk), group=self.group, group_peer=peer, tag=tag)
 
-    def _count_reduced(self, chunk: Tensor, target: int) -> None:
-        self._count("reduce_scatter_bytes", chunk, target)
-
-    def _count_gathered(self, chunk: Tensor, target: int) -> None:
-        self._count("all_gather_bytes", chunk, target)
-
-    def _count(self, phase: str, chunk: Tensor, target: int) -> None:
+    def _count(self, counter: str, chunk: Tensor, target: int) -> None:
         # The second level of an exchange is launched by a thread, while the main one may launch the next first level.
         with self._counting:
-            setattr(self.traffic, phase, getattr(self.traffic, phase) + chunk.nbytes)
+            setattr(self.traffic, counter, getattr(self.traffic, counter) + chunk.nbytes)
             if not self.topology.share_node(self.rank, target):
                 self.traffic.between_nodes_bytes += chunk.nbytes
 

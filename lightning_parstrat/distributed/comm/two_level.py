@@ -52,7 +52,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             self._node_mates,
             lambda target: [chunks[rank] for rank in self._columns[target]],
             arriving.__getitem__,
-            self._count_reduced,
+            "reduce_scatter_bytes",
         )
         work = ExchangedWork()
 
@@ -83,7 +83,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             self._counterparts,
             lambda target: [by_counterpart[target]],
             lambda source: [arriving[source]],
-            self._count_reduced,
+            "reduce_scatter_bytes",
             _SECOND_LEVEL_OF_REDUCTION,
         )
 
@@ -101,7 +101,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             self._counterparts,
             lambda target: [chunks[self.rank]],
             lambda source: [chunks[source]],
-            self._count_gathered,
+            "all_gather_bytes",
         )
         work = ExchangedWork()
 
@@ -111,7 +111,7 @@ class TwoLevelCollectives(PairwiseCollectives):
                 self._node_mates,
                 lambda target: [chunks[rank] for rank in self._counterparts],
                 lambda source: [chunks[rank] for rank in self._columns[source]],
-                self._count_gathered,
+                "all_gather_bytes",
                 _SECOND_LEVEL_OF_GATHER,
             )
             self._within.run(work, lambda: self._finish_gather(within, work))

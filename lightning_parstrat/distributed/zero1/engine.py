@@ -207,7 +207,7 @@ class ShardedDataParallel:
 
     def zero_gradients(self) -> None:
         """Forgets all reduced gradients. Collective where some are still under way."""
-        self.reducer.zero({slot for bucket in self.buckets for slot in bucket.slots})
+        self.reducer.zero(set(self.slots.values()))
 
     def collect_unannounced_gradients(self, wanted: bool) -> None:
         """Whether a step also reduces gradients of backwards that :meth:`prepare_backward` did not announce."""
@@ -256,13 +256,9 @@ class ShardedDataParallel:
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
-        per_element = dict.fromkeys(self.buckets, 0.0)
-        for optimizer in self.sharded_optimizers:
-            ratio = state_bytes_per_parameter_byte(optimizer)
-            if ratio is None:
-                return None
-            for bucket in sharding_of(optimizer).buckets:
-                per_element[bucket] += ratio * bucket.shard_dtype.itemsize
+        per_element = self._state_bytes_per_element()
+        if per_element is None:
+            return None
         memory = [
             BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
             for bucket, state in per_element.items()
@@ -299,18 +295,27 @@ class ShardedDataParallel:
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
 
-    def _state_bytes(self, rank: int) -> tuple[int, int] | None:
-        whole = own = 0.0
+    def _state_bytes_per_element(self) -> dict[ParameterBucket, float] | None:
+        """What optimizers keep for an element of each bucket; None where one's is unknown before its step."""
+        per_element = dict.fromkeys(self.buckets, 0.0)
         for optimizer in self.sharded_optimizers:
             ratio = state_bytes_per_parameter_byte(optimizer)
             if ratio is None:
                 return None
             for bucket in sharding_of(optimizer).buckets:
                 # An optimizer keeps its state in the dtype that it steps.
-                width = ratio * bucket.shard_dtype.itemsize / bucket.dtype.itemsize
-                whole += width * parameter_bytes([bucket.layout])
-                own += width * owned_bytes([bucket.layout], rank)
-        return round(whole), round(own)
+                per_element[bucket] += ratio * bucket.shard_dtype.itemsize
+        return per_element
+
+    def _state_bytes(self, rank: int) -> tuple[int, int] | None:
+        """Optimizer state unsharded and on this rank."""
+        per_element = self._state_bytes_per_element()
+        if per_element is None:
+            return None
+        # Of one byte an element.
+        sized = [(width, [bucket.layout._replace(itemsize=1)]) for bucket, width in per_element.items()]
+        unsharded = sum(width * parameter_bytes(layouts) for width, layouts in sized)
+        return round(unsharded), round(sum(width * owned_bytes(layouts, rank) for width, layouts in sized))
 
     def _shard_optimizers(self) -> None:
         for optimizer in self.sharded_optimizers:
@@ -326,8 +331,7 @@ class ShardedDataParallel:
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
         self.gatherer.finish()
-        sharded = {slot.parameter for bucket in self.buckets for slot in bucket.slots}
-        owners = self._owners()
+        sharded, owners = set(self.slots), self._owners()
         check_parameters(self.module, list(owners))
         # What was in no optimizer may be in one now; its gradients must not travel twice.
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
@@ -353,7 +357,7 @@ class ShardedDataParallel:
 
     def _share_buckets(self, owners: Mapping[Tensor, Owners]) -> None:
         """Gives optimizers the buckets of parameters that they got while those were another's already."""
-        slots = {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+        slots = self.slots
         for parameter, numbers in owners.items():
             for number in numbers:
                 sharding = sharding_of(self.optimizers[number])

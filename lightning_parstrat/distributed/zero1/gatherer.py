@@ -98,10 +98,8 @@ class ParameterGatherer:
             gather = self._in_flight.get(bucket)
             if gather is None:
                 return
-            with (
-                marked(f"zero1_custom: wait for parameters of bucket {bucket.index}"),
-                self.streams.on(gather.stream),
-            ):
+            mark_of_wait = marked(f"zero1_custom: wait for parameters of bucket {bucket.index}")
+            with mark_of_wait, self.streams.on(gather.stream):
                 self.collectives.wait(gather.work)
                 bucket.finish_gather(gather.buffer)
                 # Last: another thread that finds an ordinary parameter reads it at once.

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
+from lightning_parstrat.core.layout import BucketLayout, Slot
 from lightning_parstrat.distributed.torch_compat import copy_all
 
 
@@ -105,20 +105,13 @@ class ParameterSlot:
         """The part this rank owns of a tensor of the parameter's shape: a view where its strides are the bucket's."""
         if self.shard_slice is None or self.shard is None:
             raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
-        start = self.shard_slice.parameter_start
-        part = self.storage_order(unsharded)[start : start + self.shard_slice.numel]
+        part = self.storage_order(unsharded)[self.shard_slice.elements]
         return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
 
-    def owned_by(self, rank: int) -> ShardSlice:
-        """Which part of it ``rank`` owns.
-
-        Raises:
-            AssertionError: ``rank`` owns nothing of it.
-        """
+    def elements_of(self, rank: int) -> slice:
+        """Which elements of it ``rank`` owns, in storage order, wherever they lie in the shard; may be none."""
         shard_slice = self.bucket.layout.slice_of(self.place, rank)
-        if shard_slice is None:
-            raise AssertionError(f"rank {rank} owns nothing of a parameter it has state for")
-        return shard_slice
+        return slice(0, 0) if shard_slice is None else shard_slice.elements
 
 
 class ShownMean(Enum):

@@ -18,10 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.zero1.optimizer_sharding import (
-    OptimizerSharding,
-    original_class,
-)
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, original_class
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 from lightning_parstrat.distributed.zero1.state_dict import StateByShard, gather_state_dict, load_sharded
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import ShardSlice
 from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.exchange import exchange_chunks
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
@@ -31,11 +31,8 @@ class Move(NamedTuple):
     @property
     def changes_hands(self) -> bool:
         """Whether any of its elements gets another owner."""
-        before, after = self.old.bucket.layout, self.new.bucket.layout
-        return any(
-            _elements(before.slice_of(self.old.place, rank)) != _elements(after.slice_of(self.new.place, rank))
-            for rank in range(before.world_size)
-        )
+        ranks = range(self.old.bucket.layout.world_size)
+        return any(self.old.elements_of(rank) != self.new.elements_of(rank) for rank in ranks)
 
 
 class _Known(NamedTuple):
@@ -127,10 +124,8 @@ def _describe(optimizer: Optimizer, move: Move) -> dict[str, _Known]:
 
 def _tell_each_other(described: list[dict[str, _Known]], control: Collectives) -> list[dict[str, _Known]]:
     """What any rank holds of each parameter's state: the same on all."""
-    gathered: list[Any] = [None] * control.world_size
-    dist.all_gather_object(gathered, described, group=control.group)
     known: list[dict[str, _Known]] = [{} for _ in described]
-    for of_rank in gathered:
+    for of_rank in all_gather_object(described, control.group):
         for entries, found in zip(known, of_rank, strict=True):
             entries.update(found)
     return known
@@ -157,15 +152,15 @@ def _move_slices(
     """
     rank = collectives.rank
     parts = [_flat(move.old, tensor, dtype) for tensor, dtype in own]
-    arrived = [_new_part(move.new, dtype) for _, dtype in own]
+    arrived = [_flat(move.new, None, dtype) for _, dtype in own]
     outgoing: dict[int, list[Tensor]] = {}
     incoming: dict[int, list[Tensor]] = {}
     for other in range(collectives.world_size):
         to_send = _common(move.old.shard_slice, move.new.bucket.layout.slice_of(move.new.place, other), parts)
         to_receive = _common(move.new.shard_slice, move.old.bucket.layout.slice_of(move.old.place, other), arrived)
         if other == rank:
-            for place, shard_slice in zip(to_receive, to_send, strict=True):
-                place.copy_(shard_slice)
+            for place, part in zip(to_receive, to_send, strict=True):
+                place.copy_(part)
         else:
             outgoing[other], incoming[other] = to_send, to_receive
     exchange_chunks(collectives, outgoing, incoming)
@@ -178,35 +173,19 @@ def _move_slices(
 def _common(
     of_this_rank: ShardSlice | None, of_other: ShardSlice | None, parts: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """What this rank's parts have in common with another rank's shard_slice of the parameter: views."""
+    """What this rank's parts have in common with another rank's part of the parameter: views."""
     if of_this_rank is None or of_other is None:
         return []
-    start = max(of_this_rank.parameter_start, of_other.parameter_start)
-    stop = min(of_this_rank.parameter_start + of_this_rank.numel, of_other.parameter_start + of_other.numel)
-    if start >= stop:
-        return []
-    offset = of_this_rank.parameter_start
-    return [part[start - offset : stop - offset] for part in parts if part is not None]
+    mine, theirs = of_this_rank.elements, of_other.elements
+    start, stop = max(mine.start, theirs.start) - mine.start, min(mine.stop, theirs.stop) - mine.start
+    return [part[start:stop] for part in parts if part is not None] if start < stop else []
 
 
 def _flat(slot: ParameterSlot, tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
-    """A part as 1-D in storage order."""
+    """A part as 1-D in storage order; zeros where there is none yet."""
     if slot.shard is None or slot.shard_slice is None:
         return None
     if tensor is None:
         return torch.zeros(slot.shard_slice.numel, dtype=dtype, device=slot.parameter.device)
     whole = slot.shard_slice.numel == slot.place.numel
     return slot.storage_order(tensor.detach()) if whole else tensor.detach().contiguous()
-
-
-def _new_part(slot: ParameterSlot, dtype: torch.dtype | None) -> Tensor | None:
-    return (
-        None
-        if slot.shard_slice is None
-        else torch.zeros(slot.shard_slice.numel, dtype=dtype, device=slot.parameter.device)
-    )
-
-
-def _elements(shard_slice: ShardSlice | None) -> tuple[int, int] | None:
-    """Which elements of its parameter a shard_slice has, wherever they lie in the shard."""
-    return None if shard_slice is None else (shard_slice.parameter_start, shard_slice.numel)

@@ -143,8 +143,7 @@ class GradientReducer:
         self._let_users_hooks_run_first()
         backward = self._backward = self._begin(scale or self._mean_over_ranks)
         if loss.requires_grad:
-            hook = partial(self._on_loss_gradient, backward)
-            self._loss_hook = loss.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._loss_hook = loss.register_hook(lambda _: self._enter(backward))  # type: ignore[no-untyped-call]
 
     def _begin(self, scale: GradientScale) -> _Backward:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
@@ -157,9 +156,6 @@ class GradientReducer:
         # do not send theirs until they have come to the step would wait for ever.
         replicated = any(slot.trainable for bucket in self.buckets if bucket.is_replicated for slot in bucket.slots)
         return _Backward(scale, queue, settles_at_end=self.exposes_gradients or replicated)
-
-    def _on_loss_gradient(self, backward: _Backward, _: Tensor) -> None:
-        self._enter(backward)
 
     def _enter(self, backward: _Backward) -> None:
         # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.

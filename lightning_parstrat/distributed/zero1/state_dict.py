@@ -18,11 +18,7 @@ from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import (
-    ELEMENTWISE_OPTIMIZERS,
-    original_class,
-    sharding_of,
-)
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class, sharding_of
 
 State = dict[str, Any]
 StateDict = dict[Any, Any]
@@ -226,10 +222,7 @@ def _gather_states(
             continue
         if key not in state:
             state[key] = torch.empty_strided(slot.parameter.shape, slot.strides, dtype=entry.dtype)
-        shard_slice = slot.owned_by(source)
-        target = slot.storage_order(state[key])[
-            shard_slice.parameter_start : shard_slice.parameter_start + shard_slice.numel
-        ]
+        target = slot.storage_order(state[key])[slot.elements_of(source)]
         # One tensor after the other in the order of `_listed`: Gloo matches sends by order, and host memory stays flat.
         if source == rank:
             target.copy_(_own_part(optimizer, slot, key))

@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import without_step_hooks
-from lightning_parstrat.distributed.zero1.optimizer_sharding import (
-    ELEMENTWISE_OPTIMIZERS,
-    original_class,
-)
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class
 
 
 class ShardingSummary(NamedTuple):

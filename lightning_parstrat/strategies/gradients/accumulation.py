@@ -33,12 +33,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import (
     own_job,
     signal_to_requeue_at,
 )
-from lightning_parstrat.strategies.gradients.clipping import (
-    GradientClipper,
-    GradientNorm,
-    StepNotFinite,
-    StepSkipped,
-)
+from lightning_parstrat.strategies.gradients.clipping import GradientClipper, GradientNorm, StepNotFinite, StepSkipped
 from lightning_parstrat.strategies.gradients.precision import enabled_scaler, equip_precision
 from lightning_parstrat.strategies.lightning_compat import unwrapped, warn_of_untried_versions
 

@@ -47,6 +47,11 @@ class RanksStrategy(DDPStrategy):
         self._known_liveness: Liveness | None = None
         super().__init__(**kwargs)
 
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
+
     @override
     def _configure_launcher(self) -> None:
         """Looks at the job and at what torchelastic has started, before anybody asks how many ranks there are.

@@ -18,15 +18,7 @@ from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Sample, sgd
-from tests.strategies.gradients.poison import (
-    BATCHES,
-    Poisoned,
-    Snapshots,
-    adamw,
-    fused,
-    run,
-    state_of,
-)
+from tests.strategies.gradients.poison import BATCHES, Poisoned, Snapshots, adamw, fused, run, state_of
 from tests.strategies.gradients.trainings import kinds_of, ranks_batches, strategy
 from tests.strategies.gradients.two_optimizers import TwoOptimizers, train_two
 from tests.strategies.parity import make_trainer
