@@ -17,6 +17,30 @@ BATCH_SIZE = 4
 TIMEOUT = 40.0
 TOLERANCE: dict[str, float] = {"rtol": 2e-5, "atol": 1e-6}
 
+Lengths = tuple[tuple[int, ...], ...]
+FIRST: dict[int, Lengths] = {2: ((5,), (3,)), 3: ((4,), (3,), (6,))}
+PAIRS: dict[int, Lengths] = {2: ((5, 2), (3, 4)), 3: ((4, 3), (3, 2), (6, 5))}
+
+
+def smallest(lengths: Lengths) -> tuple[int, ...]:
+    return tuple(map(min, zip(*lengths, strict=True)))
+
+
+EVERYTHING = {"max_epochs": 3, "accumulate_grad_batches": 2, "validate": True}
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"max_epochs": 3, "validate": True},
+    EVERYTHING,
+    {"max_epochs": 2, "limit_train_batches": 2},
+    {"max_epochs": 2, "limit_train_batches": 4, "accumulate_grad_batches": 2, "validate": True},
+    {"max_epochs": 2, "val_check_interval": 2, "validate": True},
+    {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3, "validate": True},
+    {"max_steps": 4, "max_epochs": -1, "validate": True},
+    {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
+]
+
 
 def batch_at(number: int) -> Tensor:
     """Different on every rank."""

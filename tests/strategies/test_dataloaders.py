@@ -22,12 +22,17 @@ from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.loaders import (
+    ARGUMENTS,
     BATCH_SIZE,
+    EVERYTHING,
+    FIRST,
+    PAIRS,
     TIMEOUT,
     TOLERANCE,
     ByIndex,
     Generates,
     Immutable,
+    Lengths,
     Resumable,
     Samples,
     Slotted,
@@ -43,6 +48,7 @@ from tests.strategies.loaders import (
     min_size_unsized,
     nested,
     sized,
+    smallest,
     sometimes_shorter,
     tensor,
     unsized,
@@ -148,15 +154,6 @@ def fit(
     )
 
 
-Lengths = tuple[tuple[int, ...], ...]
-FIRST: dict[int, Lengths] = {2: ((5,), (3,)), 3: ((4,), (3,), (6,))}
-PAIRS: dict[int, Lengths] = {2: ((5, 2), (3, 4)), 3: ((4, 3), (3, 2), (6, 5))}
-
-
-def smallest(lengths: Lengths) -> tuple[int, ...]:
-    return tuple(map(min, zip(*lengths, strict=True)))
-
-
 def train_unevenly(strategy: str, make: Callable[..., Any], lengths: Lengths, arguments: dict[str, Any]) -> Outcome:
     """Under "ddp" all ranks have the smallest number from the beginning."""
     own = smallest(lengths) if strategy == "ddp" else lengths[dist.get_rank()]
@@ -185,22 +182,6 @@ def check_unevenly(
     return outcomes["zero1"]
 
 
-EVERYTHING = {"max_epochs": 3, "accumulate_grad_batches": 2, "validate": True}
-
-
-ARGUMENTS: list[dict[str, Any]] = [
-    {},
-    {"max_epochs": 3, "validate": True},
-    EVERYTHING,
-    {"max_epochs": 2, "limit_train_batches": 2},
-    {"max_epochs": 2, "limit_train_batches": 4, "accumulate_grad_batches": 2, "validate": True},
-    {"max_epochs": 2, "val_check_interval": 2, "validate": True},
-    {"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 3, "validate": True},
-    {"max_steps": 4, "max_epochs": -1, "validate": True},
-    {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1},
-]
-
-
 @pytest.mark.parametrize(
     ("arguments", "world_size"),
     slow_unless(
@@ -224,18 +205,7 @@ def test_a_part_of_an_epoch_is_a_part_of_the_smallest_number(pool: RankPool, arg
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        integers,
-        tensor,
-        generator,
-        ByIndex,
-        Generates,
-        Immutable,
-        Slotted,
-        Wrapper,
-        Resumable,
-    ],
+    "make", [integers, tensor, generator, ByIndex, Generates, Immutable, Slotted, Wrapper, Resumable]
 )
 def test_any_iterable_will_do(pool: RankPool, make: Callable[..., Any]) -> None:
     make = resumable if make is Resumable else make
