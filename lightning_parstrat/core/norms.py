@@ -1,7 +1,7 @@
 """Gradient norms over shards: a partial result per rank, its combination, and the factor that clips.
 
 For the p-norm every rank contributes ``sum |g|^p`` (for the maximum norm, ``max |g|``) of what it owns; the sum (the
-maximum) over ranks gives the norm of the whole, since every element is owned exactly once.
+maximum) over ranks gives the norm of all gradients, since every element is owned exactly once.
 """
 
 import math
@@ -17,8 +17,8 @@ def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dty
     Args:
         gradients: The gradients this rank owns, any shapes and floating or complex dtypes; may be empty.
         norm_type: p > 0, or ``math.inf``.
-        dtype: What to sum in, the same on every rank; see :func:`accumulation_dtype`.
-        device: Where the result is put.
+        dtype: The dtype of the sums, the same on every rank; see :func:`accumulation_dtype`.
+        device: The device of the result.
 
     Returns:
         1-D, to be combined over ranks: ``[sum |g|^p]`` in float64, since powers overflow sooner than norms; for
@@ -30,17 +30,20 @@ def partial_norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dty
     """
     if not norm_type > 0:
         raise ValueError(f"Invalid norm_type: {norm_type}. Must be > 0, or inf.")
+    # `dtype` is real, so complex gradients go in by their absolute values. Empty ones are left out: they have no
+    # maximum.
     present = [gradient.abs() if gradient.is_complex() else gradient for gradient in gradients if gradient.numel()]
     if not present:
         return torch.zeros(2 if math.isinf(norm_type) else 1, dtype=torch.float64, device=device)
     norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(present, norm_type, dtype=dtype)]).double()
     if math.isinf(norm_type):
+        # `posinf`: by default, infinity would become the largest finite number.
         return torch.stack([norms.nan_to_num(nan=0.0, posinf=math.inf).max(), norms.isnan().any().double()])
     return norms.pow(norm_type).sum().reshape(1)
 
 
 def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The norm of the whole from the sum (for infinity, the maximum) of all ranks' partial norms.
+    """The norm over all ranks, from the sum (for infinity, the maximum) of their partial norms.
 
     Args:
         combined: 1-D, see :func:`partial_norm`.
@@ -57,6 +60,7 @@ def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm; at most 1."""
+    # The 1e-6 is torch's: clipped gradients must equal those of `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

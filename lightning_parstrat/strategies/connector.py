@@ -1,4 +1,4 @@
-"""Lightning refuses some Slurm jobs before it creates a strategy; for ours, its error gets the line to change."""
+"""Improves the error with which Lightning refuses some Slurm jobs, before it creates a strategy of this package."""
 
 import functools
 import os
@@ -7,15 +7,16 @@ from typing import Any
 
 
 def explain_wrong_job_size(module: ModuleType) -> None:
-    """Has Lightning's error for ``--ntasks`` say what to write instead, where one of our strategies was asked for.
+    """Makes Lightning's error for ``--ntasks`` say what to write instead, if a strategy of this package was chosen.
 
-    Nothing is refused that was not, and under other strategies the error stays Lightning's own. Twice does no harm.
+    Nothing more is refused, and under other strategies the error stays Lightning's own. Calling it again is harmless.
 
     Args:
         module: ``lightning.pytorch.trainer.connectors.accelerator_connector``, fully imported.
     """
     connector = module._AcceleratorConnector
     original = connector._choose_and_init_cluster_environment
+    # Wrapped before: `functools.wraps` leaves this mark.
     if hasattr(original, "__wrapped__"):
         return
 
@@ -33,7 +34,7 @@ def explain_wrong_job_size(module: ModuleType) -> None:
 
 
 def _wrong_job_size(connector: Any, registry: Any) -> Exception | None:
-    # Here, as this module is imported while Lightning is.
+    # Not at the top: this module is imported while Lightning's own import is still running.
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from lightning_parstrat.strategies.launch.job_size import wrong_job_size

@@ -171,7 +171,7 @@ def test_a_job_of_the_wrong_size_is_refused_before_training(
     assert cluster.wait_for_end(number, START) == "FAILED"
     log = (tmp_path / "job.log").read_text()
     assert "begins" not in log
-    assert "MisconfigurationException: The Trainer was told of num_nodes=2 and devices=2" in log, log
+    assert "MisconfigurationException: The Trainer asks for num_nodes=2 and devices=2" in log, log
     assert re.search(rf"In the job file, write `#SBATCH {named}=2`( instead of `--ntasks`)? \(srun", log), log
     doctor = subprocess.run(
         [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor", "--no-measurement", "--job-file", "job.sh"],
