@@ -1,12 +1,12 @@
 """Registers the strategies as soon as Lightning's strategies module has been imported, and not before.
 
-``import torch`` loads every entry point of the group ``torch.backends`` (its plugin mechanism) and calls it; ours is
-:func:`autoload`. It imports neither torch nor Lightning: it leaves a finder on ``sys.meta_path`` that registers the
-names right after Lightning's strategies module has executed, and then removes itself. So
-``Trainer(strategy="zero1_custom")`` works in a script that never heard of this package.
+``import torch`` loads every entry point of the group ``torch.backends`` (its plugin mechanism) and calls it; this
+package's is :func:`autoload`. It imports neither torch nor Lightning: it leaves a finder on ``sys.meta_path`` that
+registers the names right after Lightning's strategies module has executed, and then removes itself. So
+``Trainer(strategy="zero1_custom")`` works in a script that does not mention this package.
 
-Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (ours) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, all plugins); then
-only ``import lightning_parstrat`` registers the names.
+Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (this package's) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, for all
+plugins); then only ``import lightning_parstrat`` registers the names.
 """
 
 import os
@@ -19,7 +19,7 @@ from types import ModuleType
 
 _REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 _SWITCH = "LIGHTNING_PARSTRAT_AUTOLOAD"
-# False only where the user imported the package by hand, ahead of torch: torch, importing its plugins, is there itself.
+# False only where the user imported this package before torch: when torch loads its plugins, it is in `sys.modules`.
 _TORCH_CAME_FIRST = "torch" in sys.modules
 
 
@@ -37,6 +37,7 @@ def autoload() -> None:
             from lightning_parstrat._torchrun import outlive_requeue_signal
 
             outlive_requeue_signal()
+        # This runs within every `import torch` on the machine: programs that do not use Lightning must not fail here.
         except Exception as error:
             warnings.warn(f"lightning_parstrat could not prepare torchrun for Slurm: {error!r}", stacklevel=2)
 
@@ -55,6 +56,7 @@ def register_on_import() -> None:
         else:
             waiting.add(name)
     if waiting and not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
+        # First, since the first finder that knows a module ends the search.
         sys.meta_path.insert(0, _StrategiesFinder(waiting))
 
 
@@ -81,6 +83,7 @@ class _StrategiesFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._waiting:
             return None
+        # A copy: importing may change the list. Without itself: that would recurse.
         for finder in tuple(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -109,7 +112,7 @@ class _RegisteringLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module must look as if its own loader alone had been at work.
+        # From here on the module must look as if its own loader had imported it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -1,7 +1,7 @@
-"""Within a Slurm job, torchrun's own process outlives the signal at which its ranks save.
+"""Within a Slurm job, torchrun's own process survives the signal at which its ranks save.
 
-The signal goes to all processes of a job. torchrun does not know it and would be ended by it, with its ranks left to
-themselves in the middle of their save. So in that process it is handed on to the ranks, and otherwise ignored.
+Slurm sends the signal to all processes of a job. torchrun has no handler for it, so it would end, and abandon its
+ranks in the middle of their save. So torchrun's process passes it on to the ranks, and ignores it otherwise.
 """
 
 import contextlib
@@ -22,14 +22,16 @@ def is_torchrun(words: Sequence[str]) -> bool:
     Args:
         words: As in ``sys.orig_argv``.
     """
+    # Only the first words: options of Python may come before, and what comes later are arguments of the training.
     return any(word in _MODULES or Path(word).name == "torchrun" for word in words[1:4])
 
 
 def outlive_requeue_signal() -> None:
-    """Hands SIGUSR1 on to the ranks, where this process is torchrun in a Slurm job and nobody else handles it."""
+    """Passes SIGUSR1 on to the ranks if this process is torchrun in a Slurm job and nothing else handles the signal."""
     if (
         "SLURM_JOB_ID" in os.environ
         and is_torchrun(sys.orig_argv)
+        # Python sets handlers in the main thread only.
         and threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
     ):
@@ -37,8 +39,10 @@ def outlive_requeue_signal() -> None:
 
 
 def _hand_on(signum: int, _: FrameType | None) -> None:
+    # By way of /proc: torchrun's list of its ranks is out of reach, and the kernel keeps children by the thread that
+    # started them.
     for children in Path("/proc/self/task").glob("*/children"):
-        # Threads and processes may end meanwhile.
+        # Threads and processes may end while this loop runs.
         with contextlib.suppress(OSError):
             for pid in children.read_text().split():
                 with contextlib.suppress(ProcessLookupError):

@@ -1,1 +1,1 @@
-"""The command line ``lightning-parstrat``: what to run a training with, and where, before it is run."""
+"""The command line ``lightning-parstrat``: prepares trainings, checks machines, and reads checkpoints."""

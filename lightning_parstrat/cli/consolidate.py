@@ -1,4 +1,4 @@
-"""``lightning-parstrat consolidate``: one file of a checkpoint that all ranks have written."""
+"""``lightning-parstrat consolidate``: turns a sharded checkpoint into one file."""
 
 import pickle
 import sys
@@ -18,8 +18,8 @@ from lightning_parstrat.distributed.checkpoint.reading import (
 )
 
 _DESCRIPTION = """
-Makes an ordinary Lightning checkpoint of a folder that was saved with checkpoint_format="sharded". Runs on one machine,
-without a GPU, and holds one piece of one tensor in memory at a time. The folder stays as it is.
+Turns a folder that was saved with checkpoint_format="sharded" into an ordinary Lightning checkpoint. Runs on one
+machine without a GPU, and holds one piece of one tensor in memory at a time. The folder is not changed.
 
   lightning-parstrat consolidate checkpoints/last.ckpt last-full.ckpt
 """
@@ -29,18 +29,18 @@ def make_parser() -> ArgumentParser:
     """The command's arguments."""
     parser = ArgumentParser(description=_DESCRIPTION)
     parser.add_argument("source", type=str, metavar="IN", help="the folder")
-    parser.add_argument("destination", type=str, metavar="OUT", help="the file to be")
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("destination", type=str, metavar="OUT", help="the file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     add_trust(parser)
     return parser
 
 
 def add_trust(parser: ArgumentParser) -> None:
-    """The argument by which a user vouches for a checkpoint."""
+    """Adds the argument with which a user vouches for a checkpoint."""
     parser.add_argument(
         "--trusted",
         action="store_true",
-        help="load objects of any class that the checkpoint holds, which may run code of who wrote it",
+        help="load objects of any class in the checkpoint; this can run code of whoever wrote it",
     )
 
 
@@ -50,9 +50,9 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
     source, destination = Path(arguments.source), Path(arguments.destination)
     if destination.is_dir():
-        raise UsageError(f"{destination} is a folder. OUT is the file to be written.")
+        raise UsageError(f"{destination} is a folder. OUT must be the file to write.")
     if destination.exists() and not arguments.overwrite:
-        raise UsageError(f"{destination} is there already. Choose another name, or give --overwrite.")
+        raise UsageError(f"{destination} already exists. Choose another name, or add --overwrite.")
     checkpoint = open_sharded(source, arguments.trusted)
     total = consolidated_bytes(checkpoint)
     try:
@@ -65,25 +65,25 @@ def run(arguments: Namespace, program: list[str]) -> int:
 
 
 def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
-    """A sharded checkpoint.
+    """Opens a sharded checkpoint.
 
     Raises:
         UsageError: There is none, it is damaged, or it holds more than tensors and plain values.
     """
     if not is_sharded_checkpoint(source):
-        what = "is a file: it is consolidated already" if source.is_file() else "is no sharded checkpoint"
-        raise UsageError(f"{source} {what if source.exists() else 'is not there'}. IN is a folder with `.metadata`.")
+        what = "is a file: it is consolidated already" if source.is_file() else "is not a sharded checkpoint"
+        raise UsageError(f"{source} {what if source.exists() else 'does not exist'}. IN is a folder with `.metadata`.")
     return loaded(lambda: ShardedCheckpoint(source, weights_only=not trusted), source)
 
 
 def loaded(load: Callable[[], Any], source: Path) -> Any:
-    """What ``load`` returns, or what is wrong in terms of the command."""
+    """The result of ``load``; its errors become those of the command."""
     try:
         return load()
     except pickle.UnpicklingError as error:
         raise UsageError(
-            f"{source} holds objects of classes that are not loaded without your word for it ({error}). If you trust"
-            " who wrote it, give --trusted."
+            f"{source} holds objects of classes that are loaded only with your permission ({error}). If you trust"
+            " whoever wrote it, add --trusted."
         ) from error
     except CheckpointDamagedError as error:
         raise UsageError(str(error)) from error

@@ -1,4 +1,4 @@
-"""``lightning-parstrat doctor``: what this machine or allocation has, and what would go wrong."""
+"""``lightning-parstrat doctor``: shows what a machine or allocation has, and what would go wrong in a training."""
 
 import json
 import os
@@ -23,12 +23,13 @@ from lightning_parstrat.cli.known_issues import (
     read_job_file,
 )
 from lightning_parstrat.cli.program import Program, read_program
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.link_probe import between_two_processes, read_result
 
 _DESCRIPTION = """
-Tells what this machine has, measures an all-reduce between two ranks, and looks for what is known to go wrong: in the
-environment, in a Slurm job file, in the configuration of a program. Within a Slurm job it asks all nodes, and measures
-between two of them. The exit code is 1 where something would go wrong.
+Shows what this machine has, measures an all-reduce between two ranks, and looks for known issues in the environment, in
+a Slurm job file, and in the configuration of a program. Within a Slurm job it asks all nodes, and measures between two
+of them. The exit code is 1 if it finds an issue.
 
   lightning-parstrat doctor
   lightning-parstrat doctor --job-file train.sbatch
@@ -46,16 +47,16 @@ def make_parser() -> ArgumentParser:
         "--job-file",
         type=str | None,
         metavar="FILE",
-        help="job file to look into, with its program",
+        help="job file to check, with its program",
     )
-    add("--no-measurement", action="store_true", help="leave the all-reduce out")
+    add("--no-measurement", action="store_true", help="do not measure the all-reduce")
     add("--this-node", action="store_true", help="within a Slurm job: this node only, without measurement")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints what it finds; the exit code is 1 where something would go wrong.
+    """Prints what it finds; the exit code is 1 if that includes an issue.
 
     Raises:
         UsageError: A file cannot be read.
@@ -92,12 +93,13 @@ def _situation(arguments: Namespace, command: Sequence[str], here: NodeFacts) ->
 
 
 def _in_allocation() -> bool:
-    """Whether there are nodes to ask, and nobody else asks them."""
-    # A job's script has the variables of a rank too, but that of a step.
+    """Whether there are nodes to ask, and this process is the one to ask them."""
+    # Slurm gives a job's script the same variables as its ranks, except for that of a step.
     return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ and shutil.which("srun") is not None
 
 
 def _srun(*arguments: str) -> str:
+    # `--overlap`: a training may occupy all that the job has, and without it srun would wait for its end.
     done = subprocess.run(
         ["srun", "--overlap", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
     )
@@ -108,6 +110,7 @@ def _srun(*arguments: str) -> str:
 
 def _all_nodes() -> tuple[list[NodeFacts], list[Finding]]:
     count = os.environ.get("SLURM_NNODES", "1")
+    # By module: on other nodes the console script need not be in PATH.
     module = "lightning_parstrat.cli.main"
     try:
         printed = _srun(
@@ -121,21 +124,22 @@ def _all_nodes() -> tuple[list[NodeFacts], list[Finding]]:
             "--this-node",
         )
     except (RuntimeError, subprocess.SubprocessError) as error:
-        what = f"The nodes of this job could not be asked: {error}"
+        what = f"The nodes of this job did not answer: {error}"
         return [facts_of_this_node()], [Finding("nodes that do not answer", what, "see the message")]
     nodes = [facts_from_json(json.loads(told)) for told in from_short_lines(printed)] or [facts_of_this_node()]
     return sorted(nodes, key=lambda node: node.variables.get("SLURM_NODEID", node.host)), []
 
 
 def in_short_lines(text: str) -> str:
-    """A text without line breaks as lines so short that srun does not mix them with those of other nodes."""
+    """Splits a text into lines so short that srun does not mix them with those of other nodes."""
+    # Lines of several nodes arrive in any order: a key puts those of one text together.
     key = uuid.uuid4().hex
     parts = [text[start : start + _LONGEST_PART] for start in range(0, len(text), _LONGEST_PART)]
     return "\n".join(f"parstrat:{key}:{number}:{part}:" for number, part in enumerate(parts))
 
 
 def from_short_lines(printed: str) -> list[str]:
-    """The texts of all nodes; srun may have been told to put the number of the task before each line."""
+    """Joins the texts of all nodes; srun may put the number of the task before each line (``--label``)."""
     texts: dict[str, dict[int, str]] = {}
     for key, number, part in re.findall(r"parstrat:([0-9a-f]{32}):(\d+):(.*):$", printed, re.MULTILINE):
         texts.setdefault(key, {})[int(number)] = part
@@ -147,6 +151,7 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> dict[str, Any]:
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
     ).stdout.split()
+    # Not the port that a job file of `lightning-parstrat slurm` gives the training, which may be running.
     port = 20000 + (int(os.environ["SLURM_JOB_ID"]) + 7919) % 20000
     return read_result(
         _srun(
@@ -157,13 +162,15 @@ def _between_nodes(nodes: Sequence[NodeFacts]) -> dict[str, Any]:
             "-m",
             "lightning_parstrat.distributed.comm.link_probe",
             f"tcp://{hosts[0]}:{port}",
+            # Both ranks must choose alike; by the weakest node, since GPUs on one side cannot reduce with CPUs on the
+            # other.
             "cuda" if all(node.devices for node in nodes) else "cpu",
         )
     )
 
 
 def _differences(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Nodes that do not have the same."""
+    """Findings for nodes that differ in versions or devices."""
     findings = []
     for name in nodes[0].versions:
         by_version: dict[str, list[str]] = {}
@@ -198,7 +205,7 @@ def _as_json(
 
 def _print(nodes: Sequence[NodeFacts], measured: dict[str, Any] | None, findings: Sequence[Finding]) -> None:
     for node in nodes:
-        print(f"{node.host}: {node.cores} cores, {_devices(node)}; {', '.join(node.backends)}")
+        print(f"{node.host}: {counted(node.cores, 'core')}, {_devices(node)}; {', '.join(node.backends)}")
         for one in node.interfaces:
             speed = "" if one.megabits_per_second is None else f", {one.megabits_per_second} Mbit/s"
             print(f"  interface {one.name}{speed}")
@@ -216,7 +223,7 @@ def _print(nodes: Sequence[NodeFacts], measured: dict[str, Any] | None, findings
     for finding in findings:
         print(f"{finding.issue}: {finding.what}\n  {finding.change}\n")
     if not findings:
-        print(f"Nothing that would go wrong is known, among: {', '.join(KNOWN_ISSUES)}.")
+        print(f"No known issues found, among: {', '.join(KNOWN_ISSUES)}.")
 
 
 def _devices(node: NodeFacts) -> str:

@@ -1,4 +1,4 @@
-"""What a machine or an allocation has."""
+"""Facts about a machine or an allocation."""
 
 import importlib.metadata
 import os
@@ -23,7 +23,7 @@ class Interface(NamedTuple):
 
     Attributes:
         name: Its name.
-        megabits_per_second: What it says of itself; None where it says nothing.
+        megabits_per_second: As the driver reports it; None where it does not.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Interface(NamedTuple):
 
 
 class NodeFacts(NamedTuple):
-    """What one node has, as it sees itself.
+    """What one node has, as seen from that node.
 
     Attributes:
         host: Its name.
         versions: By package, and Python's.
-        cores: Those that this process may use.
-        devices: Names of accelerators that this process may see.
-        backends: Those of torch.distributed, with their versions.
+        cores: Number of cores that this process may use.
+        devices: Names of accelerators that are visible to this process.
+        backends: Backends of torch.distributed, with their versions.
         interfaces: Network interfaces that are up, without loopback.
         variables: Environment variables that decide how ranks are started and find each other.
     """
@@ -53,10 +53,11 @@ class NodeFacts(NamedTuple):
 
 
 def facts_of_this_node() -> NodeFacts:
-    """Looks at this machine."""
+    """The facts about this machine."""
     return NodeFacts(
         host=socket.gethostname(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        # Not the machine's cores: Slurm binds a job to some of them.
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         devices=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         backends=backends(),
@@ -66,7 +67,7 @@ def facts_of_this_node() -> NodeFacts:
 
 
 def facts_from_json(value: Mapping[str, Any]) -> NodeFacts:
-    """What another node has told of itself."""
+    """The facts that another node has printed as JSON."""
     return NodeFacts(**{**value, "interfaces": [Interface(*one) for one in value["interfaces"]]})
 
 
@@ -83,6 +84,7 @@ def _interfaces() -> list[Interface]:
         if path.name == "lo" or _read(path / "operstate") == "down":
             continue
         speed = _read(path / "speed")
+        # Virtual interfaces report -1, and some cannot be asked: neither is a number of digits.
         found.append(Interface(path.name, int(speed) if speed.isdigit() else None))
     return found
 

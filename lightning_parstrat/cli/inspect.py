@@ -1,4 +1,4 @@
-"""``lightning-parstrat inspect``: what is in a checkpoint."""
+"""``lightning-parstrat inspect``: shows what is in a checkpoint."""
 
 import json
 from collections.abc import Iterable
@@ -13,13 +13,14 @@ from lightning_parstrat.cli.consolidate import add_trust, loaded, open_sharded
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import amount, table
 from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.reading import is_sharded_checkpoint
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from lightning_parstrat.strategies.checkpoint.resume import RNG
 
 _DESCRIPTION = """
-Tells what is in a checkpoint of Lightning, a file or a folder, without reading the tensors.
+Shows what is in a checkpoint of Lightning, a file or a folder, without reading the tensors.
 
   lightning-parstrat inspect checkpoints/last.ckpt
 """
@@ -42,7 +43,7 @@ def make_parser() -> ArgumentParser:
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints what is there; see :func:`main`."""
+    """Prints what is in the checkpoint; see :func:`main`."""
     if program:
         raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
     path = Path(arguments.checkpoint)
@@ -73,6 +74,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         "lightning": checkpoint["pytorch-lightning_version"],
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
+        # Plans are kept by some strategies only, random numbers by all.
         "ranks": len(states) or own.get("planned_for", {}).get("world_size"),
         "buckets": len(own.get("bucket_plan", [])) or None,
         "slurm_job": own.get("slurm_job"),
@@ -91,6 +93,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
 def _optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
     entries: dict[str, list[Tensor]] = {}
     others = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
+    # Beside torch's two entries there may be others, such as fp32 master weights, which count as state, too.
     for state in (*state_dict["state"].values(), *({key: v} for key, v in others.items())):
         for key, value in state.items() if isinstance(state, dict) else ():
             entries.setdefault(str(key), []).extend(leaf.tensor for leaf in leaves(value))
@@ -107,6 +110,7 @@ def _sum(tensors: Iterable[Tensor]) -> _Tensors:
 
 
 def _plain(value: Any) -> Any:
+    # A learning rate may be a tensor; in a sharded checkpoint it may be one without elements.
     return value.item() if isinstance(value, Tensor) and value.device.type != "meta" else value
 
 
@@ -118,20 +122,23 @@ def _as_text(found: dict[str, Any], show_all: bool) -> str:
     parameters = found["parameters"]
     nbytes = sum(one["bytes"] for one in parameters)
     of_state = sum(entry["nbytes"] for one in found["optimizers"] for entry in one["entries"].values())
+    files = counted(len(found["files"]), "file")
     lines = [
-        f"{found['path']}: {found['format']}, {amount(sum(found['files'].values()))} in {len(found['files'])} file(s)",
+        f"{found['path']}: {found['format']}, {amount(sum(found['files'].values()))} in {files}",
         f"saved after step {found['global_step']}, in epoch {found['epoch']}, by Lightning {found['lightning']}",
     ]
     if found["ranks"]:
-        buckets = f", {found['buckets']} buckets" if found["buckets"] else ""
+        buckets = f", {counted(found['buckets'], 'bucket')}" if found["buckets"] else ""
         job = f", Slurm job {found['slurm_job']}" if found["slurm_job"] else ""
-        lines.append(f"by {found['ranks']} rank(s){buckets}{job}")
+        lines.append(f"by {counted(found['ranks'], 'rank')}{buckets}{job}")
     lines += [
-        f"weights: {len(parameters)} tensors, {amount(nbytes)}",
+        f"weights: {counted(len(parameters), 'tensor')}, {amount(nbytes)}",
         f"optimizers: {len(found['optimizers'])}, {amount(of_state)} of state; schedulers: {found['schedulers']}",
     ]
     for number, optimizer in enumerate(found["optimizers"]):
-        groups = ", ".join(f"{group['parameters']} parameters at lr {group['lr']}" for group in optimizer["groups"])
+        groups = ", ".join(
+            f"{counted(group['parameters'], 'parameter')} at lr {group['lr']}" for group in optimizer["groups"]
+        )
         entries = ", ".join(
             f"{key} ({entry['count']} x, {amount(entry['nbytes'])})" for key, entry in optimizer["entries"].items()
         )
@@ -143,5 +150,5 @@ def _as_text(found: dict[str, Any], show_all: bool) -> str:
     ]
     lines.append(table([["tensor", "shape", "dtype", "size"], *rows]))
     if len(shown) < len(parameters):
-        lines.append(f"and {len(parameters) - len(shown)} smaller ones: --all shows them")
+        lines.append(f"and {counted(len(parameters) - len(shown), 'smaller one')}: --all shows all")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""What is known to go wrong with Lightning on clusters, and how to tell beforehand.
+"""Known issues of Lightning on clusters, and how to detect them beforehand.
 
-Each check looks at what it is given alone, a job file, a program's configuration, an environment, and says which line
-to change. Numbers are those of issues of Lightning.
+Each check looks only at its arguments (a job file, a program's configuration, an environment) and says which line to
+change. Numbers are those of Lightning's issues.
 """
 
 import re
@@ -13,7 +13,9 @@ from typing import NamedTuple
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.facts import Interface
 from lightning_parstrat.cli.program import Program, Setting, is_torchrun, read_program
+from lightning_parstrat.core.wording import counted
 
+# Interfaces of containers and virtual machines: they lead to no other node.
 _VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "tun", "tap")
 
 
@@ -21,8 +23,8 @@ class JobFile(NamedTuple):
     """A Slurm job file.
 
     Attributes:
-        directives: By long option: the value, and the line as it stands there.
-        commands: The words of each of its commands.
+        directives: By long option: the value, and the line in which it is written.
+        commands: The words of each command.
     """
 
     directives: Mapping[str, Setting]
@@ -30,17 +32,17 @@ class JobFile(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        """Those of all commands."""
+        """The words of all commands."""
         return [word for command in self.commands for word in command]
 
 
 class Situation(NamedTuple):
-    """What the checks look at.
+    """The input of the checks.
 
     Attributes:
         environment: Variables of the process.
-        job_file: The job file, where there is one.
-        program: The training program, from the job file or given beside it.
+        job_file: The job file, if there is one.
+        program: The training program, from the job file or from the command line.
         interfaces: The network interfaces.
     """
 
@@ -50,7 +52,7 @@ class Situation(NamedTuple):
     interfaces: Sequence[Interface]
 
     def directive(self, name: str) -> Setting | None:
-        """What the job file says of an option."""
+        """The job file's value of an option."""
         return None if self.job_file is None else self.job_file.directives.get(name)
 
     @property
@@ -73,7 +75,7 @@ class Situation(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A known issue that would strike.
+    """A known issue that would occur.
 
     Attributes:
         issue: Its name.
@@ -99,7 +101,7 @@ def read_job_file(path: Path) -> JobFile:
     directives: dict[str, Setting] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip() and not line.startswith("#"):
-            # Slurm reads no further.
+            # Slurm ignores directives after the first command.
             break
         if line.startswith("#SBATCH"):
             for name, value in _options_of(line.removeprefix("#SBATCH")):
@@ -123,7 +125,7 @@ def _options_of(line: str) -> Iterator[tuple[str, str]]:
 
 
 def _commands(text: str) -> list[list[str]]:
-    """The words of each command; a list of words in parentheses is one."""
+    """The words of each command; an array in parentheses counts as one command."""
     lines = re.sub(r"\([^()]*\)", lambda found: found[0].replace("\n", " "), text.replace("\\\n", " ")).splitlines()
     commands = []
     for line in lines:
@@ -148,7 +150,7 @@ _SHORT = {"n": "ntasks", "N": "nodes", "c": "cpus-per-task", "t": "time", "p": "
 
 
 def program_of(job_file: JobFile, folder: Path) -> Program:
-    """The program that a job file starts, as far as its words show: what srun starts, or the first Python file."""
+    """The program that a job file starts, as far as can be seen: what srun starts, or else the first Python file."""
     for wanted in ("srun", None):
         for command in job_file.commands:
             words = [word for word in command if word not in ("(", ")")]
@@ -159,7 +161,7 @@ def program_of(job_file: JobFile, folder: Path) -> Program:
 
 
 def find_known_issues(situation: Situation) -> list[Finding]:
-    """All that would bite."""
+    """All known issues that would occur."""
     return [finding for check in KNOWN_ISSUES.values() for finding in check(situation)]
 
 
@@ -174,8 +176,8 @@ def _saves_in_signal_handler(situation: Situation) -> list[Finding]:
     return [
         Finding(
             "checkpoint in a signal handler",
-            f"When the job is told to go, Lightning saves at once under strategy {situation.strategy!r}: in the middle"
-            " of a step or of a collective, where ranks can wait for each other for ever, or write half a checkpoint.",
+            f"When the job is preempted, Lightning saves at once under strategy {situation.strategy!r}: in the middle"
+            " of a step or of a collective, where ranks can wait for each other forever, or write half a checkpoint.",
             f"{source}\n  -> strategy: zero1_custom, or ddp_tuned, which save at the end of a batch",
         )
     ]
@@ -189,14 +191,16 @@ def _sigterm(situation: Situation) -> list[Finding]:
     signal, _, seconds = str(asked.value).partition("@")
     seconds = seconds or "90"
     findings = []
+    # Slurm takes names with and without SIG, and numbers, behind optional letters such as B.
     if "TERM" in signal.upper() or re.fullmatch(r"(.*:)?15", signal):
         what = (
-            "At SIGTERM, Lightning has each rank wait for the others in a broadcast, wherever it is: ranks that were"
-            " not told, or are within another collective, never come. It does not requeue, either."
+            "At SIGTERM, Lightning makes each rank wait for the others in a broadcast, wherever it is: ranks that did"
+            " not get the signal, or are within another collective, never come. It does not requeue, either."
         )
         findings.append(
             Finding("SIGTERM as a warning", what, f"{asked.source}\n  -> #SBATCH --signal=SIGUSR1@{seconds}")
         )
+    # A shell that traps the signal can pass it on to the ranks.
     handles_it_itself = situation.job_file is not None and "trap" in situation.job_file.words
     if signal.upper().startswith(("B:", "BR:", "RB:")) and not handles_it_itself:
         what = "With `B:` the signal goes to the job's shell alone; no rank gets it, so nothing is saved or requeued."
@@ -218,7 +222,7 @@ def _tasks(situation: Situation) -> list[Finding]:
         what = (
             f"--ntasks counts the tasks of all nodes, and Slurm may place them unevenly; Lightning compares"
             f" --ntasks-per-node with the Trainer's devices, and finds none. Each node needs"
-            f" {devices or 'as many'} tasks{'' if devices else ' as devices'}."
+            f" {counted(devices, 'task') if devices else 'as many tasks as devices'}."
         )
         findings.append(Finding("--ntasks", what, f"{all_tasks.source}\n  -> {wanted}"))
     in_job = "SLURM_JOB_ID" in environment and situation.job_file is None
@@ -229,15 +233,16 @@ def _tasks(situation: Situation) -> list[Finding]:
     )
     if in_job and found is None and environment.get("SLURM_NTASKS", "1") != "1":
         source = f"SLURM_NTASKS={environment['SLURM_NTASKS']}, and no SLURM_NTASKS_PER_NODE"
-        what = "The job was submitted with --ntasks, which counts the tasks of all nodes. Lightning wants a node's."
+        what = "The job was submitted with --ntasks, which counts all nodes' tasks. Lightning needs those of one node."
         findings.append(Finding("--ntasks", what, f"{source}\n  -> {wanted}"))
     has_launcher = program is not None and program.launcher is not None
     if has_launcher and found is not None and str(found.value) == "1":
-        # It starts the other ranks of a node itself.
+        # One task per node is right: the launcher starts the node's ranks itself.
         found = None
     if found is not None and devices is not None and str(devices) != str(found.value):
         source = program.settings["devices"].source if program else ""
-        what = f"Each node starts {found.value} tasks for {devices} devices. Each device has a task of its own."
+        tasks = counted(int(found.value), "task") if str(found.value).isdecimal() else f"{found.value} tasks"
+        what = f"Each node starts {tasks} for {counted(devices, 'device')}. Each device needs a task of its own."
         findings.append(Finding("tasks and devices", what, f"{found.source}\n{source}\n  -> {wanted}"))
     asked = situation.directive("nodes") or (
         Setting(environment["SLURM_NNODES"], f"SLURM_NNODES={environment['SLURM_NNODES']}")
@@ -246,7 +251,7 @@ def _tasks(situation: Situation) -> list[Finding]:
     )
     if asked is not None and nodes is not None and str(nodes) != str(asked.value):
         source = program.settings["num_nodes"].source if program else ""
-        what = f"The job has {asked.value} nodes, and the Trainer is told of {nodes}."
+        what = f"The job asks for nodes={asked.value}, but the Trainer for num_nodes={nodes}."
         findings.append(Finding("nodes", what, f"{asked.source}\n{source}\n  -> #SBATCH --nodes={nodes}"))
     return findings
 
@@ -254,8 +259,8 @@ def _tasks(situation: Situation) -> list[Finding]:
 def _one_device_per_task(situation: Situation) -> list[Finding]:
     """Lightning 16828."""
     what = (
-        "Each task would see one device only, which is number 0 to all of them: Lightning looks for as many as the node"
-        " has tasks, and NCCL cannot use the link between them."
+        "Each task would see only one device, as number 0: Lightning looks for as many as the node has tasks, and NCCL"
+        " cannot use the link between them."
     )
     devices = None if situation.program is None else situation.program.count("devices")
     wanted = f"#SBATCH --gpus-per-node={devices or '<devices of a node>'}"
@@ -290,8 +295,8 @@ def _torchrun(situation: Situation) -> list[Finding]:
         return []
     strategy = situation.strategy or "of its default"
     what = (
-        f"Under {launcher} Lightning does not look at Slurm any more: with strategy {strategy!r} a job that is told to"
-        " go is neither saved nor requeued."
+        f"Under {launcher} Lightning ignores Slurm: with strategy {strategy!r}, a job that is preempted is neither"
+        " saved nor requeued."
     )
     change = (
         f"{launcher} ...\n  -> srun python ..., with #SBATCH --ntasks-per-node=<devices of a node>; or strategy"
@@ -314,8 +319,8 @@ def _hpc_checkpoint(situation: Situation) -> list[Finding]:
         folder = program.settings.get("default_root_dir")
         if program.has_lightning_cli and (folder is None or "$" not in str(folder.value)):
             what = (
-                "What a preempted job saves lies in default_root_dir, and the next job that starts there resumes from"
-                " it, whoever's it is."
+                "A preempted job saves in default_root_dir, and the next job that starts there resumes from it, even if"
+                " it is a different one."
             )
             source = "no --trainer.default_root_dir" if folder is None else folder.source
             change = f'{source}\n  -> --trainer.default_root_dir="runs/slurm-$SLURM_JOB_ID"'
@@ -326,7 +331,7 @@ def _hpc_checkpoint(situation: Situation) -> list[Finding]:
 def _interfaces(situation: Situation) -> list[Finding]:
     chosen = [name for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if name in situation.environment]
     physical = [one for one in situation.interfaces if not one.name.startswith(_VIRTUAL)]
-    # Outside of a job these are the interfaces of a login node.
+    # Outside of a job these are a login node's interfaces; within one node no interface is used.
     in_job = situation.environment.get("SLURM_NNODES", "1") != "1"
     if not in_job or len(physical) < 2 or chosen:
         return []
@@ -349,4 +354,4 @@ KNOWN_ISSUES: Mapping[str, Callable[[Situation], list[Finding]]] = {
     "checkpoints of preempted jobs": _hpc_checkpoint,
     "several interfaces": _interfaces,
 }
-"""The checks by what they are about."""
+"""The checks by their subject."""

@@ -13,12 +13,12 @@ from lightning_parstrat.cli.text import Verbatim
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
-    "doctor": "tell what this machine or allocation has, and what would go wrong in a training",
-    "plan": "tell what a training holds and sends under each strategy, and which to take",
-    "inspect": "tell what is in a checkpoint, full or sharded",
-    "consolidate": "make one file of a sharded checkpoint, which every strategy reads",
+    "doctor": "show what this machine or allocation has, and what would go wrong in a training",
+    "plan": "show what a training holds and sends under each strategy, and recommend one",
+    "inspect": "show what is in a checkpoint, full or sharded",
+    "consolidate": "turn a sharded checkpoint into one file, which every strategy reads",
 }
-"""Each is a module of its own, with ``make_parser`` and ``run``; what others need is not imported for it."""
+"""Each is a module with ``make_parser`` and ``run``, imported only if it is called: not all need Lightning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line; by default the process's own.
 
     Returns:
-        The exit code: 0 where all is well, 1 where what was looked into is not, 2 for wrong usage.
-        A job that is waited for gives its own.
+        The exit code: 0 for success, 1 if what was checked has a problem, 2 for wrong usage; with ``slurm --wait``, the
+        job's own.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, program = given, []
     if "--" in given:
-        # What follows is another program's, down to its quotes.
+        # The rest is another program's command line: no parser may look at it.
         position = given.index("--")
         own, program = given[:position], given[position + 1 :]
     command = next((word for word in own if word in COMMANDS), None)
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _make_parser(command: str | None) -> ArgumentParser:
     parser = ArgumentParser(
         prog="lightning-parstrat",
-        # Subcommands take it over.
+        # Subcommands inherit it.
         formatter_class=Verbatim,
         version=__version__,
         description="What a parallel training with PyTorch Lightning needs before it runs, and what it leaves.",

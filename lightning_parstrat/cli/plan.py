@@ -1,4 +1,4 @@
-"""``lightning-parstrat plan``: what a training needs under each strategy, before a device is asked for."""
+"""``lightning-parstrat plan``: estimates what a training needs under each strategy, without a device."""
 
 import contextlib
 import json
@@ -20,13 +20,14 @@ from lightning_parstrat.cli.text import amount, import_class, table
 from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 
 _DESCRIPTION = """
-Makes the module of a LightningCLI configuration without memory for its parameters (on the meta device), and tells for
-ddp_tuned, zero1_custom, and zero1_custom in bf16 with fp32 master weights what each rank holds and sends, whether it
-fits, and which to take. Activations are not counted: leave room for them.
+Creates the module of a LightningCLI configuration without memory for its parameters (on the meta device). For
+ddp_tuned, zero1_custom, and zero1_custom in bf16 with fp32 master weights, shows what each rank holds and sends, and
+whether it fits; then recommends one. Activations are not counted: leave room for them.
 
   lightning-parstrat plan --config c.yaml --world-size 16 --devices-per-node 8 --memory 80GB --bandwidth 100Gbit
 """
@@ -35,7 +36,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 class _Module(NamedTuple):
-    """What is to be trained: trainable parameters in fp32, states per element, and where that is known from."""
+    """The module to train: trainable parameters in fp32, states per element, and the optimizer this is known from."""
 
     parameters: list[ParameterSpec]
     fixed: int
@@ -59,19 +60,19 @@ def make_parser() -> ArgumentParser:
     add("--model", type=str | None, metavar="CLASS", help="the module's class, where the file does not give it")
     add("--world-size", type=PositiveInt, required=True, help="number of ranks")
     add("--devices-per-node", type=PositiveInt | None, help="ranks of a node (default: all, on one node)")
-    add("--memory", type=str | None, help="memory of a device, such as 80GB or 24GiB; tells what fits")
+    add("--memory", type=str | None, help="memory of a device, such as 80GB or 24GiB; shows what fits")
     add(
         "--bandwidth",
         type=str | None,
-        help="of a node's link, such as 100Gbit; tells what sending takes",
+        help="of a node's link, such as 100Gbit; shows how long sending takes",
     )
     add(
         "--calibration",
         type=str | None,
         metavar="FILE",
-        help="what `doctor --json` has printed, for it",
+        help="output of `doctor --json`, instead of --bandwidth",
     )
-    add("--compute-seconds", type=PositiveFloat | None, help="a step of one process alone, to predict a step's time")
+    add("--compute-seconds", type=PositiveFloat | None, help="time of one process's step alone, to predict step times")
     add("--bucket-cap-mb", type=PositiveFloat, default=ShardingPolicy().bucket_cap_mb, help="as in ZeRO1Strategy")
     add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")
     add("--json", action="store_true", help="print the result as JSON")
@@ -82,7 +83,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
     """Prints the estimates; the exit code is 1 where none fits.
 
     Raises:
-        UsageError: The configuration does not give a module, or an argument cannot be read.
+        UsageError: The configuration does not name a module, or an argument cannot be read.
     """
     if program:
         raise UsageError("plan runs no program: leave out what follows `--`, and give its configuration by --config.")
@@ -103,36 +104,38 @@ def run(arguments: Namespace, program: list[str]) -> int:
 def recommend(
     estimates: Sequence[Estimate], room: float | None, cluster: Cluster, compute_seconds: float | None
 ) -> tuple[Estimate | None, str]:
-    """Which to take, and why.
+    """Recommends a strategy.
 
     Args:
-        estimates: In the order of preference where all is equal.
+        estimates: Of ``ddp_tuned``, ``zero1_custom``, and ``zero1_custom`` in bf16.
         room: Bytes that a rank may hold; None where that is not known.
-        cluster: Where.
+        cluster: Where the training runs.
         compute_seconds: See :meth:`Estimate.step_seconds`.
 
     Returns:
-        None and the ways out, where none fits.
+        The recommended estimate and why; None and what to do instead where none fits.
     """
     ddp, zero1, zero1_bf16 = estimates
     fitting = [one for one in estimates if room is None or one.peak_bytes <= room]
     if not fitting:
         return None, (
-            f"It fits under none: even zero1_custom in bf16 holds {amount(zero1_bf16.peak_bytes)} a rank, and every"
-            " rank holds all parameters. Shard these too: FSDP2 (Lightning's ModelParallelStrategy), with tensor or"
-            " pipeline parallelism where a single layer is too large; or more ranks, if that is mostly optimizer state."
+            f"It fits under no strategy: even zero1_custom in bf16 holds {amount(zero1_bf16.peak_bytes)} per rank, as"
+            " every rank holds all parameters. Shard these, too: by FSDP2 (Lightning's ModelParallelStrategy), with"
+            " tensor or pipeline parallelism where a single layer is too large. Or take more ranks, if it is mostly"
+            " optimizer state."
         )
     if cluster.world_size == 1:
         return fitting[0], "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
     if ddp in fitting and zero1 in fitting:
         saved = 1 - zero1.held_bytes / ddp.held_bytes
         times = _times(compute_seconds, ddp, zero1)
+        # Closer than 2 % the model does not predict: then the memory decides.
         if times is not None and times[1] > 1.02 * times[0]:
             return ddp, f"Recommended: strategy=ddp_tuned. Both fit, and it is faster by {1 - times[0] / times[1]:.0%}."
         faster = "" if times is None or times[0] <= times[1] else f" and a step {1 - times[1] / times[0]:.0%} less time"
         return zero1, (
             f"Recommended: strategy=zero1_custom. Both fit; it holds {saved:.0%} less than DDP{faster}, with the same"
-            " results. Measure both where it matters: they are one word apart."
+            " results. Where it matters, measure both: only one word differs."
         )
     if zero1 in fitting:
         return zero1, "Recommended: strategy=zero1_custom. DDP does not fit; the results are the same."
@@ -184,11 +187,11 @@ def _cluster(arguments: Namespace) -> Cluster:
     devices = arguments.devices_per_node or arguments.world_size
     if arguments.world_size % devices:
         raise UsageError(
-            f"--world-size {arguments.world_size} is no multiple of --devices-per-node {devices}: all nodes have"
-            " equally many ranks."
+            f"--world-size {arguments.world_size} is not a multiple of --devices-per-node {devices}: all nodes must"
+            " have equally many ranks."
         )
     if arguments.bandwidth is not None and arguments.calibration is not None:
-        raise UsageError("--bandwidth and --calibration both say what the link can do: give one of them.")
+        raise UsageError("--bandwidth and --calibration both give the speed of the link: use one of them.")
     rate = None
     if arguments.bandwidth is not None:
         rate = _bytes_per_second(arguments.bandwidth)
@@ -211,7 +214,7 @@ def _calibrated(path: Path) -> float:
         return 1.0 / json.loads(path.read_text())["all_reduce"]["seconds_per_byte"]
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise UsageError(
-            f"--calibration {path}: it is not what `lightning-parstrat doctor --json` prints where it could measure"
+            f"--calibration {path}: this is not the output of a `lightning-parstrat doctor --json` that could measure"
             f" ({error!r})."
         ) from error
 
@@ -225,17 +228,17 @@ def _bytes(text: str, option: str) -> float:
 
 
 def _read_module(path: Path, class_path: str | None) -> _Module:
-    """Makes the configuration's module on the meta device, and asks it for its optimizers.
+    """Creates the configuration's module on the meta device, and asks it for its optimizers.
 
     Raises:
-        UsageError: It cannot be read or made; the message says what to give.
+        UsageError: The file cannot be read, or the module cannot be created; the message says what is missing.
     """
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     section = _model_section(config)
-    # As if the program that the configuration is for had been started here.
+    # The paths that Python would search if the configuration's program had been started here.
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
     given, init_args, more = class_path, section, None
     if isinstance(section, str):
@@ -244,10 +247,10 @@ def _read_module(path: Path, class_path: str | None) -> _Module:
         given, init_args, more = section["class_path"], section.get("init_args"), section.get("dict_kwargs")
     if given is None:
         raise UsageError(
-            f"{path} gives the arguments of a module, but not its class. Add --model with the class that the program"
-            " gives to LightningCLI, such as --model my_package.model.MyModule."
+            f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
+            " passes to LightningCLI, such as --model my_package.model.MyModule."
         )
-    # What a module prints is not the result.
+    # Modules may print; standard output is for the result alone, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
         module = _make(import_class(given), dict(init_args or {}), dict(more or {}), given)
     trainable = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
@@ -272,11 +275,11 @@ def _model_section(config: Any) -> Any:
 
 def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> LightningModule:
     if not issubclass(cls, LightningModule):
-        raise UsageError(f"{name} is no LightningModule.")
+        raise UsageError(f"{name} is not a LightningModule.")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, "model", instantiate=False)
     try:
-        # Its name in older versions of jsonargparse.
+        # Older versions of jsonargparse only have the second name.
         instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
         found = instantiate(parser.parse_object({"model": init_args} if init_args else {})).get("model", {})
         arguments = {**(vars(found) if isinstance(found, Namespace) else found), **more}
@@ -286,16 +289,16 @@ def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str)
         with torch.device("meta"):
             return cls(**arguments)
     except Exception as error:
-        # It looks at what its tensors hold.
-        print(f"{name} is made with memory for its parameters: it cannot be made without ({error}).", file=sys.stderr)
+        # It reads values of its tensors, which on the meta device have none.
+        print(f"{name} is created with memory for its parameters: it needs their values ({error}).", file=sys.stderr)
     try:
         return cls(**arguments)
     except Exception as error:
-        raise UsageError(f"{name} cannot be made: {error}") from error
+        raise UsageError(f"{name} cannot be created: {error}") from error
 
 
 def _configured_optimizer(config: Any, parameters: list[Any]) -> list[Optimizer] | None:
-    """That of the configuration's own section, which LightningCLI puts in the place of the module's."""
+    """The optimizer of the configuration's own section, which LightningCLI uses instead of the module's."""
     within = [config, *(config or {}).values()] if isinstance(config, Mapping) else []
     section = next((one["optimizer"] for one in within if isinstance(one, Mapping) and "optimizer" in one), None)
     if not isinstance(section, Mapping) or "class_path" not in section:
@@ -303,7 +306,7 @@ def _configured_optimizer(config: Any, parameters: list[Any]) -> list[Optimizer]
     try:
         return [import_class(section["class_path"])(parameters, **(section.get("init_args") or {}))]
     except Exception as error:
-        raise UsageError(f"The configuration's optimizer cannot be made: {error}") from error
+        raise UsageError(f"The configuration's optimizer cannot be created: {error}") from error
 
 
 def _optimizers(module: LightningModule) -> list[Optimizer] | None:
@@ -311,7 +314,7 @@ def _optimizers(module: LightningModule) -> list[Optimizer] | None:
         with contextlib.redirect_stdout(sys.stderr):
             configured: Any = module.configure_optimizers()
     except Exception:
-        # It asks the trainer or the data, neither of which is here.
+        # It needs the trainer or the data, neither of which exists here: AdamW is a fair guess.
         return None
     found: list[Optimizer] = []
 
@@ -329,9 +332,9 @@ def _optimizers(module: LightningModule) -> list[Optimizer] | None:
 
 
 def _states(optimizers: list[Optimizer] | None) -> tuple[float, str, bool]:
-    """States per element, whose they are, and whether shards may be cut anywhere."""
+    """States per element, the optimizer's name, and whether shards may be cut anywhere."""
     if optimizers is None:
-        return _ADAM_STATES, "taken for AdamW: its own could not be made without a trainer", True
+        return _ADAM_STATES, "taken for AdamW: its own could not be created without a trainer", True
     names = " and ".join(dict.fromkeys(original_class(optimizer).__name__ for optimizer in optimizers))
     ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
     sizes = [sum(p.numel() for group in one.param_groups for p in group["params"]) for one in optimizers]
@@ -362,7 +365,8 @@ def _print(
     count = sum(one.numel for one in module.parameters)
     frozen = f" and {module.fixed / 1e6:,.1f} M elements that are not trained" if module.fixed else ""
     print(f"{count / 1e6:,.1f} M trainable parameters{frozen}; optimizer: {module.optimizer}")
-    print(f"{cluster.world_size} ranks on {cluster.nodes} nodes; per rank, without activations:\n")
+    ranks, nodes = counted(cluster.world_size, "rank"), counted(cluster.nodes, "node")
+    print(f"{ranks} on {nodes}; per rank, without activations:\n")
     header = ["strategy", "precision", "between steps", "at most", "sent per step"]
     rows = [
         [one.strategy, one.precision, amount(one.held_bytes), amount(one.peak_bytes), amount(one.sent_bytes)]

@@ -1,7 +1,7 @@
 """What a training program's own command line asks of a cluster: nodes, devices, folders.
 
-A program that uses LightningCLI says so in its arguments and in YAML files; both are read without running it. Of any
-other program nothing is known but its arguments.
+A program that uses LightningCLI has this in its arguments and in YAML files; both are read without running it. Of any
+other program, only the arguments are known.
 """
 
 import re
@@ -21,11 +21,11 @@ _TORCHRUN = re.compile(r"(^|/)torchrun$|^torch\.distributed\.(run|launch)$")
 
 
 class Setting(NamedTuple):
-    """A value and who says so.
+    """A value and where it comes from.
 
     Attributes:
-        value: As YAML has it.
-        source: Where it stands, such as ``c.yaml, line 4: "num_nodes: 4"``.
+        value: As parsed from YAML.
+        source: Where it is written, such as ``c.yaml, line 4: "num_nodes: 4"``.
     """
 
     value: Any
@@ -37,10 +37,10 @@ class Program(NamedTuple):
 
     Attributes:
         command: How it is started.
-        has_lightning_cli: Whether it takes LightningCLI's arguments, as far as its own show.
+        has_lightning_cli: Whether it takes LightningCLI's arguments, as far as its command line shows.
         subcommand: LightningCLI's, such as ``fit``.
-        settings: What it asks for, by the Trainer's argument; later ones go over earlier ones. ``ckpt_path`` is that of
-            the subcommand.
+        settings: What it asks for, by the Trainer's argument; later ones override earlier ones.
+            ``ckpt_path`` is that of the subcommand.
     """
 
     command: tuple[str, ...]
@@ -49,7 +49,7 @@ class Program(NamedTuple):
     settings: Mapping[str, Setting]
 
     def count(self, name: str) -> int | None:
-        """A number of nodes or devices; None where there is no number that could be read."""
+        """A number of nodes or devices; None where it is not given as a number."""
         value = self.settings[name].value if name in self.settings else None
         if isinstance(value, (list, tuple)):
             return len(value)
@@ -59,7 +59,7 @@ class Program(NamedTuple):
 
     @property
     def launcher(self) -> str | None:
-        """torchrun, where that starts the program."""
+        """The word that starts torchrun, if the program is started by it."""
         before = self.command[: _start(self.command)]
         return next((word for word in before if is_torchrun(word)), None)
 
@@ -70,7 +70,7 @@ def is_torchrun(word: str) -> bool:
 
 
 def read_program(command: Sequence[str], folder: Path, strict: bool = True) -> Program:
-    """Reads what a program's arguments and configuration files say.
+    """Reads a program's arguments and configuration files.
 
     Args:
         command: The program and its arguments.
@@ -78,7 +78,7 @@ def read_program(command: Sequence[str], folder: Path, strict: bool = True) -> P
         strict: Whether a configuration that cannot be read is an error, where the program is one of LightningCLI.
 
     Raises:
-        UsageError: A file cannot be read, or is no YAML.
+        UsageError: A file cannot be read, or is not YAML.
     """
     words = list(command[_start(command) :])
     positions = [n for n, word in enumerate(words) if word in SUBCOMMANDS and not _is_value(words, n)]
@@ -99,7 +99,7 @@ def read_program(command: Sequence[str], folder: Path, strict: bool = True) -> P
         elif option == "--ckpt_path":
             settings["ckpt_path"] = Setting(value, f'the argument "{shown}"')
         elif option.removeprefix("--").replace("-", "_") in ("num_nodes", "devices"):
-            # Not LightningCLI's, but by far the most common names in programs that parse for themselves.
+            # Not LightningCLI's, but the usual names in programs that parse their own arguments.
             settings[option.removeprefix("--").replace("-", "_")] = Setting(
                 _of_string(value), f'the argument "{shown}"'
             )
@@ -110,7 +110,7 @@ def read_program(command: Sequence[str], folder: Path, strict: bool = True) -> P
 
 
 def _start(command: Sequence[str]) -> int:
-    """Where the program's own words begin: at its file or module; what is before starts it."""
+    """Where the program's own words begin: at its file or module; the words before start it."""
     for position, word in enumerate(command):
         if re.fullmatch(r"\S+\.py", word):
             return position
@@ -120,12 +120,13 @@ def _start(command: Sequence[str]) -> int:
 
 
 def _is_value(words: Sequence[str], position: int) -> bool:
+    # After an option without `=`, a word such as `test` is that option's value, not a subcommand.
     before = words[position - 1] if position else ""
     return before.startswith("-") and "=" not in before
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
-    """Option, value, and both as they were written."""
+    """Yields each option, its value, and both as they were written."""
     for position, word in enumerate(words):
         if not word.startswith("-") or word == "-":
             continue
@@ -140,7 +141,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _of_string(value: str | None) -> Any:
-    """As LightningCLI's parser takes it: YAML; ``0,1`` is the Trainer's own way to write a list of devices."""
+    """Parses a value as LightningCLI does, as YAML; ``0,1`` is the Trainer's notation for a list of devices."""
     if value is None:
         return None
     try:
@@ -153,14 +154,14 @@ def _of_string(value: str | None) -> Any:
 
 
 class _Config(NamedTuple):
-    """A configuration: its values, and its lines."""
+    """A configuration: its values, and the parsed file with its line numbers."""
 
     value: Mapping[str, Any]
     node: yaml.Node
     shown: str
 
     def settings(self, subcommand: str | None) -> dict[str, Setting] | None:
-        """What it says of the Trainer; None where it is no configuration of LightningCLI."""
+        """Its settings of the Trainer; None where it is not a configuration of LightningCLI."""
         if not any(key in self.value for key in _KEYS):
             return None
         settings: dict[str, Setting] = {}
@@ -172,7 +173,7 @@ class _Config(NamedTuple):
         return settings
 
     def of(self, path: tuple[str, ...]) -> dict[str, Setting]:
-        """The Trainer's arguments in the mapping there."""
+        """The Trainer's arguments in the mapping at ``path``."""
         within = _at(self.value, path)
         return {name: self._setting(path, name, within[name]) for name in _ARGUMENTS if name in within}
 
@@ -181,20 +182,20 @@ class _Config(NamedTuple):
         for key in (*path, name):
             node = _child(node, key)
         if node is None:
-            # It came with a merge.
+            # A YAML merge (`<<`) brought it, so it has no line of its own.
             return Setting(value, f'{self.shown}: "{name}: {value}"')
         written = node.value if isinstance(node, yaml.ScalarNode) else "..."
         return Setting(value, f'{self.shown}, line {node.start_mark.line + 1}: "{name}: {written}"')
 
 
 def _read_config(given: str, folder: Path, must_be: bool) -> _Config | None:
-    """A file, or YAML itself; None where it is neither and need not be."""
+    """Reads a configuration from a file or inline YAML; None where it is neither and ``must_be`` allows that."""
     inline = given.lstrip().startswith("{")
     try:
         text = given if inline else (folder / Path(given).expanduser()).read_text()
         value, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        # A variable is known where the program runs, not here.
+        # The value of a variable in a path is known only where the program runs.
         if not must_be or (not inline and "$" in given):
             return None
         reason = error.strerror if isinstance(error, OSError) else error
@@ -213,7 +214,7 @@ def _at(value: Any, path: Sequence[str]) -> Mapping[str, Any]:
 
 def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
     if isinstance(node, yaml.MappingNode):
-        # Of keys that are there twice, the last one counts.
+        # Of duplicate keys, the last one counts.
         for key, value in reversed(node.value):
             if key.value == name:
                 return value  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
-"""A job file for Slurm that a person can read, and that nothing in it can break out of.
+"""Writes a job file for Slurm that people can read, and in which every value is quoted or checked.
 
-One task per device, started by ``srun``; ranks find each other by what Slurm sets. Before the time limit, and when it
+One task per device, started by ``srun``; ranks find each other by Slurm's variables. Before the time limit, and when it
 is preempted, the job gets a signal at which the strategies save and requeue it.
 """
 
@@ -9,14 +9,15 @@ import shlex
 from dataclasses import dataclass, field
 
 from lightning_parstrat.cli.errors import UsageError
+from lightning_parstrat.core.wording import counted
 
 SIGNAL = "SIGUSR1"
 RUNS = "slurm-runs"
-"""Folder of all jobs' folders where the program names none, within the one that they are submitted from."""
+"""Parent of all jobs' folders where the program does not set one, relative to where they are submitted."""
 
 _RESUME = [
     "",
-    "# A run that was requeued goes on from the newest that the job has saved.",
+    "# A requeued run resumes from the newest checkpoint that the job has saved.",
     'newest=""',
     'while IFS= read -r -d "" file; do',
     '    if [ -z "$newest" ] || [ "$file" -nt "$newest" ]; then newest="$file"; fi',
@@ -25,6 +26,7 @@ _RESUME = [
 ]
 
 _TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
+# Slurm has no quoting in #SBATCH lines: any other character could end the option, or begin another.
 _WORD = re.compile(r"[\w.:,=+%@/*\[\]()-]+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -37,10 +39,10 @@ class SlurmJob:
         nodes: Number of nodes.
         devices: Devices of each node, which is also the number of its tasks.
         program: The training program and its arguments.
-        name: Of the job.
-        time: Limit, as Slurm takes it: minutes, or ``h:mm:ss``, or ``days-hours``.
-        partition: Where to run.
-        account: Whom to charge.
+        name: Name of the job.
+        time: Time limit, as Slurm takes it: minutes, or ``h:mm:ss``, or ``days-hours``.
+        partition: Partition to run in.
+        account: Account to charge.
         gres: Generic resources of each node, such as ``gpu:4``.
         cpus_per_task: Cores for each device's process.
         mem: Host memory of each node, such as ``64G``.
@@ -48,10 +50,10 @@ class SlurmJob:
         setup: A file to source before the program starts, such as one that loads modules.
         requeue: Whether the job goes back into the queue when it is preempted or its time is up.
         grace_seconds: How long before the time limit the signal comes.
-        runs: A folder in which each job gets one of its own, for logs and checkpoints.
+        runs: Parent of the jobs' folders, each for a job's logs and checkpoints.
         folder_option: The program's option for the folder of checkpoints; None for a program that has no such option.
         remote_runs: The address of the folder of checkpoints, where it is not on a file system.
-        resumes: Whether the program takes ``--ckpt_path``, to go on from what an earlier run of the job has saved.
+        resumes: Whether the program takes ``--ckpt_path``, to resume from what an earlier run of the job has saved.
         has_launcher: Whether the program starts the ranks of a node itself, as torchrun does.
     """
 
@@ -86,17 +88,17 @@ class SlurmJob:
             word = getattr(self, option)
             if word is not None and not _WORD.fullmatch(word):
                 raise UsageError(
-                    f"--{option} {word!r}: a line of the job file cannot hold it. Letters, digits and"
+                    f"--{option} {word!r}: cannot be written in a line of the job file. Letters, digits and"
                     " .:,=+%@/*[]()_- are allowed."
                 )
         if self.time is not None:
             self._check_time(self.time)
         for name, value in self.env.items():
             if not _NAME.fullmatch(name):
-                raise UsageError(f"--env {name}={value}: {name!r} is no name of a variable.")
+                raise UsageError(f"--env {name}={value}: {name!r} is not a valid name of a variable.")
         for text in (*self.program, *self.env.values(), self.setup or ""):
             if "\0" in text:
-                raise UsageError("An argument of a program cannot hold a NUL character.")
+                raise UsageError("An argument of a program cannot contain a NUL character.")
 
     def _check_time(self, time: str) -> None:
         if not _TIME.fullmatch(time):
@@ -104,8 +106,8 @@ class SlurmJob:
         seconds = seconds_of(time)
         if self.requeue and seconds is not None and seconds <= self.grace_seconds:
             raise UsageError(
-                f"--time {time} is not longer than the {self.grace_seconds} seconds before it at which the job is told"
-                " to save. Ask for more time, or set --grace-seconds."
+                f"--time {time} is not longer than the {counted(self.grace_seconds, 'second')} before its end at which"
+                " the job saves. Ask for more time, or set --grace-seconds."
             )
 
     @property
@@ -118,6 +120,7 @@ def seconds_of(time: str) -> int | None:
     """A time as Slurm takes it, in seconds; None for no limit."""
     if time == "0" or not time[0].isdigit():
         return None
+    # With days, what follows begins with hours; without, a single number is minutes and two are minutes:seconds.
     days, dash, rest = time.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
     if dash:
@@ -186,7 +189,7 @@ def _tasks(job: SlurmJob) -> list[str]:
 
 
 def _folders(job: SlurmJob) -> list[str]:
-    # A path that began with "all" or "none" would mean something else to srun.
+    # srun's --output gives "all" and "none" at the start of a path a meaning of their own.
     runs = job.runs if job.runs.startswith("/") else f"./{job.runs}"
     return [
         "",
@@ -215,7 +218,7 @@ def _environment(job: SlurmJob) -> list[str]:
         ]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
     if job.setup is not None:
-        # Without a slash, it would be looked for in PATH first.
+        # Without a slash, `source` searches PATH first. And files that load modules often read unset variables: set +u.
         setup = job.setup if "/" in job.setup else f"./{job.setup}"
         lines += ["", "set +u", f"source {shlex.quote(setup)}", "set -u"]
     return lines

@@ -13,6 +13,7 @@ from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.program import Program, read_program
 from lightning_parstrat.cli.sbatch import RUNS, SlurmJob, render
 from lightning_parstrat.cli.submission import Follower, submit, wait_for
+from lightning_parstrat.core.wording import counted
 
 _DESCRIPTION = """
 Writes a Slurm job file that starts a training on all devices of some nodes, and prints it (--dry-run, the default) or
@@ -20,8 +21,8 @@ submits it (--submit). The job saves and requeues itself when its time is up or 
 
   lightning-parstrat slurm --nodes 2 --devices 4 --gres gpu:4 --time 8:00:00 --submit -- python train.py fit -c c.yaml
 
-What follows `--` is the program. Where it uses LightningCLI, its arguments and YAML files are read: numbers of nodes
-and devices that they give need not be given here, those that contradict are refused, and the Trainer is told the rest.
+What follows `--` is the program. If it uses LightningCLI, its arguments and YAML files are read: numbers of nodes and
+devices in them need not be repeated here, contradictions are refused, and missing ones are added to its command line.
 """
 
 
@@ -40,7 +41,7 @@ def make_parser() -> ArgumentParser:
     add("--mem", type=str | None, help="host memory of each node, such as 64G")
     add("--env", type=str, action="append", default=[], metavar="KEY=VALUE", help="variable to export; repeatable")
     add("--setup", type=str | None, metavar="FILE", help="file to source before the program, to load modules, say")
-    add("--requeue", action=ActionYesNo(no_prefix="no-"), default=True, help="go on later if preempted or out of time")
+    add("--requeue", action=ActionYesNo(no_prefix="no-"), default=True, help="requeue if preempted or out of time")
     add("--grace-seconds", type=PositiveInt, default=90, help="seconds before the time limit at which to save")
     add(
         "--lightning-cli",
@@ -50,13 +51,13 @@ def make_parser() -> ArgumentParser:
     )
     add("--submit", action="store_true", help="submit the job, instead of printing its file")
     add("--dry-run", action="store_true", help="print the job file and do nothing else; the default")
-    add("--wait", action="store_true", help="with --submit: show the job's state and log, and end as it ends")
+    add("--wait", action="store_true", help="with --submit: show the job's state and log, and exit with its exit code")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints or submits; returns the exit code, with ``--wait`` that of the job.
+    """Prints or submits the job; returns the exit code, with ``--wait`` the job's.
 
     Raises:
         UsageError: The arguments contradict each other, or Slurm refuses.
@@ -77,7 +78,8 @@ def run(arguments: Namespace, program: list[str]) -> int:
     number = submit(text, folder)
     log = folder / f"slurm-{number}.log"
     run_dir = folder / job.runs / f"slurm-{number}"
-    said = [*notes, f"Submitted job {number}: {job.task_count} ranks on {job.nodes} nodes. Logs: {run_dir}, {log}"]
+    size = f"{counted(job.task_count, 'rank')} on {counted(job.nodes, 'node')}"
+    said = [*notes, f"Submitted job {number}: {size}. Logs: {run_dir}, {log}"]
     if not arguments.wait:
         value = {"job": number, "folder": str(run_dir), "log": str(log), "notes": notes}
         return _print(arguments.json, "\n".join(said), value)
@@ -87,14 +89,15 @@ def run(arguments: Namespace, program: list[str]) -> int:
     )
     if arguments.json:
         print(json.dumps({"job": number, "folder": str(run_dir), "log": str(log), **state._asdict()}))
+    # A job that was cancelled or timed out has failed, though its script may have exit code 0.
     return state.exit_code or (0 if state.name == "COMPLETED" else 1)
 
 
 def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str]]:
-    """The job, and what the user should know about it.
+    """Makes the job, and notes for the user about it.
 
     Raises:
-        UsageError: What is asked for here and what the program says contradict each other.
+        UsageError: The arguments contradict the program's own.
     """
     _check_launcher(program)
     nodes = _agreed("nodes", arguments.nodes, program, "num_nodes")
@@ -102,16 +105,16 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
     command, notes = list(program.command), []
     if program.settings.get("ckpt_path", (None, ""))[0] == "hpc":
         command = _without_hpc(command, program)
-        notes.append("--ckpt_path=hpc is left out: a requeued job resumes by itself, and a first run has nothing.")
+        notes.append("--ckpt_path=hpc is left out: a requeued job resumes by itself, and a first run has none.")
     if program.has_lightning_cli:
-        # On its command line the Trainer's arguments go over those in files.
+        # Added to its command line, where the Trainer's arguments override those in files.
         for name, number in (("num_nodes", nodes), ("devices", devices)):
             if program.count(name) is None:
                 command.append(f"--trainer.{name}={number}")
     else:
         notes.append(
-            f"The program takes no arguments of LightningCLI, as far as can be seen: it must itself create"
-            f" Trainer(num_nodes={nodes}, devices={devices}, ...). Where it does take them, say --lightning-cli yes."
+            f"The program does not seem to use LightningCLI, so it must itself create"
+            f" Trainer(num_nodes={nodes}, devices={devices}, ...). If it does use it, add --lightning-cli yes."
         )
     given = {one.name: arguments[one.name] for one in fields(SlurmJob) if one.name in arguments}
     root = program.settings.get("default_root_dir")
@@ -152,7 +155,7 @@ def _agreed(option: str, given: int | None, program: Program, name: str) -> int:
         )
     if given is None and wanted is None and setting is not None and setting.value is not None:
         raise UsageError(
-            f"{setting.source}: that is no number known before the job runs, and the job must ask for one. Add"
+            f"{setting.source}: this number is not known before the job runs, and the job must ask for one. Add"
             f" --{option} with the number."
         )
     return given or wanted or 1
@@ -165,6 +168,7 @@ def _without_hpc(command: list[str], program: Program) -> list[str]:
             " start. Leave the line out: a requeued job resumes by itself."
         )
     kept = [word for word in command if word != "--ckpt_path=hpc"]
+    # From the end, so that what is deleted does not shift what is still to be looked at.
     for position in range(len(kept) - 1, 0, -1):
         if kept[position - 1 : position + 1] == ["--ckpt_path", "hpc"]:
             del kept[position - 1 : position + 1]

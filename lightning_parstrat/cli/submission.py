@@ -1,4 +1,4 @@
-"""Hands a job to Slurm, and follows it to its end."""
+"""Submits a job to Slurm, and follows it to its end."""
 
 import re
 import shutil
@@ -16,19 +16,19 @@ _FINISHED = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "REVOKED", "TIMEOUT",
 }  # fmt: skip
 _FINISHED_IF_IT_LASTS = {"PREEMPTED"}
-"""A job that is requeued is in this state, too, for a moment."""
+"""A requeued job is briefly in this state, too."""
 
 _PATIENCE_SECONDS = 120.0
-"""How long Slurm may not answer, or a job be in a state between two runs."""
+"""How long Slurm may fail to answer, or a job be in a state between two runs."""
 
 
 class JobState(NamedTuple):
-    """What Slurm says of a job.
+    """The state of a job as Slurm reports it.
 
     Attributes:
         name: Such as ``RUNNING``.
         reason: Why it is in this state, such as ``Resources``; empty where Slurm has none.
-        exit_code: Of the job's script; or 128 and the signal that ended it.
+        exit_code: Of the job's script; or 128 plus the signal that ended it.
         restarts: How often it has been requeued.
     """
 
@@ -39,7 +39,7 @@ class JobState(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing will come of it any more."""
+        """Whether the job has ended and will not be requeued."""
         return self.name in _FINISHED
 
 
@@ -50,6 +50,7 @@ def submit(job_file: str, folder: Path) -> int:
         UsageError: There is no Slurm here, or it refuses the job.
     """
     output = _slurm(["sbatch", "--parsable"], folder, job_file)
+    # With several clusters, sbatch adds the cluster's name after a semicolon.
     return int(output.strip().split(";")[0])
 
 
@@ -66,6 +67,7 @@ def state_of(job: int) -> JobState:
     return JobState(
         name=fields["JobState"],
         reason="" if reason == "None" else reason,
+        # The convention of shells.
         exit_code=int(code) or (128 + int(signal) if int(signal or 0) else 0),
         restarts=int(fields.get("Restarts", 0)),
     )
@@ -77,14 +79,14 @@ def cancel(job: int) -> None:
 
 
 class Follower:
-    """Prints what is added to files that may not be there yet."""
+    """Prints what is added to files that may not exist yet."""
 
     def __init__(self, paths: Sequence[Path], out: TextIO) -> None:
         self._positions = dict.fromkeys(paths, 0)
         self._out = out
 
     def print_new(self) -> None:
-        """Prints what has come since the last time."""
+        """Prints what has been added since the last call."""
         for path, position in self._positions.items():
             try:
                 with path.open(errors="replace") as file:
@@ -99,7 +101,7 @@ class Follower:
 def wait_for(job: int, follower: Follower, say: Callable[[str], None]) -> JobState:
     """Shows a job's states and its logs until it has ended for good.
 
-    On Ctrl-C it asks whether to cancel the job, which goes on otherwise.
+    On Ctrl-C it asks whether to cancel the job, which otherwise continues.
     """
     shown = None
     since = time.monotonic()
@@ -109,7 +111,7 @@ def wait_for(job: int, follower: Follower, say: Callable[[str], None]) -> JobSta
             try:
                 state = state_of(job)
             except UsageError:
-                # Controllers are restarted now and then.
+                # Slurm's controller may be restarting.
                 if time.monotonic() - since > _PATIENCE_SECONDS:
                     raise
                 time.sleep(POLL_SECONDS)
@@ -127,7 +129,7 @@ def wait_for(job: int, follower: Follower, say: Callable[[str], None]) -> JobSta
             if _wants_to_cancel(job):
                 cancel(job)
             else:
-                say(f"Job {job} goes on. Cancel it with: scancel {job}")
+                say(f"Job {job} continues. Cancel it with: scancel {job}")
                 raise
 
 
@@ -142,7 +144,7 @@ def _wants_to_cancel(job: int) -> bool:
     if not sys.stdin.isatty():
         return False
     try:
-        return input(f"\nCancel job {job}? It goes on otherwise. [y/N] ").strip().lower() in ("y", "yes")
+        return input(f"\nCancel job {job}? It continues otherwise. [y/N] ").strip().lower() in ("y", "yes")
     except (KeyboardInterrupt, EOFError):
         return False
 
@@ -150,7 +152,7 @@ def _wants_to_cancel(job: int) -> bool:
 def _slurm(command: Sequence[str], folder: Path | None = None, given: str | None = None) -> str:
     if shutil.which(command[0]) is None:
         raise UsageError(
-            f"There is no `{command[0]}` on this machine. Run this on a login node of the Slurm cluster, or write the"
+            f"`{command[0]}` was not found on this machine. Run this on a login node of the Slurm cluster, or write the"
             " job file with --dry-run and submit it there."
         )
     done = subprocess.run(command, cwd=folder, input=given, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""How things are printed, and found by name."""
+"""Formatting of output, and classes by name."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from lightning_parstrat.cli.errors import UsageError
 
 
 class Verbatim(DefaultHelpFormatter):
-    """Leaves the examples in a description as they are."""
+    """Keeps the line breaks of descriptions, for the examples in them."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in text.strip().splitlines())
@@ -24,7 +24,7 @@ def amount(nbytes: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows below each other, the first of them a header."""
+    """A table in aligned columns; the first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -32,19 +32,19 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def import_class(path: str) -> type:
-    """The class of that name, such as ``my_package.model.MyModule``.
+    """Imports the class of that name, such as ``my_package.model.MyModule``.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such class.
     """
     module, _, name = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(
-            f"There is no class {path!r} that can be imported from here ({error}). Write its module and its name, such"
-            " as my_package.model.MyModule, and run this where the program runs."
+            f"No class {path!r} can be imported from here ({error}). Give its module and its name, such as"
+            " my_package.model.MyModule, and run this where the program runs."
         ) from error
     if not isinstance(found, type):
-        raise UsageError(f"{path} is no class.")
+        raise UsageError(f"{path} is not a class.")
     return found

@@ -1,8 +1,8 @@
 """Which micro-batches an optimizer step is made of, and the scale that makes the sum of their gradients a mean.
 
-Lightning divides every loss by ``accumulate`` (K), so that what reaches the reduction is the sum, over ranks and
-micro-batches, of gradients of ``loss / K``. The scales here turn that sum into the gradient of one big batch. They are
-applied where the reduction multiplies anyway, so that a window that was cut short costs nothing more.
+Lightning divides every loss by ``accumulate`` (K), so the reduction receives the sum, over ranks and micro-batches, of
+gradients of ``loss / K``. The scales here turn that sum into the gradient of one big batch. They are applied where the
+reduction multiplies anyway, so a short window costs nothing extra.
 """
 
 import math
@@ -15,21 +15,22 @@ class AccumulationWindow:
     """Counts the micro-batches since gradients were last zeroed.
 
     Lightning zeroes them at every batch of the epoch whose index is a multiple of K. A window is shorter than K at the
-    end of an epoch, and after a training was resumed inside of one: what had been accumulated then is not saved.
+    end of an epoch, and after a resume inside one: checkpoints do not hold accumulated gradients.
     """
 
     def __init__(self) -> None:
         self.micro_batches = 0
         self._ran: set[int] = set()
+        # Infinity: whatever index comes first (a resume may start inside an epoch), it begins a run.
         self._last: float = math.inf
         self._first_of_run = 0
 
     def begin_batch(self, batch_idx: int, accumulate: int) -> bool:
-        """Counts a batch; all ranks come to the same count, also where one of them draws no data for it.
+        """Counts a batch. All ranks get the same count, even if one of them has no data for this batch.
 
         Args:
             batch_idx: Its index in the epoch, from 0.
-            accumulate: K, of how many batches a full window consists.
+            accumulate: K, the number of batches in a full window.
 
         Returns:
             Whether a window begins with it.
@@ -38,6 +39,7 @@ class AccumulationWindow:
             # The first batch of an epoch, or of what is left of it after resuming.
             self._first_of_run = batch_idx
         begin = max(batch_idx - batch_idx % accumulate, self._first_of_run)
+        # Not `batch_idx == begin`: Lightning skips a batch that is None, also the first of a window.
         begins = not begin <= self._last < batch_idx
         self._last = batch_idx
         self.micro_batches = batch_idx - begin + 1
@@ -56,13 +58,13 @@ class AccumulationWindow:
 
 
 def gradient_scale(*, accumulate: int, micro_batches: int, world_size: int, partial_window: PartialWindow) -> float:
-    """What the sum of the gradients of ``loss / accumulate`` is multiplied by, where all micro-batches weigh the same.
+    """The factor for the sum of the gradients of ``loss / accumulate``, where all micro-batches weigh the same.
 
     Args:
         accumulate: K, how many micro-batches a full window has.
         micro_batches: k, how many this one has on each rank.
         world_size: N, the number of ranks summed over.
-        partial_window: ``"exact"`` gives the mean over the k that there were, ``"lightning"`` divides by K.
+        partial_window: ``"exact"`` gives the mean over the k micro-batches, ``"lightning"`` divides by K.
 
     Returns:
         K / (k N), exactly 1 / N for a full window; or 1 / N.
@@ -74,7 +76,7 @@ def gradient_scale(*, accumulate: int, micro_batches: int, world_size: int, part
 def weighted_gradient_scale(
     *, total_weight: float, reference: float, accumulate: int, micro_batches: int, partial_window: PartialWindow
 ) -> float:
-    """What the sum of the gradients of ``loss * weight / (reference * accumulate)`` is multiplied by.
+    """The factor for the sum of the gradients of ``loss * weight / (reference * accumulate)``.
 
     With equal weights the result is that of :func:`gradient_scale`, for either ``partial_window``.
 
@@ -88,9 +90,12 @@ def weighted_gradient_scale(
     Returns:
         The scale; 0 where nothing has any weight.
     """
+    # A batch of nothing but padding, say: its gradients are 0, and 0 / 0 would make them NaN.
     if total_weight == 0:
         return 0.0
+    # The other way round than above: the weights already hold the window's true size, so only K is to be undone.
     counted = micro_batches if partial_window == "lightning" else accumulate
+    # The quotient first: `counted * reference` may overflow.
     return counted * (reference / total_weight)
 
 
@@ -98,11 +103,12 @@ def reference_weight(mean_weight: float) -> float:
     """The power of two nearest to the mean weight.
 
     Weights are divided by it before they multiply a loss: raw token counts would overflow 16 bits, and would need a
-    loss scale of their own. As it is a power of two, results do not depend on it but where numbers over- or underflow.
+    loss scale of their own. Dividing by a power of two is exact: results change only by over- or underflow.
 
     Args:
         mean_weight: Positive and finite.
     """
     fraction, exponent = math.frexp(mean_weight)
-    # By the fraction alone, so that weights in another unit have just another exponent.
+    # Decided by the fraction alone: weights that all double must double the reference, and change nothing else.
+    # 1023 is the largest exponent of a float; rounding up beyond it would raise.
     return math.ldexp(1.0, min(exponent if fraction >= math.sqrt(0.5) else exponent - 1, 1023))

@@ -2,7 +2,7 @@
 
 Items come in the order in which they become ready. A plan cuts them into buckets of neighbours; a bucket may start when
 its last item is ready and the bucket before it has arrived, and takes T(its bytes). Waiting for more items saves
-latencies, sending what is there fills the channel: S. Shi, X. Chu and B. Li, "MG-WFBP: Merging Gradients Wisely for
+latencies, sending at once fills the channel: S. Shi, X. Chu and B. Li, "MG-WFBP: Merging Gradients Wisely for
 Efficient Communication in Distributed Deep Learning" (arXiv 1912.09268), state the problem and solve it greedily, which
 is not always optimal. Here it is a shortest path. With P_j the bytes and r_j the ready time of the first j items, the
 earliest that they can have arrived is
@@ -36,14 +36,14 @@ Cost = Callable[[int], float]
 
 
 class _Queue(NamedTuple):
-    """The problem, by how many items have come: their bytes, and when the last was ready (never, for no items)."""
+    """The problem, by number of items: their total bytes, and when the last is ready (-inf for no items)."""
 
     nbytes: Sequence[int]
     ready_seconds: Sequence[float]
 
 
 class _Arrivals(NamedTuple):
-    """The solution, by how many items have come: when they can have arrived, and where their last bucket begins."""
+    """The solution, by number of items: when all can have arrived at the earliest, and where the last bucket begins."""
 
     seconds: list[float]
     starts: list[int]
@@ -98,7 +98,7 @@ def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Se
         Seconds from the same origin.
 
     Raises:
-        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
+        ValueError: The stops do not rise from above 0 to the number of items, or an item is out of range.
     """
     queue = _queue(nbytes, ready_seconds)
     _check_stops(stops, len(nbytes))
@@ -118,7 +118,7 @@ def exposed_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: S
         Seconds from when the last item is ready to when the last bucket has arrived.
 
     Raises:
-        ValueError: The stops do not rise from above 0 to the number of items, or the items are no problem.
+        ValueError: The stops do not rise from above 0 to the number of items, or an item is out of range.
     """
     return finish_time(nbytes, ready_seconds, stops, cost) - max(ready_seconds)
 
@@ -154,7 +154,7 @@ def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
     if not nbytes:
         raise ValueError("Invalid items: there are none. Must be at least one.")
     if len(nbytes) != len(seconds):
-        raise ValueError(f"Invalid items: {len(nbytes)} sizes, but {len(seconds)} times. Must be as many.")
+        raise ValueError(f"Invalid items: {len(nbytes)} sizes, but {len(seconds)} times. Must be equally many.")
     if min(nbytes) < 0:
         raise ValueError(f"Invalid size of an item: {min(nbytes)}. Must be >= 0 bytes.")
     for moment in seconds:
@@ -170,6 +170,7 @@ def _check_stops(stops: Sequence[int], count: int) -> None:
 
 def _queue(nbytes: Sequence[int], ready_seconds: Sequence[float]) -> _Queue:
     _check_items(nbytes, ready_seconds)
+    # A running maximum: an item cannot leave before those ahead of it. -inf: the first bucket waits for no other.
     return _Queue([0, *accumulate(nbytes)], [-math.inf, *accumulate(ready_seconds, max)])
 
 
@@ -181,6 +182,7 @@ def _first_starts(queue: _Queue, max_bucket_bytes: int | None) -> list[int]:
         raise ValueError(f"Invalid max_bucket_bytes: {max_bucket_bytes}. Must be >= 1.")
     starts, start = [0], 0
     for stop in range(1, len(queue.nbytes)):
+        # The last item always stays: one that is larger than the cap has a bucket of its own.
         while start < stop - 1 and queue.nbytes[stop] - queue.nbytes[start] > max_bucket_bytes:
             start += 1
         starts.append(start)
@@ -197,9 +199,11 @@ def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost) -> _Arriva
     arrivals = _Arrivals([-math.inf], [0])
     drained = 0
     for stop in range(1, len(queue.nbytes)):
+        # Never goes back: ready times do not fall, so what is drained for one stop is drained for all later ones.
         while drained + 1 < stop and arrivals.seconds[drained + 1] <= queue.ready_seconds[stop]:
             drained += 1
         first = max(drained, first_starts[stop])
+        # Two starts suffice (see the module). Ties take the earlier one: a larger bucket, so fewer collectives.
         seconds, start = min(
             (_arrival(queue, start, stop, arrivals.seconds[start], cost), start)
             for start in range(first, min(first + 2, stop))
@@ -229,7 +233,7 @@ def _fewest_stops(queue: _Queue, arrivals: _Arrivals, first_starts: Sequence[int
             and _arrival(queue, start - 1, stop, arrivals.seconds[start - 1], cost) <= deadline
         ):
             start -= 1
-        # Rounding must not ask what comes before to be sooner than it can.
+        # Rounding must not set a deadline that the items before cannot meet.
         deadline = max(arrivals.seconds[start], deadline - cost(queue.nbytes[stop] - queue.nbytes[start]))
         stop = start
     return tuple(reversed(stops))

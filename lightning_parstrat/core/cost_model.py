@@ -64,7 +64,7 @@ class CostFit(NamedTuple):
 def fit_alpha_beta(samples: Iterable[tuple[int, float]]) -> CostFit:
     """The line with the least sum of relative distances from the median time of each size.
 
-    Medians per size forget single slow samples, absolute distances whole sizes that do not fit. Distances are relative
+    Medians per size ignore single slow samples, absolute distances ignore sizes that do not fit. Distances are relative
     since sizes are best measured on a logarithmic grid: small ones then decide the latency and large ones the
     bandwidth. They are relative to the measured time, which forgives a size that was slow sooner than one that was
     fast, as it should be: what disturbs a measurement adds to it.
@@ -105,11 +105,13 @@ def _lines_through(points: Sequence[tuple[int, float]]) -> Iterator[AlphaBeta]:
     """Every line that the linear program's optimum can be."""
     for nbytes, seconds in points:
         yield AlphaBeta(latency_seconds=seconds, seconds_per_byte=0.0)
+        # A line through the origin: a point at 0 bytes does not determine its slope.
         if nbytes:
             yield AlphaBeta(latency_seconds=0.0, seconds_per_byte=seconds / nbytes)
     for (fewer, earlier), (more, later) in combinations(points, 2):
         slope = (later - earlier) / (more - fewer)
         latency = earlier - slope * fewer
+        # Noise can make either negative; such a line is no feasible point of the linear program.
         if slope >= 0 and latency >= 0:
             yield AlphaBeta(latency_seconds=latency, seconds_per_byte=slope)
 
@@ -119,5 +121,5 @@ def _sum_of_distances(model: AlphaBeta, points: Sequence[tuple[int, float]]) -> 
 
 
 def _relative_distance(model: AlphaBeta, nbytes: int, seconds: float) -> float:
-    # Over what was measured, not over what is predicted: only so is it piecewise linear in the unknowns.
+    # Relative to the measurement, not to the prediction: only then is it piecewise linear in the unknowns.
     return abs(model.seconds(nbytes) / seconds - 1)

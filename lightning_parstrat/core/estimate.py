@@ -1,4 +1,4 @@
-"""What a training will hold and send under each strategy, before it is started.
+"""What a training will hold and send under each strategy, estimated before it starts.
 
 Activations are not counted: they depend on the batch, and are the same under both strategies.
 """
@@ -11,7 +11,7 @@ from lightning_parstrat.core.layout import LayoutPolicy, ParameterSpec, Partitio
 from lightning_parstrat.core.memory import BucketMemory, held_bytes
 
 _BACKWARD = 2 / 3
-"""The part of a step's computation that backward is: twice a forward."""
+"""Share of a step's computation that is backward: it computes gradients of inputs and of weights, twice a forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class Estimate(NamedTuple):
     Attributes:
         strategy: Its flag.
         precision: The Trainer's.
-        held_bytes: Between two steps: parameters, optimizer state, and what gradients stay.
-        peak_bytes: At most, while backward runs, without activations.
+        held_bytes: Between two steps: parameters, optimizer state, and gradients that are kept.
+        peak_bytes: The maximum while backward runs, without activations.
         sent_bytes: Handed to collectives per optimizer step.
-        wire_seconds: What a node's link takes for that; None where its bandwidth is not known.
+        wire_seconds: How long a node's link needs for that; None where its bandwidth is not known.
     """
 
     strategy: str
@@ -65,14 +65,19 @@ class Estimate(NamedTuple):
     wire_seconds: float | None
 
     def step_seconds(self, compute_seconds: float) -> float | None:
-        """A step's time, if what can hide behind computation does.
+        """A step's time, if all communication that can hide behind computation does.
 
         Args:
-            compute_seconds: What a step of one process takes without communication.
+            compute_seconds: How long a step of one process takes without communication.
+
+        Returns:
+            Seconds; None where the bandwidth is not known.
         """
         if self.wire_seconds is None:
             return None
         backward, forward = _BACKWARD * compute_seconds, (1 - _BACKWARD) * compute_seconds
+        # DDP's all-reduce can hide behind backward alone. ZeRO-1 sends as much in two halves: the all-gather hides
+        # behind the next forward.
         if self.strategy.startswith("ddp"):
             return compute_seconds + max(0.0, self.wire_seconds - backward)
         phase = self.wire_seconds / 2
@@ -87,12 +92,13 @@ def estimate_ddp(
     Args:
         parameters: The trainable ones.
         state_per_element: Bytes of optimizer state for each element of a parameter.
-        cluster: Where.
-        precision: To be named in the result.
+        cluster: Where the training runs.
+        precision: The Trainer's; copied to the result.
     """
     parameter_bytes = sum(one.numel * one.itemsize for one in parameters)
     state = round(state_per_element * sum(one.numel for one in parameters))
     ring = 2 * (cluster.world_size - 1) / cluster.world_size * parameter_bytes
+    # Twice: with `gradient_as_bucket_view`, gradients live in the buckets, which DDP never frees.
     held = 2 * parameter_bytes + state
     return Estimate("ddp_tuned", precision, held, held, round(ring), _seconds(ring, cluster))
 
@@ -112,13 +118,14 @@ def estimate_zero1(
     Args:
         parameters: The trainable ones, in the order of registration.
         state_per_element: Bytes of optimizer state for each element that is stepped.
-        cluster: Where.
-        precision: To be named in the result.
+        cluster: Where the training runs.
+        precision: The Trainer's; copied to the result.
         bucket_cap_bytes: The largest bucket.
         partition: How parameters may be cut.
         has_master_weights: Whether fp32 copies are stepped.
     """
     policy = LayoutPolicy(world_size=cluster.world_size, bucket_cap_bytes=bucket_cap_bytes, partition=partition)
+    # Reversed, as the engine's first plan: gradients become ready from the last layer to the first.
     layouts = plan_buckets(list(reversed(parameters)), policy)
     buckets = [
         BucketMemory(layout, 4 if has_master_weights else layout.itemsize, has_master_weights, state_per_element)
@@ -127,13 +134,14 @@ def estimate_zero1(
     held = max(held_bytes(buckets, rank).total for rank in _ranks_to_look_at(cluster.world_size, partition))
     total = sum(layout.numel * layout.itemsize for layout in layouts)
     sent = 2 * (cluster.world_size - 1) / cluster.world_size * total
-    # Where the wire is slower than backward, all gradients wait for it.
+    # In two levels, K nodes send (K - 1) / K of a bucket per phase, however many ranks each node has.
     between = 2 * (cluster.nodes - 1) / cluster.nodes * total if cluster.nodes > 1 else sent
+    # The peak: where the wire is slower than backward, all gradients wait for it at once.
     return Estimate("zero1_custom", precision, held, held + total, round(sent), _seconds(between, cluster))
 
 
 def _ranks_to_look_at(world_size: int, partition: Partition) -> Sequence[int]:
-    """Shards that may be cut anywhere are equal but for padding, which the last rank has."""
+    """Shards that may be cut anywhere are equal except for padding, which the last rank has: the first needs most."""
     return (0,) if partition == "element" else range(world_size)
 
 

@@ -1,7 +1,7 @@
 """Which parameters share a bucket, once it is known when their gradients are ready.
 
-The first bucket is small, so that the wire has something to do early, and so is the last, which nothing hides: neither
-is a rule here, both come out of the plan whose last bucket arrives earliest.
+The first bucket should be small, to start sending early, and so should the last, which nothing hides. Neither is a rule
+here: both follow from choosing the plan whose last bucket arrives earliest.
 """
 
 import math
@@ -33,14 +33,18 @@ def group_by_readiness(
         by_group.setdefault((parameters[index].group, math.isinf(ready_seconds[index])), []).append(index)
     groups: list[list[int]] = []
     for members in by_group.values():
+        # The planner wants finite times; and nothing is gained by planning for gradients that do not come.
         if cost is None or math.isinf(ready_seconds[members[0]]):
             by_cap = group_by_cap([parameters[index] for index in members], cap_bytes)
             groups += [[members[position] for position in bucket] for bucket in by_cap]
             continue
         sizes = [parameters[index].numel * parameters[index].itemsize for index in members]
         ready = [ready_seconds[index] for index in members]
+        # The fewest: each collective also costs the host time, which the model of the wire does not count.
         stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes, fewest=True)
         groups += [members[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
+    # Reductions launch in this order, and a bucket can go when its last gradient is ready. Positions break ties, so
+    # that all ranks sort alike.
     return sorted(groups, key=lambda bucket: (ready_seconds[bucket[-1]], bucket[-1]))
 
 
@@ -56,8 +60,10 @@ def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[
         not share a bucket.
     """
     positions = {spec.name: index for index, spec in enumerate(parameters)}
+    # A name that occurs twice does not identify a parameter.
     if len(positions) != len(parameters):
         return None
+    # Names without a parameter are passed over: it may have been frozen since.
     groups = [[positions[name] for name in bucket if name in positions] for bucket in plan]
     groups = [bucket for bucket in groups if bucket]
     if sorted(index for bucket in groups for index in bucket) != list(range(len(parameters))):

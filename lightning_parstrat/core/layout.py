@@ -15,7 +15,7 @@ Partition = Literal["element", "parameter"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What the plan must know of one parameter.
+    """What the plan needs to know about one parameter.
 
     Args:
         name: Its qualified name, for messages and for the fingerprint.
@@ -174,7 +174,9 @@ def plan_buckets(
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:
     """A 62-bit number that differs (but for chance) between ranks whose parameters or plans differ."""
     names = [(spec.name, spec.shape, spec.dtype) for spec in parameters]
+    # Not `hash()`: Python seeds that of strings differently in each process.
     digest = hashlib.sha256(repr((names, tuple(buckets))).encode()).digest()
+    # 62 bits: ranks compare the number and its negative as int64.
     return int.from_bytes(digest[:8], "big") >> 2
 
 
@@ -203,6 +205,8 @@ def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy
         offset = _round_up(end, alignment)
         slots.append(Slot(index, offset, spec.numel))
         end = offset + spec.numel
+    # At least one element, so that empty parameters need no special case; a multiple of the alignment times the world
+    # size, so that all shards are equal and aligned.
     numel = _round_up(max(end, 1), alignment * policy.world_size)
     return BucketLayout(tuple(slots), range(0, numel + 1, numel // policy.world_size), itemsize)
 
@@ -215,10 +219,12 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
     the fullest rank has at most 4/3 of the optimum. The order of the parameters does not matter.
     """
     costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
+    # `or 1`: where all parameters are empty, 0 / 0 must not arise.
     total_cost, total_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
     weights = [cost / total_cost + spec.numel / total_numel for cost, spec in zip(costs, parameters, strict=True)]
     loads = [(0.0, rank) for rank in range(world_size)]
     owners = [0] * len(parameters)
+    # Ties go by name, not by position: a replanning in another order must leave each parameter with its owner.
     for index in sorted(range(len(parameters)), key=lambda index: (-weights[index], parameters[index].name)):
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + weights[index], owners[index]))
@@ -240,7 +246,7 @@ def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPol
             end = _round_up(end + spec.numel, alignment)
         bounds.append(end)
     if end == 0:
-        # Nothing but empty parameters: buffers and collectives need not know of a special case.
+        # Only empty parameters: a minimal shard each spares buffers and collectives a special case.
         bounds = [0] + [alignment] * policy.world_size
     slots = tuple(Slot(index, starts[index], spec.numel) for index, spec, _ in members)
     return BucketLayout(slots, tuple(bounds), itemsize)

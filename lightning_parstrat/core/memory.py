@@ -20,7 +20,7 @@ class StepTraffic(NamedTuple):
     all_gathers: int
     all_gather_bytes: int
     between_nodes_bytes: int
-    """Of both phases, what goes to other nodes."""
+    """The part of both phases that goes to other nodes."""
 
 
 def step_traffic(
@@ -69,6 +69,8 @@ class _Sent(NamedTuple):
 def _sent(bucket: BucketLayout, rank: int, topology: Topology) -> _Sent:
     size = [bucket.shard_numel(other) * bucket.itemsize for other in range(bucket.world_size)]
     if topology.has_two_levels:
+        # A column: the chunks of this rank's counterparts and its own. Within the node it keeps that one and sends all
+        # others away; between nodes it sends each counterpart one sum.
         column = sum(size[other] for other in topology.counterparts(rank))
         mates = len(topology.node_mates(rank)) - 1
         nodes = len(topology.counterparts(rank)) - 1
@@ -80,12 +82,12 @@ def _sent(bucket: BucketLayout, rank: int, topology: Topology) -> _Sent:
 
 
 class BucketMemory(NamedTuple):
-    """What must be known of a bucket to tell what it takes.
+    """What the memory formulas need to know about a bucket.
 
     Attributes:
         layout: The plan.
         shard_itemsize: Bytes per element of what this rank steps, and of its reduced gradient.
-        has_master_weights: Whether that is a copy.
+        has_master_weights: Whether the stepped shard is an fp32 copy.
         state_per_element: Bytes of optimizer state per element that is stepped; Adam in fp32: 8.
     """
 

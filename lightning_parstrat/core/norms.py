@@ -1,7 +1,7 @@
 """Gradient norms over shards: a partial result per rank, its combination, and the factor that clips.
 
 For the p-norm every rank contributes ``sum |g|^p`` (for the maximum norm, ``max |g|``) of what it owns; the sum (the
-maximum) over ranks gives the norm of the whole, since every element is owned exactly once.
+maximum) over ranks gives the norm of all gradients, since every element is owned exactly once.
 """
 
 import math
@@ -18,7 +18,7 @@ def partial_norm(norms: Sequence[Tensor], norm_type: float, device: torch.device
         norms: Those of the gradients this rank owns, 0-d tensors; may be empty. On every rank summed in the same dtype,
             see :func:`accumulation_dtype`.
         norm_type: p > 0, or ``math.inf``.
-        device: Where the result is put.
+        device: The device of the result.
 
     Returns:
         1-D, to be combined over ranks: ``[sum |g|^p]`` in float64, since powers overflow sooner than norms; for
@@ -34,12 +34,13 @@ def partial_norm(norms: Sequence[Tensor], norm_type: float, device: torch.device
         return torch.zeros(2 if math.isinf(norm_type) else 1, dtype=torch.float64, device=device)
     stacked = torch.stack([norm.to(device) for norm in norms]).double()
     if math.isinf(norm_type):
+        # `posinf`: by default, infinity would become the largest finite number.
         return torch.stack([stacked.nan_to_num(nan=0.0, posinf=math.inf).max(), stacked.isnan().any().double()])
     return stacked.pow(norm_type).sum().reshape(1)
 
 
 def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor:
-    """The norm of the whole from the sum (for infinity, the maximum) of all ranks' partial norms.
+    """The norm over all ranks, from the sum (for infinity, the maximum) of their partial norms.
 
     Args:
         combined: 1-D, see :func:`partial_norm`.
@@ -56,6 +57,7 @@ def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm; at most 1."""
+    # The 1e-6 is torch's: clipped gradients must equal those of `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

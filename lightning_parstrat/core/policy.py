@@ -1,4 +1,4 @@
-"""What a user may choose about sharding, checked where it is written down."""
+"""The user's choices about sharding, gradients and checkpoints, validated on construction."""
 
 import math
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ class ShardingPolicy:
     """How parameters are bucketed and owned.
 
     Args:
-        bucket_order: Whether buckets are planned anew by the order and the time in which gradients become ready
+        bucket_order: Whether buckets are planned again by the order and the time in which gradients become ready
             (``"measured"``), or stay in the reverse order of the parameters' registration.
         bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier;
             larger ones pay the latency of a collective less often.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
-            rank, which optimizers that look at whole matrices need; ``"auto"`` chooses by the optimizer.
+            rank, which optimizers that work on uncut matrices need; ``"auto"`` chooses by the optimizer.
         expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
             (``"auto"``) where someone may look.
         master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
-            any (``"auto"``), never, or (True) by all means: that there are none is an error then.
+            any (``"auto"``), never, or always (True), where it is an error if there are none.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them, at least 1; None for as many as there are.
-        reduce_dtype: What fp32 gradients are rounded to for the way to their shards' owners, who sum them in fp32.
-        gather_dtype: What fp32 parameters are rounded to for their all-gather; each rank steps its shard in fp32.
+        reduce_dtype: The dtype in which fp32 gradients travel to their shards' owners, who sum them in fp32.
+        gather_dtype: The dtype in which fp32 parameters are all-gathered; each rank steps its shard in fp32.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -65,6 +65,7 @@ class ShardingPolicy:
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
         _check_flag(self, "overlap_param_gather")
         bound = self.max_inflight_buckets
+        # bool is a subclass of int: True would pass as 1.
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
             raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, or None.")
         for name in ("reduce_dtype", "gather_dtype"):
@@ -85,6 +86,8 @@ class ShardingPolicy:
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What shards of parameters of ``dtype`` are kept and stepped in, where that needs a copy of them."""
         narrow = dtype in (torch.float16, torch.bfloat16)
+        # What is rounded for the all-gather needs a copy, too: without it, updates smaller than a bf16 step would be
+        # lost.
         rounded = self.gathered_in(dtype) != dtype
         return torch.float32 if (narrow and self.master_weights is not False) or rounded else None
 
@@ -111,6 +114,7 @@ def _check_flag(policy: object, name: str) -> None:
 
 
 def _narrowed(dtype: torch.dtype, choice: WireDtype) -> torch.dtype:
+    # Only fp32: 16-bit types would gain nothing, and who trains in fp64 wants its digits.
     return torch.bfloat16 if choice == "bf16" and dtype == torch.float32 else dtype
 
 

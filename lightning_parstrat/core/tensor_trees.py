@@ -1,4 +1,4 @@
-"""Tensors in nested dictionaries, lists, tuples and deques, as checkpoints are made of."""
+"""Tensors in nested dictionaries, lists, tuples and deques, such as checkpoints."""
 
 import copy
 from collections import deque
@@ -21,6 +21,7 @@ class Leaf(NamedTuple):
     @property
     def name(self) -> str:
         """The path as one string, unique in its tree: keys and positions of other types than str are shown as such."""
+        # Escaped: a key that contains a slash must not collide with a path of two keys.
         return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in self.path)
 
 
@@ -59,6 +60,7 @@ def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
             return tree
         if isinstance(tree, deque):
             return deque(items, tree.maxlen)
+        # A named tuple takes its items as arguments, not as one sequence.
         return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
 
@@ -71,13 +73,14 @@ def in_storage_order(tensor: Tensor) -> Tensor:
 
 
 def with_narrow_storage(tensor: Tensor) -> Tensor:
-    """A tensor on the same memory whose storage is no larger than itself: what is saved of it is it alone."""
+    """A tensor on the same memory whose storage is no larger than itself, so that saving it saves nothing else."""
     storage = tensor.untyped_storage()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.itemsize
     extent = (last + 1) * tensor.itemsize if tensor.numel() else 0
     if extent == storage.nbytes():
         return tensor
+    # `torch.save` writes entire storages: with a view of a bucket it would write the bucket.
     narrow = storage[start : start + extent]
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(narrow, 0, tensor.shape, tensor.stride())
 

@@ -32,6 +32,7 @@ class Topology(NamedTuple):
     @property
     def has_two_levels(self) -> bool:
         """Whether there are several nodes with equally many ranks, more than one."""
+        # Nodes of unequal size would leave ranks without a counterpart.
         counts = {self.nodes.count(node) for node in set(self.nodes)}
         return len(set(self.nodes)) > 1 and len(counts) == 1 and counts != {1}
 
@@ -44,7 +45,7 @@ class Topology(NamedTuple):
         return tuple(other for other in range(self.world_size) if self.share_node(rank, other))
 
     def counterparts(self, rank: int) -> tuple[int, ...]:
-        """The ranks that come at the same place among their node's as ``rank`` does, by node; itself among them.
+        """The ranks at the same place within their nodes as ``rank``, by node; itself among them.
 
         Only where all nodes have equally many ranks.
         """

@@ -1,4 +1,4 @@
-"""What is decided about DDP's buckets from what was measured: whether to change them, and to which."""
+"""Decides from measurements whether to change DDP's buckets, and to which."""
 
 import math
 import statistics
@@ -18,15 +18,20 @@ CapsInMiB = float | list[float] | Literal["auto"]
 Verdict = Literal["tuned", "default is best", "bandwidth-bound", "not tuned"]
 
 _LAUNCH_SECONDS = 2e-4
-"""What a bucket more costs the processor that computes, however well the wire hides it."""
+"""What each additional bucket costs the processor that computes, however well the wire hides it."""
 
 _PESSIMISM = (1.0, 1.25)
 """How much slower the wire may turn out to be: a plan is judged by the mean over these."""
 
+# 128 KiB to 128 MiB, around DDP's default of 25 MiB: one size for all is what users would try themselves.
 _SCALAR_CAPS = tuple(2**exponent for exponent in range(17, 28))
 _STEADY_ORDER = 0.9
+"""Smallest rank correlation: below it, a plan for the usual order would make buckets wait in most steps."""
+
 _LARGEST_SPREAD = 0.5
 _LARGEST_SLOWDOWN = 8.0
+"""Where the search for the load ends: beyond it something other than the wire (a slow rank, say) is to blame."""
+
 _BANDWIDTH_BOUND = 0.1
 """Share of a step that even the best plan exposes."""
 
@@ -39,8 +44,8 @@ class TuningPolicy:
         bucket_cap_mb: ``"auto"`` plans them from measurement; a number of MiB (2**20 bytes) is the size of all of them;
             a list has one number for each, in the order in which they are sent.
         tune_steps: How many steps are measured before a plan is made, and twice as many while it is tried.
-        tune_tolerance: The smallest gain, as a share of the time from a forward's begin to its backward's end, for
-            which buckets are changed.
+        tune_tolerance: The smallest gain for which buckets are changed, as a share of the time from the start of
+            forward to the end of backward.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -69,10 +74,10 @@ class Timing(NamedTuple):
     """One step's forward and backward, on one rank or as all ranks see it.
 
     Attributes:
-        seconds: From the begin of forward to the end of backward, communication included.
-        backward_seconds: From the begin of backward to the last gradient.
+        seconds: From the start of forward to the end of backward, communication included.
+        backward_seconds: From the start of backward to the last gradient.
         exposed_seconds: From the last gradient to the end of backward.
-        ready_seconds: Per parameter, from the begin of backward; 0 where there was no gradient.
+        ready_seconds: Per parameter, from the start of backward; 0 where there was no gradient.
     """
 
     seconds: float
@@ -82,7 +87,7 @@ class Timing(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What there is to plan.
+    """The input of a plan.
 
     Attributes:
         nbytes: Bytes of each parameter's gradient.
@@ -118,14 +123,14 @@ class Decision(NamedTuple):
 
 
 def order_stability(ready_seconds: Sequence[Sequence[float]]) -> float:
-    """How much alike the orders are in which gradients become ready in several steps.
+    """How similar the order in which gradients become ready is from step to step.
 
     Args:
         ready_seconds: Per step, the times of all parameters.
 
     Returns:
         The smallest rank correlation (Spearman's) of a step's times with their medians: 1 where the order never
-        changes, about 0 where it is drawn anew in every step.
+        changes, about 0 where it is random in every step.
     """
     medians = [statistics.median(times) for times in zip(*ready_seconds, strict=True)]
     expected = _ranks(medians)
@@ -145,14 +150,15 @@ def typical(timings: Sequence[Timing]) -> Timing:
 def noise(seconds: Sequence[float]) -> float:
     """How far the median of measurements may be off: its standard error, from the median distance to it."""
     middle = statistics.median(seconds)
+    # 1.4826 makes the median distance a standard deviation (of a normal distribution), 1.2533 that of a median.
     return 1.86 * statistics.median(abs(one - middle) for one in seconds) / math.sqrt(len(seconds))
 
 
 def under_load(problem: Problem, idle: AlphaBeta, exposed_seconds: float) -> AlphaBeta:
-    """What collectives cost while the module computes, from what the default's buckets were seen to expose.
+    """The cost of collectives while the module computes, from what the default's buckets were measured to expose.
 
-    A wire that was measured while nothing computed is faster than one that shares processors and memory with a
-    backward. The factor between the two is the one with which the model exposes what was measured.
+    A wire that is measured while nothing computes is faster than one that shares processors and memory with a
+    backward. The factor between the two is the one with which the model predicts the measured exposure.
 
     Args:
         problem: What was trained.
@@ -163,6 +169,7 @@ def under_load(problem: Problem, idle: AlphaBeta, exposed_seconds: float) -> Alp
     def exposed(factor: float) -> float:
         return predicted(problem, problem.assign(None), _times(idle, factor))
 
+    # Bisection by factors: what is exposed never shrinks as the wire gets slower.
     low, high = 1.0 / _LARGEST_SLOWDOWN, _LARGEST_SLOWDOWN
     if exposed(high) <= exposed_seconds:
         return _times(idle, high)
@@ -191,7 +198,7 @@ def decide(problem: Problem, cost: AlphaBeta, step_seconds: float, smallest_gain
         problem: What is trained.
         cost: What a bucket takes.
         step_seconds: A step with the default's buckets.
-        smallest_gain: Seconds below which a gain is none.
+        smallest_gain: Seconds; a smaller gain does not count.
     """
     default = _plan(problem, None, cost)
     planned = min(_plans(problem, cost), key=lambda plan: _objective(problem, plan, cost))
@@ -200,10 +207,11 @@ def decide(problem: Problem, cost: AlphaBeta, step_seconds: float, smallest_gain
         [problem.nbytes[index] for index in order], [problem.ready_seconds[index] for index in order], cost
     )
     gain = default.exposed_seconds - planned.exposed_seconds
+    # Other caps may come to the default's own buckets: then there is nothing to try.
     if gain > smallest_gain and planned.buckets != default.buckets:
-        return Decision(default, planned, bound, "tuned", f"{_ms(gain)} a step are to be gained")
-    limit = f"the best plan gains {_ms(max(gain, 0.0))} a step, which is less than {_ms(smallest_gain)}"
-    # A tensor that is large and ready last exposes much, too, but more bandwidth is not what is missing then.
+        return Decision(default, planned, bound, "tuned", f"a gain of {_ms(gain)} per step is predicted")
+    limit = f"the best plan gains {_ms(max(gain, 0.0))} per step, which is less than {_ms(smallest_gain)}"
+    # One large tensor that is ready last exposes much, too, but then bandwidth is not what is missing.
     saturated = cost.seconds(sum(problem.nbytes)) > max(problem.ready_seconds)
     if saturated and bound > _BANDWIDTH_BOUND * step_seconds:
         return Decision(
@@ -218,7 +226,7 @@ def decide(problem: Problem, cost: AlphaBeta, step_seconds: float, smallest_gain
 
 
 def reason_not_to_plan(stability: float, spread: float) -> str | None:
-    """Why a plan would be made of noise, if it would."""
+    """Why measurements are too noisy for a plan; None where they are not."""
     if stability < _STEADY_ORDER:
         return (
             f"the order in which gradients become ready changes from step to step (rank correlation {stability:.2f}"
@@ -236,12 +244,14 @@ def _plans(problem: Problem, cost: AlphaBeta) -> list[Plan]:
     candidates: list[Caps] = [(size,) for size in _SCALAR_CAPS]
     for factor in _PESSIMISM:
         slower = _times(cost, factor)
+        # Launching is no time on the wire; counted as latency, it makes the exact planner merge buckets that gain less.
         hindered = AlphaBeta(
             latency_seconds=slower.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=slower.seconds_per_byte
         )
         for fewest in (True, False):
             stops = optimal_buckets(nbytes, ready, hindered, fewest=fewest)
             candidates.append(tuple(sum(nbytes[a:b]) for a, b in zip((0, *stops), stops, strict=False)))
+    # A bucket of empty gradients has 0 bytes, which is no cap that DDP takes.
     return [_plan(problem, caps, cost) for caps in dict.fromkeys(candidates) if min(caps) > 0]
 
 
@@ -251,6 +261,8 @@ def _plan(problem: Problem, caps: Caps | None, cost: AlphaBeta) -> Plan:
 
 
 def _objective(problem: Problem, plan: Plan, cost: AlphaBeta) -> float:
+    # Over a slower wire as well: a plan that is best for exactly the measured one may lose most when that was
+    # optimistic.
     exposed = [predicted(problem, plan.buckets, _times(cost, factor)) for factor in _PESSIMISM]
     return statistics.fmean(exposed) + _LAUNCH_SECONDS * len(plan.buckets)
 
@@ -275,12 +287,14 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    # `statistics.correlation` refuses constants; a single gradient, or all ready at once, have an order that is steady.
     if len(set(one)) < 2 or len(set(other)) < 2:
         return 1.0
     return statistics.correlation(one, other)
 
 
 def _is_number(value: object) -> bool:
+    # bool is a subclass of int: True would pass as 1.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

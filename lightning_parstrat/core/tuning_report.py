@@ -1,4 +1,4 @@
-"""What the tuning of DDP's buckets has found: for the log, as JSON, and as what is drawn from it."""
+"""The result of tuning DDP's buckets: for the log, as JSON, and for the plot."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,13 @@ from typing import Any, NamedTuple, get_args
 
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.tuning import Caps, Plan, Problem, Verdict
+from lightning_parstrat.core.wording import counted
 
 FORMAT = 1
 
 
 class BucketTimes(NamedTuple):
-    """A bucket on the wire according to the model; seconds are from the begin of backward."""
+    """A bucket on the wire according to the model; seconds are from the start of backward."""
 
     parameters: int
     nbytes: int
@@ -22,7 +23,7 @@ class BucketTimes(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Medians over steps: of forward and backward together, and of what of it was exposed; the slowest rank's."""
+    """Medians over steps, of the slowest rank: forward and backward together, and the exposed communication in it."""
 
     seconds: float
     exposed_seconds: float
@@ -34,24 +35,25 @@ class TuningReport:
 
     Attributes:
         verdict: ``"tuned"``, ``"default is best"``, ``"bandwidth-bound"`` (no buckets can help), or ``"not tuned"``.
-        reason: Why, in words.
+        reason: Why, as text.
         caps: Bytes at which each bucket is full, in the order in which they are sent; None for the default's.
         world_size: Number of ranks.
         cost: Latency and time per byte of an all-reduce while the module computes; None where none was measured.
-        load: How much slower that is than while nothing computes.
+        load: How many times slower that is than while nothing computes.
         spread: Median relative distance of the measurements from ``cost``, before the load: the fit's confidence.
-        backward_seconds: From the begin of backward to the last gradient.
+        backward_seconds: From the start of backward to the last gradient.
         default: What was measured with the default's buckets.
         planned: What was measured with the planned ones; None where they were not tried.
         predicted_default_seconds: What the model exposes with the default's buckets.
         predicted_planned_seconds: What it exposes with the planned ones.
-        bound_seconds: What no buckets can expose less than, according to the model.
+        bound_seconds: The least that any buckets can expose, according to the model.
         default_buckets: The default's buckets on the wire.
         planned_buckets: The planned ones.
         gradients: When each gradient is ready and its bytes, in that order.
         steps: How many steps it took.
-        overhead_seconds: How much longer those took than as many with the default's buckets, measurements included.
-        from_cache: Whether the plan is that of an earlier training.
+        overhead_seconds: How much longer those took than the same number with the default's buckets, measurements
+            included.
+        from_cache: Whether the plan comes from an earlier training.
     """
 
     verdict: Verdict
@@ -80,11 +82,11 @@ class TuningReport:
         return None if self.caps is None else [cap / 2**20 for cap in self.caps]
 
     def lines(self) -> list[str]:
-        """What the user is told."""
+        """The report as lines for the log."""
         lines = [f"buckets: {self.verdict}{' (from the cache)' if self.from_cache else ''}: {self.reason}"]
         if self.cost is not None and self.backward_seconds is not None:
             lines.append(
-                f"an all-reduce over {self.world_size} ranks takes {_ms(self.cost.latency_seconds)} and"
+                f"an all-reduce over {counted(self.world_size, 'rank')} takes {_ms(self.cost.latency_seconds)} and"
                 f" {1e9 * self.cost.seconds_per_byte:.3g} ns a byte beside backward, which takes"
                 f" {_ms(self.backward_seconds)}"
             )
@@ -96,8 +98,8 @@ class TuningReport:
             lines.append(f"no buckets can expose less than {_ms(self.bound_seconds)}, by the model")
         if self.steps:
             lines.append(
-                f"tuning took {self.steps} steps, and {self.overhead_seconds:+.2f} s against as many with the default's"
-                " buckets"
+                f"tuning took {counted(self.steps, 'step')}, and {self.overhead_seconds:+.2f} s compared with the same"
+                " number with the default's buckets"
             )
         return lines
 
@@ -111,15 +113,16 @@ class TuningReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "TuningReport":
-        """Reads what :meth:`as_json` has given.
+        """Reads the result of :meth:`as_json`.
 
         Raises:
-            ValueError: It is of another format, or is none.
+            ValueError: It has another format, or is damaged.
         """
         if values.get("format") != FORMAT:
             raise ValueError(f"a report of format {values.get('format')!r}; this version reads {FORMAT}")
         fields = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
         try:
+            # The file may have been edited since; what is not checked here would fail later, within a training.
             for name in _NUMBERS:
                 if not isinstance(fields[name], (int, float, type(None))):
                     raise ValueError(f"a report that is damaged: {name} is {fields[name]!r}")
@@ -164,6 +167,7 @@ def bucket_times(problem: Problem, plan: Plan, cost: AlphaBeta) -> tuple[BucketT
     ready = free = 0.0
     for bucket in plan.buckets:
         nbytes = sum(problem.nbytes[index] for index in bucket)
+        # DDP sends buckets in order: one late gradient also delays all buckets behind its own.
         ready = max(ready, *(problem.ready_seconds[index] for index in bucket))
         begin = max(ready, free)
         free = begin + cost.seconds(nbytes)
@@ -194,7 +198,7 @@ def _checked_caps(caps: Sequence[Any]) -> Caps:
 
 
 def _described(measured: Measured, predicted: float | None, buckets: Sequence[BucketTimes]) -> str:
-    sizes = f"{len(buckets)} bucket{'s' if len(buckets) > 1 else ''}" if buckets else "buckets as ever"
+    sizes = counted(len(buckets), "bucket") if buckets else "the usual buckets"
     model = "" if predicted is None else f", {_ms(predicted)} by the model"
     return (
         f"{sizes}, forward and backward {_ms(measured.seconds)}, of which communication exposes"

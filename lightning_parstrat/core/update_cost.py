@@ -1,6 +1,6 @@
 """What an optimizer's update of one parameter costs, where that does not grow with its elements alone.
 
-Whole parameters are shared out over the ranks by these costs: a rank that got the few large matrices would keep all
+Uncut parameters are distributed over the ranks by these costs: a rank that owned all large matrices would keep the
 others waiting in every step.
 """
 
@@ -33,5 +33,6 @@ def newton_schulz(shape: Sequence[int], steps: int) -> float:
     columns = 1
     for size in shape[1:]:
         columns *= size
+    # Muon transposes tall matrices, so that the square product is always that of the shorter side.
     short, long = min(rows, columns), max(rows, columns)
     return steps * (4 * short**2 * long + 2 * short**3) + elementwise(rows * columns)

@@ -1,7 +1,7 @@
-"""Files and folders that are there whole or not at all, whatever ends the program or the machine.
+"""Files and folders that are complete or absent, however the program or the machine ends.
 
-What is written goes under a temporary name in the same folder, is brought to the disk (fsync), and takes its place by a
-rename; the rename is brought to the disk, too. Until then, what had the name before is there as it was.
+They are written under a temporary name in the same folder, brought to the disk (fsync), and renamed; the rename is
+brought to the disk, too. Until then, whatever had the name before is unchanged.
 """
 
 import ctypes
@@ -18,28 +18,31 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = ".saving-"
-"""What temporary names begin with. Lightning looks for checkpoints by their names: none may be in these."""
+"""Prefix of temporary names. Lightning finds checkpoints by patterns of names, none of which may match these."""
 
 _TEMPORARY = re.compile(re.escape(PREFIX) + r".+-\d+-[0-9a-f]{12}")
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
+# Not at once: a process of another container on this host is not visible here.
 _SECONDS_AFTER_ITS_PROCESS = 600.0
+# AT_FDCWD and RENAME_EXCHANGE of Linux' headers; Python has neither the constants nor the call.
 _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
 
 
 def temporary_name(folder: Path) -> Path:
     """A path in ``folder`` that no other process and no other call uses."""
+    # Host and process, so that `remove_left_behind` can tell whether the writer is still running.
     return folder / f"{PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 
 
 @contextmanager
 def written_durably(path: Path) -> Iterator[Path]:
-    """Gives the path to write a file to, which takes the name ``path`` when it is whole. Not collective.
+    """Yields the path to write a file to, which takes the name ``path`` when it is complete. Not collective.
 
     Args:
-        path: What is there is replaced; its folder is made.
+        path: An existing file is replaced; a missing folder is created.
 
     Raises:
-        OSError: It could not be written; what was there is as it was.
+        OSError: It could not be written; an existing file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_left_behind(path.parent)
@@ -51,24 +54,26 @@ def written_durably(path: Path) -> Iterator[Path]:
     except BaseException as error:
         remove(temporary)
         if isinstance(error, OSError):
-            reason = f"{error.strerror} (while it was being written; what was there before is as it was)"
+            reason = f"{error.strerror} (while it was being written; an earlier file of that name is unchanged)"
             raise OSError(error.errno, reason, str(path)) from error
         raise
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Gives a file or folder its name, in the place of what has it, and removes that afterwards.
+    """Gives a file or folder its final name, and removes what had the name before.
 
     A file replaces a file in one step. Folders change places in one step where the file system can do that (ext4, xfs,
-    btrfs, tmpfs and others); elsewhere a crash between two renames leaves what had the name under another that begins
-    alike, so that who looks for ``last*.ckpt`` finds it; :func:`recover` brings it back.
+    btrfs, tmpfs and others). Elsewhere, a crash between two renames leaves the old folder under a name that begins
+    alike, so that a search for ``last*.ckpt`` finds it; :func:`recover` brings it back.
 
     Raises:
-        IsADirectoryError: There is a folder with other things than a checkpoint in it.
+        IsADirectoryError: The name belongs to a folder that holds other things than a checkpoint.
     """
     check_may_be_replaced(path)
+    # rename(2) puts a file over a file or a link, but a folder only over an empty folder.
     is_replaced_by_rename = not path.exists() or path.is_symlink() or not (path.is_dir() or temporary.is_dir())
     if is_replaced_by_rename and not (path.is_symlink() and temporary.is_dir()):
+        # The folder is synced as well: it holds the name, and a crash could bring back the old one.
         os.replace(temporary, path)
         sync(path.parent)
         return
@@ -77,6 +82,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
         remove(temporary)
         return
     replaced = _replaced_name(path)
+    # Without the exchange: between the two renames nothing has the name, so the old folder stays until after them.
     check_may_be_replaced(replaced)
     remove(replaced)
     os.rename(path, replaced)
@@ -86,10 +92,10 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 
 def check_may_be_replaced(path: Path) -> None:
-    """Refuses to replace a folder in which somebody keeps something else.
+    """Refuses to replace a folder that holds other things than a checkpoint.
 
     Raises:
-        IsADirectoryError: There is one.
+        IsADirectoryError: ``path`` is such a folder.
     """
     if not path.is_dir() or path.is_symlink():
         return
@@ -103,19 +109,19 @@ def check_may_be_replaced(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Brings back what had the name ``path`` where a crash came between two renames of :func:`put_in_place`."""
+    """Brings back what had the name ``path`` after a crash between the two renames of :func:`put_in_place`."""
     replaced = _replaced_name(path)
     if not os.path.lexists(path) and os.path.lexists(replaced):
         try:
             os.rename(replaced, path)
         except OSError:
-            # Another rank was first.
+            # Another rank was faster.
             if not os.path.lexists(path):
                 raise
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it is there."""
+    """Removes a file, a link or a folder, if it exists."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -126,7 +132,8 @@ def remove(path: Path) -> None:
 
 
 def remove_atomically(path: Path) -> None:
-    """Removes a file or a folder so that it is there whole until it is not there at all."""
+    """Removes a file or a folder so that it is complete until it is gone."""
+    # Removing a folder takes many steps: done under its own name, a crash would leave half a checkpoint.
     if path.is_dir() and not path.is_symlink():
         temporary = temporary_name(path.parent)
         put_in_place(path, temporary)
@@ -135,10 +142,10 @@ def remove_atomically(path: Path) -> None:
 
 
 def remove_left_behind(folder: Path) -> None:
-    """Removes what programs that ended while they were writing have left here, as far as that is sure.
+    """Removes what programs that ended while writing have left here, where that is certain.
 
-    Other jobs may be writing to the same folder, from other machines. Theirs change all the time: what has not changed
-    for an hour is nobody's; what a process of this machine was writing that is gone, is so after ten minutes.
+    Other jobs may be writing to the same folder, from other machines; their files change all the time. What has not
+    changed for an hour is taken to be abandoned, or for ten minutes if its process was on this machine and has ended.
     """
     own = f"{PREFIX}{socket.gethostname()}-"
     for path in (one for one in folder.glob(f"{PREFIX}*") if _TEMPORARY.fullmatch(one.name)):
@@ -149,17 +156,17 @@ def remove_left_behind(folder: Path) -> None:
             if seconds > (_SECONDS_AFTER_ITS_PROCESS if is_gone else _SECONDS_UNTIL_LEFT_BEHIND):
                 remove(path)
         except OSError:
-            # Somebody else was faster, or may do what we may not.
+            # Another process was faster, or the file is another user's.
             continue
 
 
 def sync(path: Path) -> None:
-    """Returns when what was written to a file, or which names a folder holds, is on the disk."""
+    """Returns when a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems do not let folders be synchronised.
+        # Some network file systems cannot sync folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP) or not path.is_dir():
             raise
     finally:
@@ -182,7 +189,7 @@ def _replaced_name(path: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Lets two paths change places in one step; whether the system could do that. Linux, renameat2(2)."""
+    """Makes two paths change places in one step, by renameat2(2) of Linux. False where the system cannot."""
     rename = _renameat2()
     if rename is None:
         return False
@@ -190,6 +197,7 @@ def _exchange(one: Path, other: Path) -> bool:
     if rename(*arguments) == 0:
         return True
     number = ctypes.get_errno()
+    # The kernel or the file system cannot exchange; any other error is a real one.
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))

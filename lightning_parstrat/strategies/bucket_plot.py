@@ -1,10 +1,11 @@
-"""A picture of buckets: when gradients are ready, and above that what is on the wire, default beside planned."""
+"""A plot of buckets: when gradients are ready and, above, what is on the wire; default beside planned."""
 
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lightning_parstrat.core.tuning_report import BucketTimes, TuningReport
+from lightning_parstrat.core.wording import counted
 
 
 def can_plot() -> bool:
@@ -16,19 +17,20 @@ def plot_buckets(report: TuningReport, path: Path) -> None:
     """Draws the timeline of one backward with the default's buckets and with the planned ones.
 
     Args:
-        report: What was found.
-        path: Of the picture; its folder is made.
+        report: The tuning's report.
+        path: Path of the image; a missing folder is created.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.5), layout="constrained")
+    # Not pyplot, which would choose a backend for the entire process, and keep the figure alive.
     FigureCanvasAgg(figure)
     columns = [("default", report.default_buckets), ("planned", report.planned_buckets)]
     rows = figure.subplots(2, len(columns), sharex=True, sharey="row", height_ratios=[1, 2], squeeze=False)
     for column, (name, buckets) in enumerate(columns):
         _draw_wire(rows[0][column], buckets)
-        rows[0][column].set_title(f"{name}: {len(buckets)} buckets")
+        rows[0][column].set_title(f"{name}: {counted(len(buckets), 'bucket')}")
         _draw_gradients(rows[1][column], report, buckets)
     rows[0][0].set(ylabel="wire", yticks=[])
     rows[1][0].set(ylabel="MB of gradients")

@@ -8,14 +8,14 @@ _UNUSED = (("", None), ("_find_unused_parameters_false", False), ("_find_unused_
 
 
 def create_tuned_ddp(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.TunedDDPStrategy`; importing it is left until it is asked for."""
+    """Returns a :class:`~lightning_parstrat.TunedDDPStrategy`, importing it only now."""
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
 
     return TunedDDPStrategy(**init_args)
 
 
 def create_zero1(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.ZeRO1Strategy`; importing it is left until it is asked for."""
+    """Returns a :class:`~lightning_parstrat.ZeRO1Strategy`, importing it only now."""
     from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
 
     return ZeRO1Strategy(**init_args)
@@ -30,11 +30,11 @@ def refuse_legacy_namespace(**_: Any) -> Any:
 
 
 def register_strategies(module: ModuleType) -> None:
-    """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module; twice does no harm.
+    """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module; calling it again is harmless.
 
     The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch: ``ddp_tuned`` and
     ``zero1_custom``, each with the launcher suffixes ``_spawn``, ``_fork``, ``_notebook``, and each of these with
-    ``_find_unused_parameters_true`` and ``_false``. ``zero1_custom`` finds unused parameters in any case.
+    ``_find_unused_parameters_true`` and ``_false``. ``zero1_custom`` always finds unused parameters.
 
     Args:
         module: ``lightning.pytorch.strategies`` or ``pytorch_lightning.strategies``, fully imported.
@@ -51,6 +51,7 @@ def register_strategies(module: ModuleType) -> None:
                     f"{name}{launcher}{unused}",
                     refuse_legacy_namespace if legacy else create,
                     description=f"{description} (`start_method={start_method!r}`)",
+                    # Registering again must be harmless: `import lightning_parstrat` may follow the entry point's.
                     override=True,
                     start_method=start_method,
                     **init_args,

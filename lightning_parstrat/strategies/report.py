@@ -1,4 +1,4 @@
-"""Lines for the user: what was sharded, and at the end what a step took."""
+"""Lines for the user: what was sharded, and at the end what a step cost."""
 
 import resource
 import statistics
@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.zero1.summary import ShardingSummary
 
 _STEPS_THAT_SETTLE = 3
-"""The first allocate and plan buckets; they count only where there are no others."""
+"""The first steps allocate and plan buckets; they count only where there are no others."""
 
 _STEPS_KEPT = 1000
 
@@ -21,7 +22,8 @@ def describe(summary: ShardingSummary) -> str:
     """One line for the start of a fit: what was sharded, over how many ranks, and what it saves."""
     line = (
         f"zero1_custom: {_count(summary.parameters)} parameters ({_size(summary.parameter_bytes)}) in"
-        f" {summary.buckets} buckets ({_size(summary.padding_bytes)} of padding) over {summary.world_size} ranks;"
+        f" {counted(summary.buckets, 'bucket')} ({_size(summary.padding_bytes)} of padding) over"
+        f" {counted(summary.world_size, 'rank')};"
     )
     if summary.state_bytes is None:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
@@ -39,10 +41,10 @@ class _Step(NamedTuple):
 
 
 class StepMeter:
-    """Time, waiting and traffic of the last steps, on this rank. Not collective, and nothing waits for a GPU.
+    """Time, waiting and traffic of the last steps, on this rank. Not collective; the host never waits for a GPU.
 
     Args:
-        device: Where the training runs.
+        device: Device of the training.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,31 +54,33 @@ class StepMeter:
         self._last: tuple[int, float, float, int] | None = None
 
     def note(self, global_step: int, traffic: Traffic) -> None:
-        """Call before each batch and at the end; a step is what lies between two numbers of steps.
+        """Call before each batch and at the end; a step lasts from one change of ``global_step`` to the next.
 
         Args:
-            global_step: How many steps have been made.
+            global_step: Number of optimizer steps so far.
             traffic: All that this rank has sent, and waited for, so far.
         """
         sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes
         now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
+        # Micro-batches of one accumulation window belong to one step.
         if self._last is not None and self._last[0] == global_step:
             return
         if self._last is not None:
             if self._noted <= _STEPS_THAT_SETTLE:
+                # Kept until now, so that a fit of a few steps has something to report.
                 self._steps.clear()
             self._noted += 1
             self._steps.append(_Step(now[1] - self._last[1], now[2] - self._last[2], now[3] - self._last[3]))
         self._last = now
 
     def line(self) -> str | None:
-        """Medians over the last steps, the first few left out; None where no step was made."""
+        """Medians over the last steps, without the first few; None before the first step."""
         if not self._steps:
             return None
         seconds = statistics.median(step.seconds for step in self._steps)
         waited = statistics.median(step.waited_seconds for step in self._steps)
         sent = statistics.median(step.bytes_sent for step in self._steps)
-        # A GPU's streams wait, not the host: what they waited could only be told by stopping them.
+        # On a GPU the streams wait, not the host; timing them would need synchronisation.
         exposed = "" if self._device.type == "cuda" else f", {_milliseconds(waited)} of it waiting for other ranks"
         return (
             f"zero1_custom: {_milliseconds(seconds)} per step (median of {len(self._steps)}){exposed};"
@@ -86,6 +90,7 @@ class StepMeter:
     def _peak_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
+        # Linux counts it in KiB.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _kind_of_memory(self) -> str:

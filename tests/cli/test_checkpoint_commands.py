@@ -38,7 +38,7 @@ def test_a_full_one_and_a_sharded_one_hold_the_same(checkpoints: Path, capsys: p
 def test_as_text(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(checkpoints / "sharded.ckpt")]) == 0
     text = capsys.readouterr().out
-    assert "sharded.ckpt: sharded" in text and "by 2 rank(s)" in text and "exp_avg" in text
+    assert "sharded.ckpt: sharded" in text and "by 2 ranks" in text and "exp_avg" in text
     saved = torch.load(checkpoints / "full.ckpt", weights_only=True)
     for name, tensor in saved["state_dict"].items():
         line = next(line for line in text.splitlines() if line.startswith(f"{name} "))
@@ -47,14 +47,14 @@ def test_as_text(checkpoints: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 WRONG = [
     (["inspect", "missing.ckpt"], "There is no missing.ckpt"),
-    (["inspect", "text.ckpt"], "text.ckpt is no checkpoint"),
-    (["inspect", "foreign.ckpt"], "is no checkpoint of a Lightning Trainer"),
+    (["inspect", "text.ckpt"], "text.ckpt is not a checkpoint"),
+    (["inspect", "foreign.ckpt"], "is not a checkpoint of a Lightning Trainer"),
     (["inspect", "objects.ckpt"], "--trusted"),
     (["consolidate", "full.ckpt", "out.ckpt"], "is a file: it is consolidated already"),
-    (["consolidate", "missing.ckpt", "out.ckpt"], "missing.ckpt is not there"),
-    (["consolidate", "folder", "out.ckpt"], "folder is no sharded checkpoint"),
+    (["consolidate", "missing.ckpt", "out.ckpt"], "missing.ckpt does not exist"),
+    (["consolidate", "folder", "out.ckpt"], "folder is not a sharded checkpoint"),
     (["consolidate", "sharded.ckpt", "folder"], "folder is a folder"),
-    (["consolidate", "sharded.ckpt", "full.ckpt"], "full.ckpt is there already"),
+    (["consolidate", "sharded.ckpt", "full.ckpt"], "full.ckpt already exists"),
 ]
 
 

@@ -151,12 +151,12 @@ def test_a_class_that_the_file_does_not_name(tmp_path: Path, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--world-size", "3", "--devices-per-node", "2"), "no multiple"),
+        (("--world-size", "3", "--devices-per-node", "2"), "not a multiple"),
         (("--world-size", "2", "--memory", "much"), "--memory 'much'"),
         (("--world-size", "2", "--bandwidth", "fast"), "--bandwidth"),
         (("--world-size", "2", "--bandwidth", "0Gbit"), "more than 0"),
         (("--world-size", "2", "--model", "nowhere.Nothing"), "nowhere.Nothing"),
-        (("--world-size", "2", "--model", "torch.nn.Linear"), "no LightningModule"),
+        (("--world-size", "2", "--model", "torch.nn.Linear"), "not a LightningModule"),
         (("--world-size", "2", "--calibration", "missing.json"), "missing.json"),
     ],
 )

@@ -115,7 +115,7 @@ def test_each_job_has_a_folder_of_its_own_and_an_old_configuration_is_kept(tmp_p
         ({"mem": "4 G"}, "--mem"),
         ({"time": "soon"}, "--time 'soon'"),
         ({"time": "1"}, "not longer than the 90 seconds"),
-        ({"env": {"A B": "c"}}, "no name of a variable"),
+        ({"env": {"A B": "c"}}, "not a valid name of a variable"),
         ({"program": ("a\0b",)}, "NUL"),
     ],
 )

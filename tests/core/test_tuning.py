@@ -277,7 +277,7 @@ def test_where_something_is_to_be_gained_it_is_planned(instance: Instance, beats
     decision = decided(instance)
     gain = decision.default.exposed_seconds - decision.planned.exposed_seconds
     assert decision.verdict == "tuned" and gain > 5e-4
-    assert f"{1000 * gain:.2f} ms a step" in decision.reason
+    assert f"{1000 * gain:.2f} ms per step" in decision.reason
     assert decision.default.caps is None
     assert decision.default.exposed_seconds == predicted(problem, problem.assign(None), cost)
     planned = decision.planned

@@ -1,4 +1,4 @@
-"""Files and folders are there whole or not at all, and what was there before stays until then."""
+"""Files and folders are complete or absent, and what was there before stays until then."""
 
 import os
 import subprocess
@@ -96,7 +96,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_leaves_what_was_there(small_disk: Path) -> None:
     path = small_disk / "a.ckpt"
     path.write_text("old")
-    with pytest.raises(OSError, match=r"No space left .* what was there before is as it was.*a\.ckpt"):
+    with pytest.raises(OSError, match=r"No space left .* an earlier file of that name is unchanged.*a\.ckpt"):
         with written_durably(path) as temporary, open(temporary, "xb") as file:
             file.write(b"x" * 10**6)
     assert path.read_text() == "old" and list(small_disk.iterdir()) == [path]

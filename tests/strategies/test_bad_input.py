@@ -155,7 +155,7 @@ def wrong_world_sizes() -> list[str]:
 def test_world_sizes_that_disagree_are_refused(own_pool: RankPool) -> None:
     for messages in own_pool.run(2, wrong_world_sizes):
         for message in messages:
-            for words in ("MisconfigurationException", "2 ranks", "told of 3", "num_nodes"):
+            for words in ("MisconfigurationException", "2 ranks", "asks for 3", "num_nodes"):
                 assert words in message, message
 
 

@@ -1,1 +1,1 @@
-"""Sharded checkpoints: written by all ranks, read at any world size, made into a full one."""
+"""Sharded checkpoints: written by all ranks, read at any world size, consolidated into one file."""

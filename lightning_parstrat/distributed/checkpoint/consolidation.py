@@ -1,4 +1,4 @@
-"""Makes one file of a checkpoint that all ranks have written, without holding it in memory. Not collective."""
+"""Turns a sharded checkpoint into one file without holding it in memory. Not collective."""
 
 import zipfile
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from lightning_parstrat.distributed.torch_compat import load_layout, offset_in_f
 def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Callable[[int], object]) -> None:
     """Writes an ordinary checkpoint, as ``torch.save`` would.
 
-    The file is laid out without its tensors' elements, which are then filled in, one piece of one rank after the other.
+    The file is first laid out without its tensors' elements, which are then filled in, one rank's piece at a time.
     Host peak: twice the largest piece, and what is not in the ranks' files (loops, callbacks, random numbers).
 
     Args:
-        checkpoint: What is to be in one file.
-        destination: The file; what is there is replaced when all is written.
-        progress: Is told of bytes that have been written since it was told last.
+        checkpoint: The sharded checkpoint.
+        destination: The file; an existing one is replaced when all is written.
+        progress: Called with the number of bytes written since its last call.
 
     Raises:
-        ValueError: There are tensors in objects that cannot be looked into.
-        OSError: It could not be written; what was there is as it was.
+        ValueError: There are tensors in objects that cannot be searched.
+        OSError: It could not be written; an existing file is unchanged.
     """
     with written_durably(destination) as temporary:
         with open(temporary, "xb") as file, torch.serialization.skip_data():
@@ -39,34 +39,38 @@ def consolidate(checkpoint: ShardedCheckpoint, destination: Path, progress: Call
             written: set[int] = set()
             for leaf in leaves(checkpoint.skeleton):
                 offset = offset_in_file(places[leaf.path])
+                # Tied tensors share a storage.
                 if offset in written:
                     continue
                 written.add(offset)
                 for start, elements in _pieces_of(checkpoint, leaf.tensor):
                     file.seek(offset + start * elements.itemsize)
+                    # As bytes: numpy has no bfloat16.
                     file.write(elements.view(torch.uint8).numpy().data)
                     progress(elements.nbytes)
+        # Tensors that no walk over the tree reaches would stay as they were laid out: garbage.
         if len(written) != _storages_in(temporary):
             raise ValueError(
-                f"{checkpoint.folder} holds tensors in objects other than dictionaries, lists and tuples (sets, objects"
-                " of a class of somebody's): what is in them cannot be moved to one file this way. Load it in a"
-                " training with checkpoint_format='full', and save from there."
+                f"{checkpoint.folder} holds tensors in objects other than dictionaries, lists and tuples (sets, or"
+                " instances of custom classes), and these cannot be moved to one file this way. Load it in a training"
+                " with checkpoint_format='full', and save from there."
             )
 
 
 def consolidated_bytes(checkpoint: ShardedCheckpoint) -> int:
-    """What there is to write, in bytes."""
+    """Bytes that :func:`consolidate` writes; tied tensors count once."""
     return sum({id(leaf.tensor): leaf.tensor.nbytes for leaf in leaves(checkpoint.skeleton)}.values())
 
 
 def _room_for(checkpoint: ShardedCheckpoint) -> Callable[[Tensor], Tensor]:
-    """Memory that is only asked for, never touched: nothing of it is used."""
+    """Tensors for the layout: memory that is allocated but never touched takes no pages."""
     made: dict[int, Tensor] = {}
 
     def room(tensor: Tensor) -> Tensor:
         if checkpoint.name_of(tensor) is None:
             return in_storage_order(tensor.detach()).clone().as_strided(tensor.shape, _strides(tensor))
         if id(tensor) not in made:
+            # One for each tensor of the skeleton, so that tied tensors stay tied in the file.
             made[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return made[id(tensor)]
 

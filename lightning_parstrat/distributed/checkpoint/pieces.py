@@ -1,7 +1,7 @@
 """Which part of each tensor of a checkpoint a rank writes when all ranks write together.
 
-A tensor is described in terms that all ranks understand (:class:`TensorSource`); in the checkpoint that rank 0 puts
-together stands a placeholder on the meta device, which has shape, strides and dtype but no elements.
+A tensor is described in terms that all ranks understand (:class:`TensorSource`). In the checkpoint that rank 0 puts
+together, a placeholder on the meta device stands for it: it has shape, strides and dtype but no elements.
 """
 
 import zlib
@@ -35,12 +35,12 @@ class TensorSource(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank has of a tensor: a run of its elements, in the order in which they lie in memory.
+    """The part of a tensor that one rank writes: a run of its elements, in the order in which they lie in memory.
 
     Attributes:
         elements: 1-D; a view where that is possible.
-        start: Position of the first.
-        numel: Elements of the whole tensor.
+        start: Position of the first element.
+        numel: Elements of the uncut tensor.
     """
 
     elements: Tensor
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 
 class Placeholders:
-    """Stands for tensors that are written by those who have them."""
+    """Stand for tensors whose elements are written by the ranks that own them."""
 
     def __init__(self) -> None:
         self._issued: dict[int, tuple[Tensor, TensorSource]] = {}
@@ -57,6 +57,7 @@ class Placeholders:
     def issue(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, source: TensorSource) -> Tensor:
         """A tensor on the meta device, known from then on."""
         placeholder = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
+        # Kept, too: an id is given again once its object is gone.
         self._issued[id(placeholder)] = placeholder, source
         return placeholder
 
@@ -68,13 +69,13 @@ class Placeholders:
 class CheckpointPieces:
     """This rank's pieces of the tensors of a training.
 
-    What is sharded is written by its owner. What all ranks have (parameters that no optimizer shards, state that every
-    rank keeps) is split evenly where it is large, and else written by one of them.
+    What is sharded is written by its owner. What is replicated (parameters that no optimizer shards, state that every
+    rank keeps) is split evenly where it is large, and otherwise written by one rank.
 
     Args:
-        module: Its parameters are those that sources name.
-        optimizers: In the order in which sources count them.
-        slots: Where the parameters lie that are sharded now.
+        module: Sources name its parameters.
+        optimizers: Sources give positions in this sequence.
+        slots: Slots of the parameters that are sharded now.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -95,6 +96,8 @@ class CheckpointPieces:
 
     def with_placeholders(self, tree: Any, placeholders: Placeholders) -> Any:
         """A copy of a tree in which placeholders stand for the module's parameters, wherever they are found."""
+        # By memory, not by identity: a state dict holds detached views. Empty tensors have no memory to tell them
+        # apart.
         names = {_memory(parameter): name for name, parameter in self._parameters.items() if parameter.numel()}
         issued: dict[str, Tensor] = {}
 
@@ -110,7 +113,7 @@ class CheckpointPieces:
         return replace_leaves(tree, replacement)
 
     def of(self, source: TensorSource) -> Piece | None:
-        """This rank's piece; None where it has none of it."""
+        """This rank's piece; None where it owns nothing of the tensor."""
         parameter, slot = self._find(source)
         if slot is None:
             return self._share(self._whole(source, parameter), source)
@@ -126,7 +129,8 @@ class CheckpointPieces:
     def _share(self, whole: Tensor, source: TensorSource) -> Piece | None:
         flat = in_storage_order(whole)
         if flat.nbytes < _BYTES_WORTH_SPLITTING:
-            # Each piece has its price: such a tensor is one rank's, by turns.
+            # Each piece costs an entry in the index and a read. A checksum spreads small tensors over the ranks;
+            # Python's `hash()` would differ between them.
             is_own = zlib.crc32(repr(source).encode()) % self._world_size == self._rank
             return Piece(flat, 0, flat.numel()) if is_own and flat.numel() else None
         first = flat.numel() * self._rank // self._world_size
@@ -163,13 +167,13 @@ class CheckpointPieces:
 def with_placeholders_for_state(
     state_dict: dict[str, Any], optimizer: Optimizer, position: int, placeholders: Placeholders
 ) -> dict[str, Any]:
-    """A copy of a state dict that every rank has, with placeholders for what has a parameter's shape.
+    """A copy of a replicated state dict, with placeholders for tensors of their parameter's shape.
 
     Args:
         state_dict: Of ``optimizer``, in torch's own format.
-        optimizer: Is not sharded.
-        position: Of the optimizer among those of the training.
-        placeholders: Know what they stand for.
+        optimizer: Its optimizer, which is not sharded.
+        position: Position of the optimizer among those of the training.
+        placeholders: Issues the placeholders.
     """
     parameters = grouped_parameters(optimizer)
     state = {}
@@ -201,7 +205,7 @@ def strides_in_storage(tensor: Tensor) -> Sequence[int]:
 
 
 def sources_in(tree: Any, placeholders: Placeholders) -> dict[str, TensorSource]:
-    """What the placeholders of a tree stand for, by the name of the first place that each is found at."""
+    """What the placeholders of a tree stand for, by the name of the place where each is found first."""
     named: dict[str, TensorSource] = {}
     seen: set[int] = set()
     for leaf in leaves(tree):

@@ -27,11 +27,11 @@ METADATA = ".metadata"
 
 
 class CheckpointDamagedError(ValueError):
-    """What should be a checkpoint is torn, truncated, or lacks a part."""
+    """A checkpoint is truncated, damaged, or lacks a part."""
 
 
 class Run(NamedTuple):
-    """Where elements of a tensor are wanted, and which: a run in storage order."""
+    """A run of a tensor's elements in storage order, and the memory to read it into."""
 
     target: Tensor
     start: int
@@ -39,6 +39,7 @@ class Run(NamedTuple):
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether a folder is, or should be, one of these checkpoints."""
+    # Lightning's own sharded checkpoints (of FSDP) have this file beside the same index.
     of_others = (path / "meta.pt").exists()
     return path.is_dir() and ((path / SKELETON).exists() or ((path / METADATA).exists() and not of_others))
 
@@ -47,7 +48,7 @@ class ShardedCheckpoint:
     """A folder that :func:`save_sharded` has written.
 
     Args:
-        folder: Is looked through for missing and truncated files at once, by their sizes; nothing is read.
+        folder: Checked at once for missing and truncated files, by their sizes alone.
         weights_only: Whether what is unpickled may be tensors and plain values only, as in ``torch.load``. (The index
             of the folder is torch's, which knows no such restriction.)
 
@@ -67,17 +68,18 @@ class ShardedCheckpoint:
         self._names: dict[int, str] = {}
         for leaf in leaves(self.skeleton):
             if leaf.tensor.device.type == "meta" and leaf.name in self._metadata.state_dict_metadata:
+                # The first name of a tied tensor: it was written under that one, see `sources_in`.
                 self._names.setdefault(id(leaf.tensor), leaf.name)
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Under which name the elements of a tensor of the skeleton are found; None where it has them."""
+        """The name under which a skeleton's tensor was written; None where the skeleton holds its elements."""
         return self._names.get(id(tensor))
 
     def pieces_of(self, name: str) -> list[tuple[int, int]]:
         """First position and length of each piece of a tensor, as they were written."""
         stored = self._metadata.state_dict_metadata[name]
         if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointDamagedError(f"{name} is no tensor in the checkpoint {self.folder}. {_REMEDY}")
+            raise CheckpointDamagedError(f"{name} is not a tensor in the checkpoint {self.folder}. {_REMEDY}")
         return sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in stored.chunks)
 
     def read(self, wanted: Mapping[str, Run]) -> None:
@@ -98,7 +100,7 @@ class ShardedCheckpoint:
             ) from error
 
     def filled(self, tree: Any) -> Any:
-        """A copy of a part of the skeleton with all tensors whole, in host memory."""
+        """A copy of a part of the skeleton with all tensors uncut, in host memory."""
         new: dict[int, Tensor] = {}
         for leaf in leaves(tree):
             if self.name_of(leaf.tensor) is not None and id(leaf.tensor) not in new:
@@ -108,10 +110,10 @@ class ShardedCheckpoint:
         return replace_leaves(tree, lambda tensor: new.get(id(tensor), tensor))
 
     def own_parts(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """A state dict of the skeleton with this rank's parts where an optimizer shards, else with whole tensors.
+        """A state dict of the skeleton with this rank's parts where the optimizer shards, otherwise with uncut tensors.
 
         Args:
-            optimizer: Whose state it is to become.
+            optimizer: The optimizer that will load it.
             state_dict: From the skeleton.
 
         Raises:
@@ -145,7 +147,7 @@ class ShardedCheckpoint:
                     runs[name] = Run(target, slot.shard_slice.parameter_start)
                     parts[key] = OwnPart(target)
             else:
-                # It lay differently in memory, or is no such tensor: cut by who knows.
+                # Other strides or shape: a run of it is no shard slice. The optimizer cuts it when it loads it.
                 parts[key] = self.filled(value)
         return parts
 
@@ -156,16 +158,19 @@ class ShardedCheckpoint:
             metadata = self._reader.read_metadata()
         except (EOFError, UnpicklingError, AttributeError, ImportError, IndexError) as error:
             raise CheckpointDamagedError(f"{self.folder / METADATA} is damaged ({error!r}). {_REMEDY}") from error
+        # Copies are usually cut short. The index tells how long each file must be, and sizes are checked without
+        # reading.
         sizes: dict[str, int] = {}
         for stored in metadata.storage_data.values():
             sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
         self._refuse([name for name in sizes if not (self.folder / name).exists()], "missing")
         short = [name for name, size in sizes.items() if (self.folder / name).stat().st_size < size]
-        self._refuse(short, "shorter than when they were written")
+        self._refuse(short, "shorter than when written")
         return metadata
 
     def _loaded_skeleton(self, weights_only: bool | None) -> Any:
         path = self.folder / SKELETON
+        # A zip's directory is at its end: without it the file was cut short.
         if not zipfile.is_zipfile(path):
             raise CheckpointDamagedError(f"{path} is damaged: it ends too early. {_REMEDY}")
         try:
@@ -178,16 +183,16 @@ class ShardedCheckpoint:
         if names:
             others = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise CheckpointDamagedError(
-                f"The checkpoint {self.folder} is not whole: {', '.join(names[:8])}{others} are {what}. Each rank has"
-                f" written one of the files `__RANK_0.distcp`. {_REMEDY}"
+                f"The checkpoint {self.folder} is incomplete: {', '.join(names[:8])}{others}"
+                f" {'is' if len(names) == 1 else 'are'} {what}. Each rank writes a file `__<rank>_0.distcp`. {_REMEDY}"
             )
 
 
-_REMEDY = "Copy it anew from where it was written, with all that is in it, or go on from another checkpoint."
+_REMEDY = "Copy the entire folder again from where it was written, or resume from another checkpoint."
 
 
 class _RunPlanner(DefaultLoadPlanner):
-    """Finds which written pieces have the elements that are wanted."""
+    """Finds the written pieces that hold the wanted elements."""
 
     def __init__(self, wanted: Mapping[str, Run]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -201,7 +206,7 @@ class _RunPlanner(DefaultLoadPlanner):
         for name, run in self._wanted.items():
             stored = self.metadata.state_dict_metadata[name]
             if not isinstance(stored, TensorStorageMetadata):
-                raise CheckpointDamagedError(f"{name} is no tensor in the checkpoint. {_REMEDY}")
+                raise CheckpointDamagedError(f"{name} is not a tensor in the checkpoint. {_REMEDY}")
             chunk = ChunkStorageMetadata(offsets=torch.Size([run.start]), sizes=run.target.shape)
             items += create_read_items_for_chunk_list(name, stored, [chunk])
         return LoadPlan(items)
@@ -213,7 +218,7 @@ class _RunPlanner(DefaultLoadPlanner):
 
     @override
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It has been written where it is wanted."""
+        """Nothing to do: torch has read straight into the target, see ``resolve_tensor``."""
 
 
 def _flat(tensor: Tensor) -> Tensor:

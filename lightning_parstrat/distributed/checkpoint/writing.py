@@ -1,8 +1,8 @@
-"""A checkpoint that all ranks write together: a folder by ``torch.distributed.checkpoint``, and one file beside.
+"""A checkpoint that all ranks write together: files of ``torch.distributed.checkpoint`` in a folder, and one more.
 
-In the folder, each tensor is 1-D, its elements in the order in which they lay in memory, so that a shard is one run of
-them whatever the world size was. ``checkpoint.pt`` is the checkpoint as Lightning knows it, with tensors on the meta
-device in the place of those that are in the folder.
+In these files each tensor is 1-D, its elements in the order in which they lay in memory, so that a shard is one run of
+them at any world size. ``checkpoint.pt`` is the checkpoint as Lightning knows it, with tensors on the meta device in
+place of those in the other files.
 """
 
 import io
@@ -38,19 +38,19 @@ from lightning_parstrat.distributed.durable_files import (
 )
 
 SKELETON = "checkpoint.pt"
-"""The file of what is not in the other files, and of which tensor is found where."""
+"""The file with everything that is not in the other files, and with the names of the tensors that are."""
 
 
 class CheckpointNotSavedError(RuntimeError):
-    """A checkpoint could not be written; what was there before is as it was."""
+    """A checkpoint could not be written; an earlier one of that name is unchanged."""
 
 
 class RunningSave:
     """A checkpoint that a thread is writing.
 
     Args:
-        path: The folder to be.
-        future: Is done when the folder is there.
+        path: The folder that is being written.
+        future: Done when the folder is complete.
     """
 
     def __init__(self, path: Path, future: "Future[Any]") -> None:
@@ -58,7 +58,7 @@ class RunningSave:
         self._future = future
 
     def wait(self) -> None:
-        """Returns when the folder is there.
+        """Returns when the folder is complete.
 
         Raises:
             CheckpointNotSavedError: Some rank could not write.
@@ -68,7 +68,7 @@ class RunningSave:
 
 
 class _Outline(NamedTuple):
-    """What rank 0 tells the others of a save."""
+    """What rank 0 sends the others about a save."""
 
     temporary: str
     sources: dict[str, Any]
@@ -84,33 +84,33 @@ def save_sharded(
 ) -> RunningSave | None:
     """Writes a checkpoint, each rank its part. Collective.
 
-    Rank 0 tells the others which tensors there are (about 100 bytes each). Each rank writes and synchronises a file of
-    its own; when all have, rank 0 writes the rest and gives the folder its name.
+    Rank 0 sends the others the list of tensors (about 100 bytes each). Each rank writes and syncs a file of its own;
+    when all have, rank 0 writes the rest and gives the folder its name.
 
     Args:
-        checkpoint: On rank 0, with ``placeholders`` in it; other ranks' is not looked at.
-        path: The folder to be; what is there is replaced when all is written. All ranks see the same file system.
+        checkpoint: Rank 0's, with ``placeholders`` in it; those of other ranks are ignored.
+        path: The folder; an existing one is replaced when all is written. All ranks must see the same file system.
         pieces: Finds this rank's part of what placeholders stand for.
         placeholders: Those in ``checkpoint``.
-        group: Works on host memory. Nothing else may use it until the result is there.
+        group: Works on host memory. Nothing else may use it until the save has ended.
         asynchronous: Whether to return as soon as this rank's part has been copied to host memory (its size is this
             rank's host peak). A thread does the rest.
 
     Returns:
-        What is under way; None where all is done.
+        The save in progress; None where it has ended.
 
     Raises:
-        CheckpointNotSavedError: Some rank could not write; what was at ``path`` is as it was.
+        CheckpointNotSavedError: Some rank could not write; an existing folder at ``path`` is unchanged.
     """
     skeleton = io.BytesIO()
     outline = _agree_on_outline(checkpoint, path, placeholders, skeleton, group)
     found = {name: pieces.of(source) for name, source in outline.sources.items()}
     own = {name: piece for name, piece in found.items() if piece is not None}
-    # Narrow: what is copied to the host is the piece, not the bucket it lies in.
+    # Narrow: otherwise torch would copy to the host, and write, the bucket that the piece lies in.
     tensors = {name: with_narrow_storage(piece.elements) for name, piece in own.items()}
     temporary = Path(outline.temporary)
     writer, planner = _FolderWriter(temporary, path, skeleton), _PiecePlanner(own)
-    # Rank 0 has made the name, and removes what has it if something fails.
+    # One rank cleans up: several would get in each other's way on a shared file system.
     clean_up = remove if dist.get_rank(group) == 0 else _nothing
     if asynchronous:
         future = async_save(tensors, storage_writer=writer, planner=planner, process_group=group)
@@ -130,7 +130,7 @@ def save_sharded(
 def _agree_on_outline(
     checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO, group: dist.ProcessGroup
 ) -> _Outline:
-    """Rank 0 prepares and tells the others, also where it has failed: they wait for it. Collective."""
+    """Rank 0 prepares the save and sends the outline, or its failure: the others wait for either. Collective."""
     outline, failure = None, None
     if dist.get_rank(group) == 0:
         try:
@@ -144,7 +144,7 @@ def _agree_on_outline(
 
 
 def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> _Outline:
-    """What can be done before anybody writes, and may fail."""
+    """Everything that may fail on rank 0 before any rank writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_may_be_replaced(path)
     remove_left_behind(path.parent)
@@ -154,6 +154,8 @@ def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: 
             f"In a sharded checkpoint the optimizers' tensors are placeholders until all ranks write them. A hook has"
             f" copied or changed {', '.join(copied[:3])}: leave them as they are, or use checkpoint_format='full'."
         )
+    # Into memory, and now: what cannot be pickled fails before gigabytes have been written; and training may go on, and
+    # change the checkpoint's objects, before the file is written.
     torch.save(checkpoint, skeleton)
     return _Outline(str(temporary_name(path.parent)), sources_in(checkpoint, placeholders))
 
@@ -163,7 +165,7 @@ def _has_no_elements(tensor: Tensor, placeholders: Placeholders) -> bool:
 
 
 class _PiecePlanner(DefaultSavePlanner):
-    """Says of each 1-D tensor which part of a larger one it is."""
+    """Tells torch which part of a larger tensor each 1-D tensor is."""
 
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -192,7 +194,7 @@ class _PiecePlanner(DefaultSavePlanner):
 
 
 class _FolderWriter(FileSystemWriter):
-    """Gives the folder its name when everything is in it."""
+    """Gives the folder its name when it is complete."""
 
     def __init__(self, folder: Path, name: Path, skeleton: io.BytesIO) -> None:
         super().__init__(folder)
@@ -202,6 +204,8 @@ class _FolderWriter(FileSystemWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Called on rank 0 when all ranks have written."""
+        # Rank 0 looks for what others wrote: with a folder on each node's own disk, every rank succeeds and nobody has
+        # it all.
         sizes: dict[str, int] = {}
         for result in (result for of_rank in results for result in of_rank):
             end = result.storage_data.offset + result.storage_data.length
@@ -215,19 +219,21 @@ class _FolderWriter(FileSystemWriter):
             )
         super().finish(metadata, results)
         _write(Path(self.path) / SKELETON, self._skeleton.getbuffer())
+        # Before the rename: after a crash, a folder with its final name must hold all of its files.
         sync(Path(self.path))
         put_in_place(Path(self.path), self._name)
 
 
 @contextmanager
 def _failures_of_ranks(path: Path) -> Iterator[None]:
-    """Makes one error of those of all ranks, on all ranks."""
+    """Turns the errors of all ranks into one, the same on all ranks."""
     try:
         yield
     except CheckpointException as error:
+        # The first four: a full disk fails on every rank, with the same words.
         failures = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())[:4])
         raise CheckpointNotSavedError(
-            f"{path} was not saved: {failures}. What was saved before is as it was."
+            f"{path} was not saved: {failures}. Checkpoints that were saved before are unchanged."
         ) from error
 
 
@@ -243,4 +249,4 @@ def _write(path: Path, content: Any) -> None:
 
 
 def _nothing(_: Path) -> None:
-    """Leaves it to rank 0."""
+    """Does nothing: rank 0 cleans up."""

@@ -1,1 +1,1 @@
-"""Process groups, the collectives of buckets, and what ranks tell each other beside them."""
+"""Process groups, collectives on buckets, and small messages between ranks."""

@@ -1,8 +1,8 @@
-"""Ranks that torchrun has started again do not read what those before them have left behind.
+"""Keeps ranks that torchrun has restarted from reading what earlier ranks left in the agent's store.
 
-torchrun's agent outlives its ranks and keeps the store over which they find each other. Nothing in it tells one start
-from the next: the number of restarts is each agent's own. So ranks started anew would look for the addresses of those
-that are gone, and wait for them forever. Here they agree on a prefix that is theirs alone.
+torchrun's agent outlives its ranks, and so does its store, in which they find each other. Nothing in the store tells
+one start from the next: each agent counts its own restarts. So restarted ranks would find the addresses of ranks that
+have ended, and wait for them forever. Here they agree on a prefix that no earlier start has used.
 """
 
 import time
@@ -20,13 +20,13 @@ def connect_agent_store(
 ) -> Store:
     """Connects to the store of torchrun's agent, under a prefix that only the ranks of this start know.
 
-    Collective. A few messages between each rank and the store.
+    Collective: all ranks of this start must call it. A few messages between each rank and the store.
 
     Args:
-        address: Where the agent listens.
-        port: Of the same.
-        rank: This one's number.
-        world_size: How many ranks there are in this start.
+        address: Host on which the agent listens.
+        port: Port on which the agent listens.
+        rank: This rank.
+        world_size: Number of ranks in this start.
         timeout: How long to wait for other ranks.
 
     Returns:
@@ -35,22 +35,24 @@ def connect_agent_store(
     Raises:
         torch.distributed.DistStoreError: Other ranks, or the agent, did not answer in time.
     """
+    # Never the master: the agent serves this port, and a rank that tried to would fail to bind it.
     store = TCPStore(address, port, is_master=False, timeout=timeout)
     prefix = _hand_out_prefix(store, world_size, timeout) if rank == 0 else _ask_for_prefix(store, rank)
     return PrefixStore(prefix, store)
 
 
 def _ask_for_prefix(store: Store, rank: int) -> str:
-    # Nobody has ever answered to this name, so that what comes was meant for this start.
+    # A fresh name: whatever answers to it was meant for this start. `get` blocks until it does.
     own = f"parstrat/{uuid4().hex}"
     store.set(_place(rank), own)
     prefix: str = store.get(own).decode()
+    # Rank 0 goes on answering until it sees this, so that no rank can miss the answer.
     store.set(_receipt(prefix, rank), "")
     return prefix
 
 
 def _hand_out_prefix(store: Store, world_size: int, timeout: timedelta) -> str:
-    """Answers whoever has asked, be it a rank that is long gone, until all that there are have said thanks."""
+    """Answers every request, even those of ranks that have ended, until each rank of this start has confirmed."""
     prefix = f"parstrat/{uuid4().hex}"
     waiting = set(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
@@ -58,10 +60,11 @@ def _hand_out_prefix(store: Store, world_size: int, timeout: timedelta) -> str:
         for rank in sorted(waiting):
             if store.check([_receipt(prefix, rank)]):
                 waiting.remove(rank)
+            # Again in every round: the request may be an earlier start's, which the live rank will overwrite.
             elif store.check([_place(rank)]):
                 store.set(store.get(_place(rank)).decode(), prefix)
         if waiting and time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {sorted(waiting)} of {world_size} did not come within {timeout}")
+            raise dist.DistStoreError(f"ranks {sorted(waiting)} of {world_size} did not join within {timeout}")
         time.sleep(_SECONDS_BETWEEN_LOOKS if waiting else 0.0)
     return prefix
 

@@ -1,4 +1,4 @@
-"""What ranks agree on: values of any kind, flags and extremes, and numbers while they do something else."""
+"""Agreement between ranks: values of any kind, flags, extremes, and numbers that are reduced in the background."""
 
 import hashlib
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 class RunningAgreement:
-    """The largest of the numbers that ranks have, asked for now and answered later.
+    """The largest of all ranks' numbers, asked for now and answered later.
 
     Collective: all ranks must call :meth:`ask` equally often. A question is a non-blocking all-reduce of 4 bytes on the
     host, whose latency grows with the logarithm of the world size.
@@ -49,12 +49,12 @@ class RunningAgreement:
         self._asked: tuple[Tensor, Work] | None = None
 
     def ask(self, number: int) -> None:
-        """Sends this rank's number; the answer to an earlier question must have been taken."""
+        """Sends this rank's number. The answer to the previous question must have been taken."""
         sent = torch.tensor(number, dtype=torch.int32)
         self._asked = sent, self._control.all_reduce(sent, op=dist.ReduceOp.MAX)
 
     def answer(self) -> int:
-        """The largest number of those that were asked for last; 0 before anything was asked."""
+        """The largest number of the last question; 0 before anything was asked. Waits for the ranks to ask, too."""
         if self._asked is None:
             return 0
         (received, work), self._asked = self._asked, None
@@ -65,6 +65,7 @@ class RunningAgreement:
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
     """The largest and the smallest of all ranks' numbers. Collective; one all-reduce of 16 bytes."""
+    # The smallest is minus the largest negative: one all-reduce by MAX gives both.
     extremes = torch.tensor([number, -number], dtype=torch.int64)
     with marked("lightning_parstrat: agree between ranks"):
         control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
@@ -90,22 +91,24 @@ def topology_of_ranks(node: str, control: Collectives) -> Topology:
     """Which ranks share a node. Collective; one all-reduce of 8 bytes per rank.
 
     Args:
-        node: What this rank's node is called: the same on its ranks, different on all others.
+        node: Name of this rank's node: the same on all of its ranks, different on other nodes.
         control: Works on host memory.
     """
     keys = torch.zeros(control.world_size, dtype=torch.int64)
+    # Each rank fills its own place of zeros, so that a sum collects all of them. sha256, as `hash()` of a string
+    # differs between processes; without its two highest bits it fits int64.
     keys[control.rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "big") >> 2
     control.all_reduce(keys).wait()
     return Topology.of(keys.tolist())
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:
-    """Whether any rank says so. Collective, and waited for on the host."""
+    """Whether the flag is set on any rank. Collective; the host waits."""
     return any_rank_for_each([flag], control)[0]
 
 
 def any_rank_for_each(flags: Sequence[bool], control: Collectives) -> list[bool]:
-    """For each flag, whether any rank says so. Collective, and waited for on the host; 4 bytes a flag."""
+    """For each flag, whether it is set on any rank. Collective; the host waits; 4 bytes per flag."""
     combined = torch.tensor(flags, dtype=torch.int32)
     with marked("lightning_parstrat: agree between ranks"):
         control.all_reduce(combined, op=dist.ReduceOp.MAX).wait()

@@ -37,6 +37,7 @@ class LocalCollectives(Collectives):
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        # A copy, as with more ranks: the buffer is free for reuse afterwards, and the shard's dtype may be wider.
         shard.copy_(buffer)
         return DONE
 
@@ -46,14 +47,15 @@ class LocalCollectives(Collectives):
 
 
 class NativeCollectives(PairwiseCollectives):
-    """torch's own collectives, as NCCL wants them, where all parts are equal; else the ranks exchange chunks.
+    """torch's own collectives where all parts are equal, as NCCL requires; otherwise the ranks exchange chunks.
 
     Gradients that are summed in a wider dtype than they travel in take an all-to-all, of as many bytes as the
-    reduce-scatter, and a sum on this rank: one more buffer of the bucket's size until it is made.
+    reduce-scatter, and a local sum: until then there is one more buffer of the bucket's size.
     """
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        # A range means equal parts (see `BucketLayout`), the only ones that torch's single-tensor collectives take.
         if not isinstance(bounds, range):
             return super()._reduce_scatter(buffer, shard, bounds)
         self.traffic.reduce_scatter_bytes += buffer.nbytes - shard.numel() * buffer.element_size()
@@ -63,7 +65,7 @@ class NativeCollectives(PairwiseCollectives):
         return as_work(work)
 
     def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Work:
-        """A sum that is wider than what travels; torch's would be rounded at every rank that it passes."""
+        """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""
         received = torch.empty_like(buffer)
         work = dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True)
         by_rank = list(received.view(self.world_size, -1))
@@ -75,6 +77,7 @@ class NativeCollectives(PairwiseCollectives):
             return super()._all_gather(buffer, bounds)
         self.traffic.all_gather_bytes += buffer.nbytes - buffer.nbytes // self.world_size
         unsharded = real_view(buffer)
+        # In place: where its input lies at this rank's part of the output, NCCL copies nothing.
         own = unsharded.view(self.world_size, -1)[self.rank]
         return as_work(_all_gather_single(unsharded, own, group=self.group, async_op=True))
 

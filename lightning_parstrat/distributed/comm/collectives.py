@@ -18,10 +18,10 @@ from lightning_parstrat.core.topology import Topology
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Blocks until the result may be read: on CPU this thread, on CUDA the current stream. May be called again."""
+        """Blocks this thread (on CUDA, the current stream) until the result may be read. May be called again."""
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once. Where a backend cannot tell, it says no."""
@@ -29,10 +29,10 @@ class Work(Protocol):
 
 @dataclass
 class Traffic:
-    """Payload that this rank has sent, and the collectives it took, since it was created.
+    """Bytes and collectives that this rank has sent since it was created.
 
-    ``between_nodes_bytes`` is what of both phases went to other nodes, where ranks exchange chunks themselves; the way
-    that NCCL takes is its own.
+    ``between_nodes_bytes`` is the part of both phases that went to other nodes, where ranks exchange chunks themselves;
+    which way NCCL takes is not known.
     """
 
     reduce_scatters: int = 0
@@ -41,15 +41,16 @@ class Traffic:
     all_gather_bytes: int = 0
     small_reductions: int = 0
     between_nodes_bytes: int = 0
+    # Not compared: two traffics are equal where the same was sent, however long it took.
     waited_seconds: float = field(default=0.0, compare=False)
-    """How long this host has waited for them: on CPU the communication that nothing hid. On a GPU streams wait."""
+    """How long this host has waited: on CPU the communication that nothing hid. On a GPU, streams wait instead."""
 
 
 class Collectives(ABC):
     """What the engine asks of a process group. Every method is collective and returns before the transfer is done.
 
-    All ranks must launch the same operations in the same order. Tensors handed in must not be touched, nor freed by
-    anyone but the returned :class:`Work`'s holder, before it was waited for.
+    All ranks must launch the same operations in the same order. Until the returned :class:`Work` has been waited for,
+    the tensors must be neither touched nor freed.
 
     Args:
         group: The process group.
@@ -57,6 +58,7 @@ class Collectives(ABC):
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
+        # Weak, so that torch alone keeps the group alive; see `_KnownGroup` in `process_groups.py`.
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
@@ -104,7 +106,7 @@ class Collectives(ABC):
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def wait(self, work: Work) -> None:
-        """Waits, and adds what that took to ``traffic.waited_seconds``."""
+        """Waits, and adds the time to ``traffic.waited_seconds``."""
         began = time.perf_counter()
         work.wait()
         self.traffic.waited_seconds += time.perf_counter() - began
@@ -113,7 +115,7 @@ class Collectives(ABC):
         return range(0, buffer.numel() + 1, buffer.numel() // self.world_size) if bounds is None else bounds
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
-        """Combines a small tensor over all ranks, in place: for norms and flags, never for gradients."""
+        """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients."""
         if self.world_size == 1:
             return DONE
         self.traffic.small_reductions += 1
@@ -141,7 +143,7 @@ DONE: Work = Done()
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """Backends know no complex numbers; sums and copies of the real components are those of the complex ones."""
+    """The tensor, or its components if it is complex: not all backends take complex tensors, and sums are the same."""
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
 
 

@@ -20,13 +20,13 @@ from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work, as_work, real_view
 
 Chunks = Callable[[int], Sequence[Tensor]]
-"""What goes to a rank, or comes from it; both sides list the same chunks in the same order."""
+"""The chunks that go to a rank, or come from it; both sides list the same ones in the same order."""
 
 
 class PairwiseCollectives(Collectives):
     """Every rank sends every other rank its chunk; each chunk travels once.
 
-    Rank r talks to r + 1, r + 2, ... in turn, so that no rank is everyone's first partner. The number of messages
+    Rank r sends to r + 1, r + 2, ... in turn, so that no rank is everyone's first target. The number of messages
     grows with the square of the world size, so this is for the tens of ranks that train on CPUs, and for chunks that
     differ in length.
     """
@@ -48,10 +48,12 @@ class PairwiseCollectives(Collectives):
         )
         reduction = SummedChunks(Transfers(transfers, buffer), by_rank, shard)
         if buffer.device.type != "cpu":
-            # There the waiting stream waits, not a thread.
+            # On a GPU the waiting stream makes the sum; no thread is needed to get it done early.
             return reduction
         work = ExchangedWork()
 
+        # In a thread: the sum is made as soon as the chunks have arrived, while this thread computes the rest of
+        # backward.
         def see_through() -> None:
             reduction.wait()
             work.finish()
@@ -85,12 +87,14 @@ class PairwiseCollectives(Collectives):
             outgoing: What goes to a rank.
             incoming: Where to put what comes from a rank.
             counted_as: The counter of ``traffic`` that what is sent is added to.
-            tag: Exchanges of one tag are launched by one thread, so that both sides have the same order of them.
+            tag: All exchanges of one tag are launched by one thread, so that both sides launch them in the same order.
         """
         operations = []
         place = ranks.index(self.rank)
         for step in range(1, len(ranks)):
             target, source = ranks[(place + step) % len(ranks)], ranks[(place - step) % len(ranks)]
+            # Receives go first: a message that finds its receive posted needs no intermediate buffer. Both sides know
+            # the sizes, so both leave out the same empty chunks.
             operations += [
                 self._operation(dist.irecv, chunk, source, tag) for chunk in incoming(source) if chunk.numel()
             ]
@@ -104,7 +108,7 @@ class PairwiseCollectives(Collectives):
         return dist.P2POp(direction, real_view(chunk), group=self.group, group_peer=peer, tag=tag)
 
     def _count(self, counter: str, chunk: Tensor, target: int) -> None:
-        # The second level of an exchange is launched by a thread, while the main one may launch the next first level.
+        # A thread may launch the second level of one exchange while the main thread launches the first of the next.
         with self._counting:
             setattr(self.traffic, counter, getattr(self.traffic, counter) + chunk.nbytes)
             if not self.topology.share_node(self.rank, target):
@@ -112,7 +116,7 @@ class PairwiseCollectives(Collectives):
 
 
 class Transfers:
-    """Several transfers waited for as one; keeps the memory they use alive."""
+    """Several transfers that are waited for as one; keeps the memory they use alive."""
 
     def __init__(self, transfers: Sequence[Work], *memory: Tensor) -> None:
         self._transfers: Sequence[Work] = transfers
@@ -123,8 +127,8 @@ class Transfers:
         """Blocks until all are done.
 
         Raises:
-            RuntimeError: One of them has failed, as when another rank is gone. Whoever waits again is told so at once:
-                Gloo would make that call wait until the timeout for those that were done by then.
+            RuntimeError: One of them has failed, for instance because another rank has ended. A second call raises at
+                once, where Gloo would block until the timeout on transfers that had already completed.
         """
         if self._error is not None:
             raise RuntimeError(f"An exchange between ranks has failed before: {self._error}") from self._error
@@ -134,6 +138,7 @@ class Transfers:
         except RuntimeError as error:
             self._error = error
             raise
+        # This object may be held for longer than the buffers should live.
         self._transfers, self._memory = (), ()
 
     def is_completed(self) -> bool:
@@ -142,12 +147,12 @@ class Transfers:
 
 
 class SummedChunks:
-    """Chunks that are summed once they are there, in rank order, so that the sum does not depend on who owns it.
+    """Sums chunks once they have arrived, in rank order, so that the sum does not depend on which rank owns it.
 
     Args:
-        transfers: Bring the chunks.
+        transfers: Completes when the chunks have arrived.
         by_rank: The chunks.
-        shard: Where the sum goes, and the dtype that it is made in.
+        shard: Receives the sum, which is made in its dtype.
     """
 
     def __init__(self, transfers: Work, by_rank: list[Tensor], shard: Tensor) -> None:
@@ -157,6 +162,7 @@ class SummedChunks:
 
     def wait(self) -> None:
         """Blocks until the sum is made."""
+        # A second wait must not sum again: the first chunk may be the shard itself.
         if not self._by_rank:
             return
         self._transfers.wait()
@@ -164,21 +170,21 @@ class SummedChunks:
         self._by_rank = []
 
     def is_completed(self) -> bool:
-        """Whether the chunks are there, as far as the backend can tell."""
+        """Whether the chunks have arrived, as far as the backend can tell."""
         return self._transfers.is_completed()
 
 
 def exchange_chunks(
     collectives: Collectives, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
 ) -> None:
-    """Sends chunks to other ranks and waits for those that come: one-time transfers that no formula counts.
+    """Sends chunks to other ranks and waits for theirs: one-time transfers, which ``traffic`` does not count.
 
-    Collective among those who exchange; nothing else is under way between them.
+    Collective among the ranks that exchange; nothing else may be in flight between them.
 
     Args:
-        collectives: Of the group to use.
-        outgoing: What goes to each rank.
-        incoming: Where to put what comes from each rank, in the order in which it sends.
+        collectives: Its group is used.
+        outgoing: The chunks for each rank.
+        incoming: Buffers for the chunks from each rank, in the order in which it sends.
     """
     operations = [
         dist.P2POp(direction, real_view(chunk), group=collectives.group, group_peer=peer)
@@ -198,6 +204,7 @@ def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
     """Writes the sum into ``total``, in whose dtype it is made; ``total`` may be the first of ``chunks``."""
     first, *others = chunks
+    # One pass over memory instead of a copy and an addition; it also allows `total` to be `first`.
     if others and total.dtype == first.dtype:
         torch.add(first, others.pop(0), out=total)
     else:
@@ -207,7 +214,7 @@ def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
 
 
 class ExchangedWork:
-    """An exchange that a thread sees through; what that raised is raised to whoever waits."""
+    """An exchange that a thread completes; whoever waits for it gets the thread's exception."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -217,7 +224,7 @@ class ExchangedWork:
         """Blocks until the exchange has ended.
 
         Raises:
-            RuntimeError: It failed, as when another rank is gone.
+            RuntimeError: It failed, for instance because another rank has ended.
         """
         self._done.wait()
         if self._error is not None:
@@ -228,7 +235,7 @@ class ExchangedWork:
         return self._done.is_set()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Lets those who wait go on."""
+        """Releases those who wait."""
         self._error = error
         self._done.set()
 
@@ -237,10 +244,10 @@ _Task = tuple[ExchangedWork, Callable[[], None]]
 
 
 class ExchangeThread:
-    """Does what follows exchanges, one after the other, as long as someone holds this.
+    """Runs what follows exchanges in a thread, one after the other, for as long as this object lives.
 
     Args:
-        name: For those who look at a process's threads.
+        name: The thread's, shown by debuggers and profilers.
     """
 
     def __init__(self, name: str) -> None:
@@ -250,20 +257,25 @@ class ExchangeThread:
     def run(self, work: ExchangedWork, action: Callable[[], None]) -> None:
         """Calls ``action`` after those of earlier calls; if it raises, ``work`` has failed."""
         if self._tasks is None:
+            # Started on first use: many collectives only carry small messages and need no thread. A SimpleQueue, as its
+            # `put` is reentrant: the finalizer may call it within a garbage collection.
             self._tasks = queue.SimpleQueue()
-            # A daemon: an exchange with a rank that is gone must not keep this process from ending.
+            # A daemon: an exchange with a rank that has ended must not keep this process alive. It gets only the queue:
+            # a reference to this object would keep both alive for ever.
             threading.Thread(target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True).start()
             weakref.finalize(self, self._tasks.put, None)
         self._tasks.put((work, action))
 
 
+# Grad mode belongs to a thread, and a new one records gradients.
 @torch.no_grad()
 def _run_tasks(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     while (task := tasks.get()) is not None:
         work, action = task
         try:
             action()
+        # Any exception: a work that is never finished would block the thread that waits for it for ever.
         except BaseException as error:
             work.finish(error)
-        # Until the next one comes, nothing may hold on to the buffers of the last.
+        # While the thread waits for its next task, its variables must not keep the buffers of the last alive.
         del task, work, action

@@ -1,4 +1,4 @@
-"""What an all-reduce between two ranks takes; run as a program, one process is one rank.
+"""Measures an all-reduce between two ranks; run as a program, one process is one rank.
 
     python -m lightning_parstrat.distributed.comm.link_probe RENDEZVOUS cpu|cuda
 
@@ -25,17 +25,18 @@ _SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
 _REPETITIONS = 7
 _SECONDS = 120
 _RESULT = '{"latency_seconds"'
-"""How a result begins; srun may have been told to put the number of the task before it."""
+"""How a result begins; srun may put the number of the task before it (``--label``)."""
 
 
 def between_two_processes() -> dict[str, Any]:
     """Measures between two processes of this machine, on devices of their own where there are two.
 
     Raises:
-        RuntimeError: They could not be started, or find each other.
+        RuntimeError: They could not be started, or did not find each other.
     """
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
     with tempfile.TemporaryDirectory() as folder:
+        # A file instead of a port: no other program can have taken it.
         rendezvous = f"file://{Path(folder).resolve()}/rendezvous"
         ranks = [
             subprocess.Popen(
@@ -52,9 +53,11 @@ def between_two_processes() -> dict[str, Any]:
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"two processes of this machine did not find each other in {_SECONDS} s") from error
         finally:
+            # Where one has failed, the other waits for it until the backend's timeout.
             for rank in ranks:
                 rank.kill()
     if any(rank.returncode for rank in ranks):
+        # The last line of a traceback is the exception.
         raise RuntimeError("; ".join(errors.strip().splitlines()[-1] for _, errors in printed if errors.strip()))
     return read_result(printed[0][0])
 
@@ -78,6 +81,7 @@ def read_result(printed: str) -> dict[str, Any]:
 
 
 def _environment_of(rank: int) -> Mapping[str, str]:
+    # With Slurm's variables, both processes would take the rank of this task. One thread each: they share this machine.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return {**kept, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
 
@@ -87,8 +91,9 @@ def _measure(device: torch.device) -> dict[str, Any]:
     for nbytes in _SIZES:
         tensor = torch.zeros(nbytes // 4, device=device)
         taken = []
-        # The first one opens connections.
+        # One more than are counted: the first opens connections.
         for _ in range(1 + _REPETITIONS):
+            # So that no rank's lateness counts as the wire's time.
             dist.barrier()
             began = time.perf_counter()
             dist.all_reduce(tensor)
@@ -107,6 +112,7 @@ def _measure(device: torch.device) -> dict[str, Any]:
 
 def _main(rendezvous: str, kind: str) -> None:
     variables = os.environ
+    # torchrun's variables win: within a Slurm job, several of its ranks share one task's.
     by_slurm = "SLURM_PROCID" in variables and "RANK" not in variables
     rank, size, local = (
         int(variables[name])
@@ -114,7 +120,7 @@ def _main(rendezvous: str, kind: str) -> None:
             ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if by_slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         )
     )
-    # All ranks must choose alike, whatever each of them has.
+    # By the argument, not by what this node has: the ranks must choose the same backend.
     device = torch.device("cuda", local) if kind == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -126,7 +132,7 @@ def _main(rendezvous: str, kind: str) -> None:
         print(json.dumps(result), flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    # Gloo's worker threads may still hold the GIL's last tensors.
+    # A worker thread of Gloo that still frees a tensor when the interpreter ends would abort the process.
     time.sleep(0.05)
 
 

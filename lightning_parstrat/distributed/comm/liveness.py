@@ -1,4 +1,4 @@
-"""Finds out which ranks are missing, when something went wrong that needed all of them."""
+"""Finds out which ranks are missing when a collective has failed."""
 
 import re
 from collections import defaultdict
@@ -12,18 +12,19 @@ from torch.distributed.distributed_c10d import PrefixStore
 from lightning_parstrat.distributed.torch_compat import default_store
 
 GRACE = timedelta(seconds=10)
-"""How long ranks wait for each other: they notice a fault at different times, but soon."""
+"""How long ranks wait for each other: they notice a fault at different times, within seconds."""
 
 
 class MissingRanksError(RuntimeError):
-    """Ranks did not take part in what all must take part in."""
+    """Ranks did not take part in a collective."""
 
 
 class Liveness:
-    """Which ranks are alive: they write to the store of the process group, which works when collectives do not.
+    """Which ranks are alive: they write to the process group's store, which works when collectives do not.
 
     Args:
-        name: The same on all ranks, and another one for each training: what ranks did alone is forgotten with it.
+        name: The same on all ranks and different for each training: calls are counted, and after a fault the ranks'
+            counts may differ.
     """
 
     def __init__(self, name: str) -> None:
@@ -35,63 +36,69 @@ class Liveness:
     def missing(self, occasion: str, grace: timedelta | None = None) -> list[int]:
         """The ranks that do not call this within ``grace``.
 
-        Each rank asks the store four times; those that wait in vain ask once more for each rank.
+        All ranks that are alive should call it. Up to five requests to the store; on a timeout, one more per rank.
 
         Args:
-            occasion: What for; ranks meet that call for the n-th time for the same occasion.
+            occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
             grace: How long to wait for the others; by default :data:`GRACE`.
+
+        Returns:
+            Their numbers; on a rank that comes after others have given up, all the others.
         """
         self._held[occasion] += 1
         call = f"{occasion}/{self._held[occasion]}"
         try:
             self._store.set(f"{call}/{self._rank}", "here")
+            # The last to arrive releases all: so each waits for one key, not for one per rank.
             if self._store.add(f"{call}/count", 1) == self._world_size:
                 self._store.set(f"{call}/all", "here")
             if self._store.check([f"{call}/over"]):
-                # Who came in time waits no more.
+                # The others have given up and gone on without this rank: it must not count on them either.
                 return [rank for rank in range(self._world_size) if rank != self._rank]
-            # Stores of different kinds say in different ways that they have waited in vain.
+            # A timeout: each kind of store raises another subclass.
             with suppress(RuntimeError):
                 self._store.wait([f"{call}/all"], GRACE if grace is None else grace)
                 return []
             self._store.set(f"{call}/over", "over")
             return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
         except RuntimeError:
-            # The store is where rank 0 is, and has gone with it.
+            # Rank 0's process serves the store, so the store ends with it.
             return [] if self._rank == 0 else [0]
 
 
+# Gloo raises plain RuntimeErrors: only their text tells them from others.
 _OF_A_COLLECTIVE = re.compile(
     r"connection (closed|reset|refused)|timed out|timeout|broken pipe|gloo|nccl|barrier", re.I
 )
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error may come of ranks that did not take part in a collective; Gloo's have no class of theirs."""
+    """Whether an error may be due to ranks that did not take part in a collective; Gloo's have no own class."""
     if isinstance(error, dist.DistError):
         return True
+    # The exact class: subclasses, such as out of memory, have nothing to do with other ranks.
     return type(error) is RuntimeError and _OF_A_COLLECTIVE.search(str(error)) is not None
 
 
 def names_of(ranks: list[int]) -> str:
     """Ranks for a message: ``rank 3``, ``ranks 1, 2``."""
+    # A rank that hangs may take thousands with it; one line must still do.
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 @contextmanager
 def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
-    """Within it, an error of a collective that came of missing ranks says which.
+    """Names the missing ranks if a collective within the context fails because of them.
 
-    All ranks that are there must be within it, for the same thing; after an error they wait for each other for up to
-    :data:`GRACE`.
+    All ranks must enter it for the same purpose; after an error they wait for each other for up to :data:`GRACE`.
 
     Args:
-        liveness: Finds out who is missing.
+        liveness: Finds the missing ranks.
         what: What is being done, for the message.
 
     Raises:
-        MissingRanksError: In the place of a ``RuntimeError``, where ranks are missing.
+        MissingRanksError: Instead of a ``RuntimeError``, where ranks are missing.
     """
     try:
         yield
@@ -102,17 +109,17 @@ def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
         raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error
 
 
-REMEDY = "Their output says why they ended or where they are stuck; what was saved before is there and whole."
+REMEDY = "Their output says why they ended or where they hang; checkpoints that were saved before are intact."
 
 
 def wait_for_all(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Returns when all ranks have come to this point. Collective; 2 messages per rank, all of them through rank 0.
+    """Returns when all ranks have reached this point. Collective; 2 messages per rank, all of them through rank 0.
 
     Args:
-        group: Of Gloo.
+        group: A Gloo group.
         timeout: How long to wait; None for the group's own.
 
     Raises:
-        RuntimeError: Not all have come in time, or one is dead; rank 0's says which.
+        RuntimeError: Ranks did not arrive in time, or have ended; rank 0's message names them.
     """
     dist.monitored_barrier(group, timeout, wait_all_ranks=True)

@@ -1,4 +1,4 @@
-"""The same module on all ranks: compared first, then given rank 0's tensors, when DDP would give them."""
+"""Makes modules equal on all ranks: compares them, then copies rank 0's tensors whenever DDP would."""
 
 from collections.abc import Iterable
 
@@ -19,6 +19,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> No
     detached = [tensor.detach() for tensor in tensors]
     if detached and dist.get_world_size(group) > 1:
         with marked("lightning_parstrat: broadcast tensors of the module"):
+            # 250 MiB is what DDP itself uses for this.
             broadcast_coalesced(group, detached, 250 * 2**20, 0)
 
 
@@ -51,6 +52,7 @@ def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
         ValueError: The modules differ, so that a broadcast between them would hang; or a parameter has no shape yet.
     """
     ignored = names_ignored_by_ddp(module)
+    # Before the others: a lazy parameter has no shape, and asking for one raises without saying what to do.
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(

@@ -25,8 +25,8 @@ class ProcessGroups(NamedTuple):
 class _KnownGroup(NamedTuple):
     """A group made for one default group, by weak references.
 
-    torch holds both until they are destroyed; whoever held them longer would, in a process forked from this one,
-    destroy what waits for threads that are not there.
+    torch holds both until they are destroyed. A reference held for longer would, in a process forked from this one,
+    run a destructor that waits for threads which a fork does not copy.
     """
 
     world: "weakref.ref[dist.ProcessGroup]"
@@ -52,12 +52,12 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The group for what the host decides, alone; see :func:`process_groups`."""
+    """The group of control messages alone; see :func:`process_groups`. Collective on first use."""
     return _process_group("control", timeout, backend="gloo")
 
 
 def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The group for checkpoints that all ranks write, alone: a thread may use it while training goes on."""
+    """The group of sharded checkpoints: a thread may use it while training goes on. Collective on first use."""
     return _process_group("checkpoint", timeout, backend="gloo")
 
 
@@ -67,6 +67,7 @@ def _process_group(name: str, timeout: timedelta | None, backend: str | None = N
     if world is None:
         raise AssertionError("process groups were asked for without a default group")
     known = _PROCESS_GROUPS.get((name, timeout))
+    # A default group that was destroyed and made again has other connections: then all groups are made again.
     if known is not None and known.world() is world:
         existing = known.group()
         if existing is not None:
@@ -80,8 +81,8 @@ def _process_group(name: str, timeout: timedelta | None, backend: str | None = N
 def _let_worker_threads_finish_at_exit() -> None:
     """Gives Gloo's worker threads a moment before the interpreter is torn down.
 
-    A worker drops the tensors of a collective after it was waited for, and needs the GIL for that. If the interpreter
-    is finalizing by then, Python ends the thread inside a C++ destructor, and the process aborts: a successful run that
+    A worker frees the tensors of a collective after it was waited for, and needs the GIL for that. If the interpreter
+    is already finalizing, Python ends the thread inside a C++ destructor, and the process aborts: a successful run that
     ends right after a collective would report failure (seen in one of five on a busy machine, without any sharding).
     """
     atexit.register(time.sleep, 0.05)

@@ -1,7 +1,7 @@
-"""The order of work on a GPU, where it is ours to see to; on CPU there is one order only.
+"""The order of work on a GPU's streams; on CPU there is only the order of the program.
 
-A collective begins after what the launching stream has queued, and keeps its buffers until it is waited for; both are
-torch's doing. Ours is that whoever waits later, on whatever stream, comes after it: no host ever waits.
+torch makes a collective begin after what the launching stream has queued, and keeps its buffers until it is waited for.
+What is left to do here: whoever waits later, on whatever stream, must come after it, without the host waiting.
 """
 
 from collections.abc import Hashable
@@ -25,10 +25,10 @@ class Streams(Protocol):
 
 
 class HostStreams:
-    """A CPU's: things happen in the order of the program."""
+    """A CPU's: work runs in the order of the program."""
 
     def current(self) -> Hashable:
-        """There is but one."""
+        """The only one."""
         return None
 
     def on(self, stream: Hashable) -> AbstractContextManager[object]:

@@ -3,8 +3,8 @@
 Counterparts are the ranks at the same place of their nodes. In a reduce-scatter each rank first sums, over its node,
 what belongs to its counterparts and itself, then sends each counterpart one such sum. So with K nodes a node sends
 (K - 1) / K of a bucket per phase, whatever its number of ranks R, where flat exchange sends R times as much and a ring
-all-reduce up to 2 (N - 1) / N in both phases together; every rank of the node sends the same share of it. A gather
-takes the same way back.
+all-reduce up to 2 (N - 1) / N in both phases together; every rank of the node sends the same share of it. An all-gather
+goes the same way backward.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,14 @@ from lightning_parstrat.distributed.comm.exchange import (
 )
 
 _SECOND_LEVEL_OF_REDUCTION, _SECOND_LEVEL_OF_GATHER = 1, 2
-"""Tags of what threads launch; the first levels are launched by the caller."""
+"""Tags of what threads launch; the caller launches the first levels. Gloo matches messages of one tag by their order,
+and how a thread's launches interleave with the caller's differs from rank to rank."""
 
 
 class TwoLevelCollectives(PairwiseCollectives):
     """Exchanges within nodes and between counterparts; needs a topology that has two levels.
 
-    Beside its bucket a reduce-scatter holds (R - 1) / R of it as it is received, then one chunk for each other node.
+    Besides its bucket, a reduce-scatter holds (R - 1) / R of it for what it receives, then one chunk per other node.
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
@@ -40,6 +41,8 @@ class TwoLevelCollectives(PairwiseCollectives):
         self._node_mates = topology.node_mates(self.rank)
         self._counterparts = topology.counterparts(self.rank)
         self._columns = {mate: topology.counterparts(mate) for mate in self._node_mates}
+        # One thread per level, each waiting for one level only: a slow wire between nodes must not hold up exchanges
+        # within. And one thread launches all exchanges of a tag, in the order of the caller's.
         self._within = ExchangeThread("exchange within nodes")
         self._between = ExchangeThread("exchange between nodes")
 
@@ -47,6 +50,7 @@ class TwoLevelCollectives(PairwiseCollectives):
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         chunks = split(buffer, bounds)
         arriving = {mate: [torch.empty_like(chunks[rank]) for rank in self._counterparts] for mate in self._node_mates}
+        # This rank's own chunks are summed where they lie.
         arriving[self.rank] = [chunks[rank] for rank in self._counterparts]
         transfers = self._exchange(
             self._node_mates,
@@ -64,12 +68,13 @@ class TwoLevelCollectives(PairwiseCollectives):
         return work
 
     def _sums_of_node(self, arriving: dict[int, list[Tensor]], dtype: torch.dtype) -> list[Tensor]:
-        """What belongs to this rank's counterparts and itself, summed over the node in ``dtype``, as it is sent on."""
+        """Sums over the node, in ``dtype``, of the chunks of this rank's counterparts and its own; ready to be sent."""
         sums = []
         for rank, *of_mates in zip(self._counterparts, *(arriving[mate] for mate in self._node_mates), strict=True):
             narrow = of_mates[0].dtype
             total = of_mates[0] if dtype == narrow else torch.empty_like(of_mates[0], dtype=dtype)
             sum_in_order(of_mates, total)
+            # What is sent on travels in the narrow dtype; this rank's own sum stays wide until the final addition.
             sums.append(total if rank == self.rank else total.to(narrow))
         return sums
 

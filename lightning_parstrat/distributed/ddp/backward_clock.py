@@ -1,4 +1,4 @@
-"""When a forward begins, gradients become ready, and a backward has ended: on the host, or on the GPU's own clock."""
+"""Times of forward, of each gradient, and of the end of backward: by the host's clock, or by a GPU's own."""
 
 import time
 from collections.abc import Sequence
@@ -17,12 +17,11 @@ Moment = Any
 class BackwardClock:
     """Notes the times of steps that have one backward each. Not collective.
 
-    A hook on each parameter costs about a microsecond per gradient. On a GPU nothing waits until the times are asked
-    for.
+    A hook on each parameter costs about a microsecond per gradient. On a GPU nothing waits until :meth:`timing`.
 
     Args:
-        parameters: In any order, which is that of the times.
-        device: Where the gradients are.
+        parameters: In any order; times come in the same.
+        device: Device of the gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
@@ -39,23 +38,23 @@ class BackwardClock:
         self.backwards = 0
 
     def begin_forward(self) -> None:
-        """Says that a forward begins, and forgets what came before."""
+        """Call when a forward begins; forgets the step before."""
         self._backward = self._end = None
         self._ready.clear()
         self.backwards = 0
         self._forward = self._now()
 
     def begin_backward(self) -> None:
-        """Says that a backward begins which is going to send gradients."""
+        """Call when a backward begins that will send gradients."""
         self.backwards += 1
         self._ready.clear()
         self._end = None
         self._backward = self._now()
 
     def end_backward(self) -> None:
-        """Says that everything that the backward has sent has arrived, in the order of the device's work.
+        """Call when everything that the backward has sent has arrived, in the order of the device's work.
 
-        After a backward that was not announced it does nothing.
+        Does nothing after a backward without :meth:`begin_backward`.
         """
         if self._backward is not None:
             self._end = self._now()
@@ -76,23 +75,25 @@ class BackwardClock:
         for index, moment in self._ready.items():
             ready[index] = self._seconds(backward, moment)
         last = max(ready, default=0.0)
+        # Two readings of a clock: their difference may come out a little below 0.
         exposed = max(self._seconds(backward, end) - last, 0.0)
         return Timing(self._seconds(forward, end), last, exposed, tuple(ready))
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def _note(self, index: int, _: Tensor) -> None:
-        # What comes before or after it are micro-batches that send nothing.
+        # Outside of it, backwards belong to micro-batches that send nothing.
         if self._backward is not None and self._end is None:
-            # A parameter that is used again has its gradient when the last use has been gone through.
+            # The last time counts: the gradient of a parameter that is used twice is complete only then.
             self._ready[index] = self._now()
 
     def _now(self) -> Moment:
         if self._device.type != "cuda":
             return time.perf_counter()
+        # The host runs ahead of a GPU: its own clock would give when work was queued, not when it was done.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -1,7 +1,7 @@
-"""Finds the buckets of a DistributedDataParallel while it trains: measured, planned, tried, kept or taken back.
+"""Tunes the buckets of a DistributedDataParallel while it trains: measures, plans, tries, and keeps or reverts.
 
-Every step of it is a step of the training. The procedure is :meth:`BucketTuner._tune`, from top to bottom; at each
-``yield`` a step passes, and its times come back.
+No step is wasted: each is a step of the training. The procedure is :meth:`BucketTuner._tune`, a generator that reads
+from top to bottom; each ``yield`` waits for one step of the training and returns its times.
 """
 
 import time
@@ -37,24 +37,25 @@ from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
 
 T = TypeVar("T")
 Steps = Generator[None, Timing, T]
-"""Something that takes steps of the training, and comes to a result."""
+"""A part of the procedure: consumes steps of the training and returns a result."""
 
 _SETTLING_STEPS = 2
-"""A new reducer has its final buckets from its second step on, and allocates them there."""
+"""A new reducer rebuilds its buckets after its first step, and allocates them in the second."""
 
 _SETTLING_STEPS_OF_STATIC_GRAPHS = 3
+"""One more: the first step of a static graph only records which gradients there are."""
 
 
 class TuningStopped(Exception):
-    """Why buckets stay, or become again, what they are by default. Raised on all ranks alike."""
+    """Ends the tuning with the default's buckets; the message says why. Raised on all ranks alike."""
 
 
 class TuningFault(Exception):
-    """What some rank could not do. Raised on all ranks alike."""
+    """Some rank failed at something; the message says which, and at what. Raised on all ranks alike."""
 
 
 class _Seen(NamedTuple):
-    """What all ranks have seen of the default's buckets."""
+    """What all ranks have measured with the default's buckets."""
 
     timing: Timing
     noise_seconds: float
@@ -64,18 +65,18 @@ class _Seen(NamedTuple):
 class BucketTuner:
     """Tunes the buckets of one training. Every method is collective, unless it says otherwise.
 
-    It takes 33 steps by default (at most), one all-reduce of 8 bytes per parameter, and measurements that send four
-    times what a step does. While buckets change there is memory for gradients twice.
+    It takes at most 33 steps by default, one all-reduce of 8 bytes per parameter, and measurements that send four times
+    the bytes of a step. While buckets change, gradients take twice their memory.
 
     Args:
         ddp: The wrapper, before its first step.
         policy: How to tune.
         control: Its group works on host memory.
-        device: Where the gradients are.
-        wire_dtype: What they travel in; None for their own dtype.
+        device: Device of the gradients.
+        wire_dtype: Dtype in which they travel; None for their own.
         cache: Where plans are kept; rank 0's is used.
-        say: Told what was found, on all ranks.
-        warn: Told what went wrong.
+        say: Called with the report, on all ranks.
+        warn: Called with a message when something went wrong.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class BucketTuner:
             return
         self._clock = BackwardClock(self._buckets.parameters, device)
         self._procedure = self._tune()
+        # Up to its first `yield`: a generator accepts no value before.
         next(self._procedure)
 
     def begin_forward(self) -> None:
-        """Call before every forward of a training step; changes buckets, where it is time for that."""
+        """Call before every forward of a training step. May change the buckets."""
         if self._clock is None:
             return
         if self._clock.has_measured:
@@ -125,21 +127,21 @@ class BucketTuner:
             self._clock.begin_backward()
 
     def end_backward(self) -> None:
-        """Call after it. Not collective."""
+        """Call after a backward. Not collective."""
         if self._clock is not None:
             self._clock.end_backward()
 
     def close(self) -> None:
-        """Ends it, wherever it is; buckets stay what they are. Not collective."""
+        """Ends the tuning at any point; buckets stay as they are. Not collective."""
         if self._clock is not None:
             self._clock.close()
             self._clock = None
 
     def _advance(self, clock: BackwardClock) -> None:
-        """Goes on to the next step. Whatever goes wrong, training goes on with the default's buckets."""
+        """Continues the procedure with the last step's times. On any error, training goes on with default buckets."""
         try:
             if clock.backwards != 1:
-                # Ranks send equally often, so that all come here.
+                # All ranks raise this together: they send gradients equally often.
                 raise TuningStopped("a step has several backwards that send gradients")
             timing = clock.timing()
             self._step_seconds.append(timing.seconds)
@@ -166,13 +168,16 @@ class BucketTuner:
             raise TuningStopped(reason)
         problem = self._problem(seen.timing)
         cost = under_load(problem, idle.model, seen.timing.exposed_seconds)
+        # A trial could not distinguish a gain below the measurement's noise from none.
         smallest_gain = max(policy.tune_tolerance * seen.timing.seconds, seen.noise_seconds)
+        # Rank 0 decides for all: ranks with different buckets would reduce different things, and hang.
         decision: Decision = self._broadcast(lambda: decide(problem, cost, seen.timing.seconds, smallest_gain))
         report = TuningReport(
             verdict=decision.verdict,
             reason=decision.reason,
             world_size=self._control.world_size,
             cost=cost,
+            # Any size gives the same quotient: `under_load` scales latency and time per byte alike.
             load=cost.seconds(2**20) / idle.model.seconds(2**20),
             spread=idle.spread,
             backward_seconds=seen.timing.backward_seconds,
@@ -190,7 +195,7 @@ class BucketTuner:
         return report
 
     def _try(self, report: TuningReport, by_default: list[Timing]) -> Steps[TuningReport]:
-        """Planned, default, planned: in turns, so that what changes meanwhile changes both."""
+        """Measures planned, default, planned: in turns, so that whatever drifts meanwhile affects both."""
         half = self._policy.tune_steps // 2
         planned = yield from self._steps_with(report.caps, half)
         by_default = [*by_default[-half:], *(yield from self._steps_with(None, half))]
@@ -201,11 +206,11 @@ class BucketTuner:
         if gain > self._policy.tune_tolerance * default.seconds:
             return replace(report, reason=f"the planned buckets gain {gain / default.seconds:.1%} of a step")
         self._adopt(None)
-        reason = f"{report.reason} by the model, but tried out, the planned buckets gain {gain / default.seconds:.1%}"
+        reason = f"{report.reason}, but when tried, the planned buckets gain {gain / default.seconds:.1%}"
         return replace(report, verdict="default is best", reason=reason, caps=None)
 
     def _probe(self, kept: TuningReport) -> Steps[TuningReport | None]:
-        """A plan of an earlier training against the default; None where it is slower."""
+        """Measures the plan of an earlier training against the default; None where it is slower."""
         if kept.caps is None:
             return replace(kept, from_cache=True)
         half = self._policy.tune_steps // 2
@@ -214,6 +219,7 @@ class BucketTuner:
         if planned.seconds <= default.seconds:
             reason = f"the buckets of an earlier training gain {1 - planned.seconds / default.seconds:.1%} of a step"
             return replace(kept, default=default, planned=planned, reason=reason, from_cache=True)
+        # The default's buckets must have settled again before they are measured for a new plan.
         yield from self._steps_with(None, 0)
         return None
 
@@ -229,7 +235,7 @@ class BucketTuner:
             try:
                 self.cache.save(report)
             except Exception as error:
-                # The others are done with tuning by now, and would not hear of it.
+                # The other ranks have finished tuning: raised here, it would end the training on rank 0 alone.
                 self._warn(f"the plan is not kept: {error}")
 
     def _steps(self, count: int) -> Steps[list[Timing]]:
@@ -252,10 +258,11 @@ class BucketTuner:
         return Problem(buckets.nbytes, ready, buckets.order(ready), lambda caps: buckets.assigned(caps, ready))
 
     def _agree(self, timings: Sequence[Timing]) -> _Seen:
-        """The slowest rank's times; but what is exposed of the one that waits least for others to come."""
+        """The slowest rank's times, but the smallest exposed time: on other ranks it includes waiting for late ones."""
         usual = typical(timings)
         stability = order_stability([timing.ready_seconds for timing in timings])
         unsteady = noise([timing.seconds for timing in timings])
+        # Negated where the smallest counts, so that one all-reduce by MAX is enough.
         scalars = [usual.seconds, usual.backward_seconds, -usual.exposed_seconds, -stability, unsteady]
         values = torch.tensor([*scalars, *usual.ready_seconds], dtype=torch.float64)
         self._control.all_reduce(values, op=dist.ReduceOp.MAX).wait()
@@ -269,13 +276,14 @@ class BucketTuner:
     def _measure_wire(self) -> CostFit:
         began = time.perf_counter()
         dtype, nbytes = self._buckets.dtype, sum(self._buckets.nbytes)
+        # A rank that runs out of memory here must say so: the others would wait for it in the measurement.
         buffers = self._everywhere(lambda: all_reduce_buffers(self._device, dtype, self._wire_dtype or dtype, nbytes))
         fit = all_reduce_cost(self._group, self._control, buffers)
         self._measuring_seconds += time.perf_counter() - began
         return fit
 
     def _broadcast(self, ask: Callable[[], T]) -> T:
-        """What rank 0 has found; what it could not do stops the tuning on all ranks."""
+        """Rank 0's result, on all ranks; its failure stops the tuning on all of them."""
         told: Any = None
         failure = None
         if self._control.rank == 0:
@@ -290,7 +298,7 @@ class BucketTuner:
         return result
 
     def _everywhere(self, act: Callable[[], T]) -> T:
-        """Does something on all ranks; where one cannot, all stop."""
+        """Does something on all ranks; where one fails, the tuning stops on all."""
         done: Any = None
         failure = None
         try:
@@ -309,12 +317,13 @@ class BucketTuner:
         reason = str(error) if known else f"{type(error).__name__}: {error}"
         if not isinstance(error, TuningStopped):
             self._warn(f"buckets are not tuned: {reason}")
+        # By all ranks if by any: some may have adopted buckets at which another failed.
         if any(all_gather_object(not self._buckets.are_default, self._control.group)):
             try:
                 self._adopt(None)
             except TuningFault as fault:
-                # Those that were tried do no harm.
-                self._warn(f"buckets stay as they were tried: {fault}")
+                # Only slower, at worst: results do not depend on buckets.
+                self._warn(f"the buckets that were being tried stay in use: {fault}")
         self._finish(TuningReport(verdict="not tuned", reason=reason, world_size=self._control.world_size))
 
     def _finish(self, report: TuningReport) -> None:
@@ -322,7 +331,7 @@ class BucketTuner:
         self._say(self._counted(report))
 
     def _counted(self, report: TuningReport) -> TuningReport:
-        """With how many steps it took, and how much longer those lasted than as many usual ones."""
+        """The report with the number of steps, and how much longer these took than as many usual ones."""
         steps = self._step_seconds
         usual = min(steps) if report.default is None and steps else 0.0
         usual = report.default.seconds if report.default is not None else usual

@@ -1,4 +1,4 @@
-"""What gradients of a DistributedDataParallel are compressed to: torch's own hooks, by name."""
+"""Compression of a DistributedDataParallel's gradients: torch's own hooks, by name."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ class NamedHook(NamedTuple):
     """A hook that has a name.
 
     Attributes:
-        wire_dtype: What gradients travel in; None where that depends on more than their size.
+        wire_dtype: Dtype in which gradients travel; None where what is sent is not simply a cast.
     """
 
     hook: Any
@@ -23,15 +23,15 @@ class NamedHook(NamedTuple):
 
 
 def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Is the ``bf16_compress_hook`` of torch, which refuses it by its name where there is no NCCL; Gloo can do it."""
+    """The ``bf16_compress_hook`` of torch, under a name that torch does not refuse without NCCL: Gloo can do it."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def powersgd_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """Is the hook of torch, with one bucket at a time where there is no NCCL.
+    """The hook of torch, one bucket at a time where there is no NCCL.
 
     It launches its second all-reduce when the first has ended, and waits for it in a thread of Gloo. With several
-    buckets under way ranks launch them in different orders, and all threads come to wait.
+    buckets in flight, ranks would launch these in different orders until all threads wait.
     """
     arrived: torch.futures.Future[Tensor] = powerSGD_hook.powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu" or dist.get_backend(state.process_group) == "gloo":
@@ -47,15 +47,15 @@ _HOOKS: dict[str, NamedHook] = {
 
 
 def wire_dtype(name: CommHook) -> torch.dtype | None:
-    """What gradients travel in with the hook of that name; None where that is their own dtype, or is not known."""
+    """Dtype in which gradients travel with the hook of that name; None where it is their own, or not a cast."""
     return None if name is None else _HOOKS[name].wire_dtype
 
 
 def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
-    """Has all gradients go through the hook of that name, whatever the device. All ranks must.
+    """Sends all gradients through the hook of that name, on any device. All ranks must call it.
 
     ``"bf16"`` and ``"fp16"`` halve the bytes of fp32 gradients, and sum them in 16 bits. ``"powersgd"`` sends an
-    approximation of rank 1 from the 1,000th step on, and has memory for the errors: T. Vogels, S. P. Karimireddy and
+    approximation of rank 1 from the 1,000th step on, and keeps the errors in memory: T. Vogels, S. P. Karimireddy and
     M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (arXiv 1905.13727).
     """
     state = powerSGD_hook.PowerSGDState(process_group=ddp.process_group) if name == "powersgd" else ddp.process_group

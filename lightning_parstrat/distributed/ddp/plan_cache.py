@@ -1,4 +1,4 @@
-"""Plans for buckets that outlive a training, in a folder."""
+"""Keeps plans for buckets in a folder, for later trainings."""
 
 import hashlib
 import json
@@ -15,31 +15,33 @@ class PlanCache:
     """A folder with one file for each kind of training. Not collective: for rank 0.
 
     Args:
-        folder: Made when the first plan is kept; None keeps none.
-        kind: Everything that a plan depends on and that is known beforehand.
+        folder: Created when the first plan is kept; None keeps none.
+        kind: Everything that a plan depends on and that is known before training.
     """
 
     def __init__(self, folder: str | PathLike[str] | None, kind: Mapping[str, Any]) -> None:
+        # Sorted: the same kind must give the same file, in whatever order its entries were written down.
         content = json.dumps(kind, sort_keys=True, default=str)
         key = hashlib.sha256(content.encode()).hexdigest()[:16]
         self.path = None if folder is None else Path(folder).expanduser() / f"plan-{key}.json"
 
     def load(self) -> TuningReport | None:
-        """What an earlier training of this kind has found; None where there is none.
+        """The report of an earlier training of this kind; None where there is none.
 
         Raises:
-            ValueError: There is one that is damaged or of another format.
+            ValueError: The file is damaged or has another format.
             OSError: It cannot be read.
         """
         if self.path is None or not self.path.exists():
             return None
         try:
             return TuningReport.from_json(json.loads(self.path.read_text()))
+        # AttributeError: JSON that is not an object has no `get`.
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{self.path}: {error}") from error
 
     def save(self, report: TuningReport) -> None:
-        """Keeps what was found, in the place of what was.
+        """Keeps the report in place of an earlier one.
 
         Raises:
             OSError: It cannot be written.

@@ -1,4 +1,4 @@
-"""The buckets of a live DistributedDataParallel: what caps come to, and another reducer with other buckets."""
+"""The buckets of a live DistributedDataParallel: predicts those that caps lead to, and exchanges the reducer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ _MIB = 2**20
 
 
 class DDPBuckets:
-    """Exchanges the reducer of ``ddp`` for one with other buckets, and foretells which those are. Not collective.
+    """Exchanges the reducer of ``ddp`` for one with other buckets, and predicts these. Not collective.
 
-    torch assigns parameters to buckets by caps: one is full when its size reaches its cap. Usually that is done anew
-    after the first backward, in the order in which gradients became ready. Where a backward looks for unused parameters
-    (and the graph is not static) it never is: buckets stay in the reverse order of registration, and are made from the
-    other end.
+    torch assigns parameters to buckets by caps: a bucket is full when its size reaches its cap. Usually this is done
+    again after the first backward, in the order in which gradients became ready. Where backward looks for unused
+    parameters (and the graph is not static) it is not: buckets stay in the reverse order of registration, and are
+    filled from the other end.
 
     Args:
         ddp: Its buckets are the default.
@@ -40,14 +40,14 @@ class DDPBuckets:
         self.parameters, self._expect_sparse = parameters_for_reducer(ddp)
         # None in versions of torch that have no caps for single buckets.
         self._default = bucket_caps(ddp)
-        # Asked for once: later it is refused where parameters have been unfrozen or added.
+        # Only now: torch raises if parameters have been unfrozen or added since.
         self._names = names_for_reducer(ddp, self.parameters)
         self.are_default = True
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that has most bytes."""
+        """The dtype with the most bytes."""
         return self.parameters[self.order([0.0] * len(self.parameters))[0]].dtype
 
     @property
@@ -56,7 +56,7 @@ class DDPBuckets:
         return [parameter.numel() * parameter.element_size() for parameter in self.parameters]
 
     def reason_not_to_change(self) -> str | None:
-        """Why buckets must stay as they are, if they must."""
+        """Why buckets cannot be changed; None where they can."""
         if sends_by_compiled_code(self._ddp):
             return "torch.compile sends gradients by itself"
         if self._default is None:
@@ -66,7 +66,7 @@ class DDPBuckets:
         if getattr(self._ddp, "mixed_precision", None) is not None:
             return "DDP's own mixed precision sends gradients in another dtype"
         if len(self.parameters) < 2:
-            return "there is one parameter"
+            return "there are fewer than two parameters"
         return None
 
     def order(self, ready_seconds: Sequence[float]) -> list[int]:
@@ -85,32 +85,35 @@ class DDPBuckets:
         if self._rebuilds:
             order = self._all_in_order(ready_seconds)
             in_order, sparse = [self.parameters[index] for index in order], [False] * len(order)
+            # torch's own function: a prediction that differed from what the reducer does would be worth nothing.
             return assign_to_buckets(in_order, limits, sparse, order)
         if caps is not None:
+            # Here torch fills buckets from the end that is sent last.
             limits.reverse()
         buckets = assign_to_buckets(self.parameters, limits, self._expect_sparse)
         return [list(reversed(bucket)) for bucket in reversed(buckets)]
 
     def filled_from_the_first(self, caps: Caps) -> Caps:
-        """Caps by which buckets that are made from the other end are those that ``caps`` make from this one."""
+        """Caps that give, filled from the other end, the buckets that ``caps`` give from this one."""
         first, sparse = list(reversed(self.parameters)), list(reversed(self._expect_sparse))
         buckets = assign_to_buckets(first, caps, sparse)
         nbytes = list(reversed(self.nbytes))
         return tuple(sum(nbytes[index] for index in bucket) for bucket in buckets)
 
     def adopt(self, caps: Caps | None) -> None:
-        """Gives the wrapper a reducer with these caps, or with the default's. Between steps; all ranks must.
+        """Gives the wrapper a reducer with these caps, or with the default's. All ranks must call it, between steps.
 
-        Gradients stay, and with them the memory of the old buckets, until the next backward has moved them.
+        Gradients keep the memory of the old buckets until the next backward has moved them.
 
         Raises:
-            ValueError: A parameter has been frozen since; everything is as it was.
+            ValueError: A parameter has been frozen since; nothing has changed.
         """
         if not all(parameter.requires_grad for parameter in self.parameters):
             raise ValueError("parameters have been frozen since training began")
         before = dict(vars(self._ddp))
         try:
             exchange_reducer(self._ddp, self.parameters, self._expect_sparse, self._names, self._given_caps(caps))
+        # torch builds the new reducer in several steps: a wrapper left between two of them could not train on.
         except BaseException:
             vars(self._ddp).update(before)
             raise
@@ -125,7 +128,7 @@ class DDPBuckets:
         positions = range(len(self.parameters))
         if self._rebuilds:
             with_gradient = [index for index in reversed(positions) if ready_seconds[index] > 0]
-            # What a static graph leaves out comes last.
+            # A static graph appends parameters without a gradient.
             without = [index for index in positions if not ready_seconds[index] > 0]
             return sorted(with_gradient, key=lambda index: ready_seconds[index]) + without
         return list(reversed(positions))

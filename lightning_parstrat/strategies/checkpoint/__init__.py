@@ -1,1 +1,1 @@
-"""When checkpoints are saved and loaded, and how training goes on from them."""
+"""When checkpoints are saved and loaded, and how training resumes from them."""

@@ -1,4 +1,4 @@
-"""Checkpoint files that are there whole or not at all, and are read without a copy for each process."""
+"""Checkpoint files that are complete or absent, and are read without a copy for each process."""
 
 import pickle
 import zipfile
@@ -21,10 +21,10 @@ _NEEDED = ("state_dict", "pytorch-lightning_version")
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Writes local files by a temporary name, fsync and a rename; maps them into memory to read them.
+    """Writes local files under a temporary name, with fsync and a rename; maps them into memory to read them.
 
     Files elsewhere (``s3://`` and the like) are written and read as Lightning does. Ranks of one node that map the same
-    file share its pages: host memory holds it once, and what a rank does not look at is not read.
+    file share its pages: host memory holds it once, and pages that no rank touches are not read.
     """
 
     @override
@@ -32,12 +32,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Writes the file; see the class.
 
         Raises:
-            OSError: It could not be written; what was there is as it was.
+            OSError: It could not be written; an existing file is unchanged.
         """
         local = local_path(path)
         if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        # Asked again when the name is given; here, before gigabytes have been written in vain.
         check_may_be_replaced(local)
         with written_durably(local) as temporary, open(temporary, "xb") as file:
             torch.save(checkpoint, file)
@@ -49,13 +50,14 @@ class DurableCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Maps the file into memory, or says what is wrong with it.
+        """Maps the file into memory.
 
         Raises:
-            MisconfigurationException: It is torn, or no checkpoint.
+            MisconfigurationException: It is truncated, or not a checkpoint; the message says what to do.
         """
         local = local_path(path)
         try:
+            # Files of the old format of `torch.save` cannot be mapped.
             if local is not None and local.is_file() and _begins_as_zip(local):
                 loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
                 return _with_copies_of_small(loaded)
@@ -68,7 +70,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes a file, or a folder so that it is there whole until it is not there at all."""
+        """Removes a file or a folder so that it is complete until it is gone."""
         local = local_path(path)
         if local is not None:
             remove_atomically(local)
@@ -83,7 +85,7 @@ def local_path(path: str | Path) -> Path | None:
 
 
 def _with_copies_of_small(loaded: Any) -> Any:
-    """Leaves mapped what every part of Lightning copies; what callbacks may hold on to must not depend on the file."""
+    """Copies tensors other than weights and optimizer states: callbacks may keep them, and the file may be replaced."""
     if not isinstance(loaded, dict):
         return loaded
     mapped = ("state_dict", "optimizer_states")
@@ -94,7 +96,7 @@ def _with_copies_of_small(loaded: Any) -> Any:
 
 
 def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
-    """Refuses what no Trainer has written.
+    """Refuses what was not written by a Trainer.
 
     Raises:
         MisconfigurationException: It lacks what every checkpoint of Lightning has.
@@ -102,8 +104,8 @@ def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
     missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
     if missing:
         raise MisconfigurationException(
-            f"{path} is no checkpoint of a Lightning Trainer: it lacks {' and '.join(map(repr, missing))}. To begin"
-            " with weights from elsewhere, load them in the module (`load_state_dict`), and pass no `ckpt_path`."
+            f"{path} is not a checkpoint of a Lightning Trainer: it lacks {' and '.join(map(repr, missing))}. To start"
+            " from weights of another source, load them in the module (`load_state_dict`), and pass no `ckpt_path`."
         )
 
 
@@ -113,7 +115,7 @@ def _begins_as_zip(path: Path) -> bool:
 
 
 def _explained(error: Exception, path: str | Path) -> MisconfigurationException | None:
-    """What is wrong with a file that could not be loaded; None where the error says it."""
+    """What is wrong with a file that could not be loaded; None where the original error says it best."""
     local = local_path(path)
     if local is None:
         return None
@@ -126,10 +128,10 @@ def _explained(error: Exception, path: str | Path) -> MisconfigurationException 
     if not local.is_file() or zipfile.is_zipfile(local):
         return None
     if local.stat().st_size and not _begins_as_zip(local):
-        return MisconfigurationException(f"{path} is no checkpoint: it cannot be read as one ({error}).")
+        return MisconfigurationException(f"{path} is not a checkpoint: it cannot be read as one ({error}).")
     return MisconfigurationException(
-        f"{path} is torn: its {local.stat().st_size} bytes end before the checkpoint does. It was still being written"
-        f" when its program ended, or was copied in part. {_others(local)}"
+        f"{path} is truncated: its {local.stat().st_size} bytes end before the checkpoint does. Its program ended while"
+        f" writing it, or it was copied incompletely. {_others(local)}"
     )
 
 
@@ -138,5 +140,5 @@ def _others(path: Path) -> str:
         (p for p in path.parent.glob(f"*{path.suffix}") if p != path and p.exists()), key=lambda p: -p.stat().st_mtime
     )
     if not others:
-        return "Copy it anew, or begin without it."
-    return f"Copy it anew, or go on from another; the newest beside it is {others[0]}."
+        return "Copy it again, or start without it."
+    return f"Copy it again, or resume from another; the newest beside it is {others[0]}."

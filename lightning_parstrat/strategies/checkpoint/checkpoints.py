@@ -1,4 +1,4 @@
-"""Checkpoints that survive: saved by all ranks or by none, whole or not at all, and read at any world size."""
+"""Durable checkpoints: saved by all ranks or by none, complete or absent, and read at any world size."""
 
 import copy
 import logging
@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
 from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.pieces import (
     CheckpointPieces,
     Placeholders,
@@ -45,10 +46,10 @@ from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
 
 CHECKPOINT_KEY = "lightning_parstrat"
-"""Where a checkpoint keeps what is this package's alone. Other strategies pass over it."""
+"""The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
 FORMAT = 1
-"""Of what is under that key, and of sharded checkpoints."""
+"""Version of the entries under that key, and of sharded checkpoints."""
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
 
@@ -56,16 +57,16 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointingStrategy(RanksStrategy):
-    """DDP whose checkpoints are whole and durable, and from which training goes on as if it had not stopped.
+    """DDP with durable checkpoints, from which training resumes as if it had not stopped.
 
     Args:
         checkpoint_format: ``"full"`` writes what ``ddp`` would: one file, from rank 0, which any strategy reads.
             ``"sharded"`` writes a folder, each rank its part, without gathering anything; this package's strategies
-            read it at any world size, and ``lightning-parstrat consolidate`` makes a full one of it. All nodes must
-            see the folder.
+            read it at any world size, and ``lightning-parstrat consolidate`` turns it into a full one. All nodes must
+            see the folder. ``checkpoint_io`` is not used for it.
         async_save: Whether training goes on as soon as each rank has copied its part to host memory, while a thread
-            writes the sharded checkpoint. At most one is under way; the next save, and the end of training, wait for
-            it. ``checkpoint_io`` has no part in sharded checkpoints.
+            writes the sharded checkpoint. At most one save is in progress; the next save, and the end of training,
+            wait for it.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -88,7 +89,7 @@ class CheckpointingStrategy(RanksStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """How files are written and read: the user's way, or durably."""
+        """The user's plugin for writing and reading files; by default :class:`DurableCheckpointIO`."""
         if self._checkpoint_io is None:
             self._checkpoint_io = DurableCheckpointIO()
         elif lacks_inner_io(self._checkpoint_io):
@@ -105,8 +106,10 @@ class CheckpointingStrategy(RanksStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state. The first that Lightning asks for when it saves: after an exception, who is there?"""
+        """The module's state. Collective after an exception: ranks wait a few seconds for each other."""
         self._absent = []
+        # Lightning asks for this first when it saves. After an exception, which may be one rank's alone, find out here
+        # which ranks take part, before anything waits for the others.
         if self._is_interrupted and self.world_size > 1:
             self._absent = self._liveness.missing("save after an exception")
         if self._absent and not self._can_save_alone:
@@ -115,9 +118,9 @@ class CheckpointingStrategy(RanksStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The unsharded state on rank 0 in torch's own format, on the host; elsewhere the groups alone. Collective.
+        """The unsharded state on rank 0's host in torch's own format; elsewhere the groups alone. Collective.
 
-        In a sharded checkpoint nothing is gathered: stand-ins are in the place of tensors.
+        For a sharded checkpoint nothing is gathered: placeholders take the place of tensors.
         """
         optimizer = unwrapped(optimizer)
         if is_sharded(optimizer):
@@ -131,6 +134,7 @@ class CheckpointingStrategy(RanksStrategy):
         if self._absent:
             return {"state": {}, "param_groups": []}
         with missing_ranks_named(self._liveness, "Gathering the optimizer's state"):
+            # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
             self._wait_for_all()
             if not self._saves_sharded:
                 return gather_state_dict(optimizer, destination=0)
@@ -146,19 +150,19 @@ class CheckpointingStrategy(RanksStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Saves on all ranks or on none. Collective, but after an exception that is not everybody's.
+        """Saves on all ranks or on none. Collective, except after an exception on some ranks only.
 
-        Full: rank 0 holds the whole state in host memory while it writes. Sharded: nobody holds more than its part.
+        Full: rank 0 holds the unsharded state in host memory while it writes. Sharded: each rank only holds its part.
 
         Raises:
             CheckpointNotSavedError: Another rank could not write.
-            MissingRanksError: Ranks did not come; what was saved before is as it was.
+            MissingRanksError: Ranks did not take part; checkpoints that were saved before are unchanged.
         """
         if self._absent:
             self._save_alone(checkpoint, filepath, storage_options)
             return
         if not self._has_ranks:
-            # Processes that were spawned have ended, or have not begun: there is nobody to wait for.
+            # Spawned processes have not started yet, or have ended: there are no ranks to wait for.
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
             return
         with missing_ranks_named(self._liveness, f"Saving {filepath}"):
@@ -174,8 +178,8 @@ class CheckpointingStrategy(RanksStrategy):
             super().save_checkpoint(self._completed(checkpoint, None), filepath, storage_options)
             return
         log.warning(
-            f"{self.flag}: rank {self.global_rank} was to save {filepath} after an exception. That takes all ranks, and"
-            f" {names_of(self._absent)} did not come: nothing was saved. What was saved before is as it was."
+            f"{self.flag}: rank {self.global_rank} was to save {filepath} after an exception. That needs all ranks, and"
+            f" {names_of(self._absent)} did not come: nothing was saved. Checkpoints that were saved before are intact."
         )
 
     def _save_full(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
@@ -184,6 +188,7 @@ class CheckpointingStrategy(RanksStrategy):
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
         except Exception as error:
             failure = error
+        # The others wait for rank 0's result: without it they would train on, and hang in the next collective.
         told = broadcast_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
@@ -192,7 +197,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if storage_options is not None:
-            raise TypeError("`storage_options` have no meaning for a sharded checkpoint: leave them out.")
+            raise TypeError("`storage_options` do not apply to a sharded checkpoint: leave them out.")
         path = _local(filepath)
         self.wait_for_saves()
         slots = self._sharded_slots()
@@ -200,22 +205,23 @@ class CheckpointingStrategy(RanksStrategy):
         pieces = CheckpointPieces(self._training_module, optimizers, slots, self.global_rank, self.world_size)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
-        # Before and after training nobody would wait for it.
+        # Before and after training, nothing would wait for the save to end.
         asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
         try:
             save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
         finally:
+            # They belong to this checkpoint; kept, they would pile up with every save.
             self._placeholders = Placeholders()
         if save is not None:
             self._pending.begin(save)
 
     def _completed(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
-        """With what is ours, and of the moment from which training can go on. Collective in ``control``."""
+        """Adds this package's entries, and sets it back to where training can resume. Collective in ``control``."""
         own = {"format": FORMAT, **self._own_entries()}
         trainer = self._training_module.trainer
         point = self._resume_points.point_of_save()
-        # By all ranks in any case: a hook may have changed the checkpoint of some.
+        # Collective, so outside of the `if`: a user's hook may have changed the checkpoint on some ranks only.
         random = self._random.gather(trainer, point, control)
         if "optimizer_states" in checkpoint and "loops" in checkpoint:
             own[RNG] = random
@@ -223,7 +229,7 @@ class CheckpointingStrategy(RanksStrategy):
         return {**checkpoint, CHECKPOINT_KEY: own}
 
     def _own_entries(self) -> dict[str, Any]:
-        """What a checkpoint is to keep under :data:`CHECKPOINT_KEY`."""
+        """This package's entries of a checkpoint, under :data:`CHECKPOINT_KEY`."""
         return {}
 
     def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -231,7 +237,7 @@ class CheckpointingStrategy(RanksStrategy):
         return checkpoint
 
     def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
-        """Where the module's parameters lie that are sharded."""
+        """Slots of the module's sharded parameters."""
         return {}
 
     @property
@@ -241,7 +247,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Removes a checkpoint, but not before its successor is whole."""
+        """Removes a checkpoint, but not before its successor is complete."""
         local = local_path(filepath)
         if self._pending.is_under_way and local is not None:
             self._pending.remove_later(local)
@@ -253,13 +259,13 @@ class CheckpointingStrategy(RanksStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and world size. Collective: all ranks, or none.
+        """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or none.
 
-        A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, the weights are read, of
-        the state of optimizers later each rank's part.
+        A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, only the weights are
+        read; of the optimizers' states, each rank later reads its part.
 
         Raises:
-            MisconfigurationException: It is none, is damaged or of a newer format, or a rank cannot read it.
+            MisconfigurationException: It is not a checkpoint, is damaged or newer, or a rank cannot read it.
         """
         self.wait_for_saves()
         checkpoint: dict[str, Any] = {}
@@ -269,12 +275,14 @@ class CheckpointingStrategy(RanksStrategy):
         except Exception as error:
             failure = error
         if self._has_ranks:
+            # A rank that raised alone would leave the others waiting for it in the next collective.
             self._raise_together(failure, f"loading {checkpoint_path}")
         elif failure is not None:
             raise failure
         own = self._loaded_entries = checkpoint.get(CHECKPOINT_KEY, {})
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        # A copy: Lightning hands the original to the loaders when it restores the loops.
         self._loaded_loaders = copy.deepcopy(fit_loop.get("state_dict", {}).get("combined_loader"))
         return checkpoint
 
@@ -303,7 +311,7 @@ class CheckpointingStrategy(RanksStrategy):
         return checkpoint
 
     def _raise_together(self, failure: Exception | None, what: str) -> None:
-        """Raises on all ranks where one has failed. Collective."""
+        """Raises on all ranks if any has failed. Collective."""
         failures = all_gather_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
@@ -319,13 +327,13 @@ class CheckpointingStrategy(RanksStrategy):
         """Gives each optimizer its state, of which each rank keeps its part.
 
         Raises:
-            ValueError: It is the state of other optimizers or of other parameters; the message says which.
+            ValueError: The state belongs to other optimizers or other parameters; the message says which.
         """
         states = checkpoint["optimizer_states"]
         if len(states) != len(self.optimizers):
             raise ValueError(
-                f"The checkpoint has the state of {len(states)} optimizers, and the module has {len(self.optimizers)}."
-                " `configure_optimizers` must return as many as when it was saved."
+                f"The checkpoint has the state of {counted(len(states), 'optimizer')}, and the module has"
+                f" {len(self.optimizers)}. `configure_optimizers` must return as many as when it was saved."
             )
         names = {parameter: name for name, parameter in self._training_module.named_parameters()}
         for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -334,6 +342,8 @@ class CheckpointingStrategy(RanksStrategy):
             optimizer_to_device(optimizer, self.root_device)
         self._loaded = None
         if self._training_module.trainer.state.fn == TrainerFn.FITTING:
+            # Only now: Lightning makes the training's loaders next, and whatever draws before would shift their
+            # shuffling.
             self._random.before_loaders()
 
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -341,13 +351,13 @@ class CheckpointingStrategy(RanksStrategy):
             return self._loaded.own_parts(optimizer, state)
         if is_sharded(optimizer):
             return state
-        # What was mapped from a file would be written to later, page by page.
+        # Mapped tensors would be stepped in place: each page copied on its first write, and the file kept open.
         copied: dict[str, Any] = replace_leaves(state, torch.clone)
         return copied
 
     @override
     def on_train_start(self) -> None:
-        """Goes on with the random numbers of the checkpoint, where training goes on within an epoch."""
+        """Restores the checkpoint's random numbers where training resumes within an epoch."""
         super().on_train_start()
         trainer = self._training_module.trainer
         if self._checkpoint_policy.async_save:
@@ -360,8 +370,8 @@ class CheckpointingStrategy(RanksStrategy):
     def _prepare_callbacks(self, callbacks: list[ModelCheckpoint]) -> None:
         if any(callback.save_last == "link" for callback in callbacks):
             raise MisconfigurationException(
-                "`ModelCheckpoint(save_last='link')` would make the link before the checkpoint is there that"
-                " async_save=True is still writing. Use `save_last=True`."
+                "`ModelCheckpoint(save_last='link')` would link to a checkpoint that async_save=True is still writing."
+                " Use `save_last=True`."
             )
         for callback in callbacks:
             if "file_exists" not in vars(callback):
@@ -375,7 +385,7 @@ class CheckpointingStrategy(RanksStrategy):
         self.wait_for_saves()
 
     def wait_for_saves(self) -> None:
-        """Returns when no checkpoint is being written. All ranks must call it, where one is.
+        """Returns when no checkpoint is being written. If one is, all ranks must call it.
 
         Raises:
             CheckpointNotSavedError: It could not be written.
@@ -387,7 +397,8 @@ class CheckpointingStrategy(RanksStrategy):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, but for those that are not there to end a save."""
+        """Waits for all ranks, except at the end of a save that some ranks did not take part in."""
+        # Lightning ends every save with a barrier of this name, to which absent ranks do not come.
         if self._absent and args[:1] == (_AFTER_SAVING,):
             self._absent = []
             return
@@ -395,10 +406,10 @@ class CheckpointingStrategy(RanksStrategy):
 
     @override
     def teardown(self) -> None:
-        """Waits for the checkpoint that is being written, if an exception has kept training from doing so."""
+        """Waits for a checkpoint that is still being written, as after an exception."""
         self._trains = False
         self._pending.abandon()
-        # An exception may have come before there was a Trainer.
+        # An exception may have been raised before there was a Trainer.
         trainer = trainer_of(self.lightning_module)
         for callback in [] if trainer is None else trainer.callbacks:
             if isinstance(vars(callback).get("file_exists"), FileExists):

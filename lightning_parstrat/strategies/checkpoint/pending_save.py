@@ -12,9 +12,9 @@ from lightning_parstrat.distributed.durable_files import remove_atomically
 
 
 class PendingSave:
-    """At most one save that is under way, and what is to be removed when it is done.
+    """At most one save in progress, and what is to be removed when it has succeeded.
 
-    All ranks call its methods at the same points.
+    All ranks must call its methods at the same points.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class PendingSave:
         self._obsolete: list[Path] = []
 
     def begin(self, save: RunningSave) -> None:
-        """Takes note of a save that has begun; :meth:`finish` has been called before."""
+        """Notes a save that has begun; the one before must have been finished."""
         self._save = save
 
     @property
@@ -31,15 +31,16 @@ class PendingSave:
         return self._save is not None
 
     def will_make(self, path: str) -> bool:
-        """Whether a save that is under way is going to have that path."""
+        """Whether the save in progress will create that path."""
+        # ModelCheckpoint may ask by a relative path.
         return self._save is not None and os.path.abspath(path) == os.path.abspath(self._save.path)
 
     def remove_later(self, path: Path) -> None:
-        """Removes a checkpoint when its successor is whole, and not at all if that fails."""
+        """Removes a checkpoint when its successor is complete, and not at all if that fails."""
         self._obsolete.append(path)
 
     def finish(self, removes: bool) -> None:
-        """Waits for the save that is under way.
+        """Waits for the save in progress, and removes what it has made obsolete.
 
         Args:
             removes: Whether this rank is the one that removes.
@@ -47,6 +48,7 @@ class PendingSave:
         Raises:
             CheckpointNotSavedError: It has failed on any rank.
         """
+        # Cleared first: a save that fails is over, too, and must not be waited for again.
         save, self._save = self._save, None
         obsolete, self._obsolete = self._obsolete, []
         if save is None:
@@ -56,19 +58,20 @@ class PendingSave:
         except CheckpointNotSavedError:
             kept = [str(path) for path in obsolete if path.exists()]
             if kept:
-                rank_zero_warn(f"{', '.join(kept)} would have been removed, and is kept.")
+                rank_zero_warn(f"Kept because its successor was not saved: {', '.join(kept)}.")
             raise
         if removes:
             for path in obsolete:
                 remove_atomically(path)
 
     def abandon(self) -> None:
-        """Waits for the save that is under way, whatever comes of it, and removes nothing."""
+        """Waits for the save in progress, reports its failure as a warning, and removes nothing."""
         save, self._save = self._save, None
         self._obsolete = []
         if save is not None:
             try:
                 save.wait()
+            # Only a warning: this runs in teardown, where an error would hide the one that ended the training.
             except RuntimeError as error:
                 rank_zero_warn(f"{save.path} was not saved: {error}")
 
@@ -76,11 +79,11 @@ class PendingSave:
 class FileExists:
     """Stands in for a ModelCheckpoint's ``file_exists``: also files count that a save is going to make.
 
-    ModelCheckpoint counts a file's name up where there is one of that name.
+    ModelCheckpoint adds a version to a name that exists, and would miss a checkpoint that is still being written.
 
     Args:
         callback: The ModelCheckpoint.
-        pending: The save that is under way.
+        pending: The save in progress.
     """
 
     def __init__(self, callback: ModelCheckpoint, pending: PendingSave) -> None:

@@ -1,8 +1,8 @@
-"""A training that is told to go saves at the end of a batch; a Slurm job goes back into the queue and resumes there.
+"""A training that is preempted saves at the end of a batch; a Slurm job is requeued and resumes there.
 
 Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
-or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that travel
-while the next batch is trained, whether any of them was told, and all save after the same batch. That batch ends an
+or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that are sent
+while the next batch is trained, whether any of them got a signal, and all save after the same batch. That batch ends an
 accumulation window, so that no gradient is lost.
 """
 
@@ -38,14 +38,15 @@ from lightning_parstrat.strategies.lightning_compat import (
     window_is_open,
 )
 
+# Ordered: ranks agree on the maximum, and where both signals have come, requeueing wins.
 _TERMINATE, _REQUEUE = 1, 2
 _SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 120.0
 
 
 def signal_to_requeue_at(trainer: Trainer) -> signal.Signals | None:
-    """The signal at which this job is to go back into the queue; None outside of Slurm, and where the user has said no.
+    """The signal at which this job is to be requeued; None outside of Slurm, and where the user has turned it off.
 
-    Under torchrun, too, whose environment Lightning prefers over Slurm's and then forgets to requeue.
+    Also under torchrun, whose environment Lightning prefers over Slurm's, and then does not requeue.
     """
     environment = trainer.strategy.cluster_environment
     if isinstance(environment, SLURMEnvironment):
@@ -54,34 +55,34 @@ def signal_to_requeue_at(trainer: Trainer) -> signal.Signals | None:
 
 
 def job_number() -> str:
-    """This job's number as ``scontrol`` takes it; that of a job in an array has two parts."""
+    """This job's number as ``scontrol`` takes it; in a job array it has two parts."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     number = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not re.fullmatch(r"\d+(_\d+)?", number):
-        raise AssertionError(f"Slurm gave the job a number that is none: {number!r}")
+        raise AssertionError(f"Slurm gave the job an invalid number: {number!r}")
     return number
 
 
 def own_job() -> dict[str, Any]:
-    """What a checkpoint is to hold of the job that saves it; nothing outside of Slurm."""
+    """What a checkpoint records about the job that saves it; nothing outside of Slurm."""
     try:
         return {"slurm_job": job_number()} if "SLURM_JOB_ID" in os.environ else {}
     except (KeyError, AssertionError):
-        # Variables that somebody has set by hand.
+        # Variables that the user has set, not Slurm.
         return {}
 
 
 def check_job(own: Mapping[str, Any], path: str | Path) -> None:
-    """Refuses what another job saved for itself when it was preempted.
+    """Refuses a checkpoint that another job saved when it was preempted.
 
-    Lightning takes the newest such file in ``default_root_dir``, whoever's it is.
+    Lightning resumes from the newest such file in ``default_root_dir``, whichever job saved it.
 
     Args:
-        own: What this package keeps in the checkpoint.
-        path: Of the checkpoint.
+        own: This package's entries of the checkpoint.
+        path: Path of the checkpoint.
 
     Raises:
-        MisconfigurationException: It is another job's.
+        MisconfigurationException: Another job saved it.
     """
     job = own.get("slurm_job")
     mine = own_job().get("slurm_job")
@@ -90,8 +91,8 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
     if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
         raise MisconfigurationException(
             f"{path} was saved by job {job} when it was preempted, and this is job {mine}. Give each job a"
-            " `default_root_dir` of its own. To go on from there on purpose, copy the file under another name and pass"
-            " `ckpt_path`."
+            " `default_root_dir` of its own. To resume from it on purpose, copy the file under another name and pass"
+            " it as `ckpt_path`."
         )
 
 
@@ -101,10 +102,10 @@ class SavesWhenPreempted(Callback):
     Collective in every ``on_train_batch_start``: a non-blocking all-reduce of 4 bytes on the host.
 
     Args:
-        control: Carries what the ranks tell each other.
-        resume_points: Notes from where training goes on; comes before this among the callbacks.
-        requeue_signal: The signal that means that a Slurm job is to be saved and requeued; None where there is no such
-            job. SIGTERM means that training is to be saved and ended: Slurm requeues by itself where it wants to.
+        control: Carries the ranks' agreement.
+        resume_points: Notes where training resumes; must come before this among the callbacks.
+        requeue_signal: The signal at which a Slurm job is to be saved and requeued; None where there is no such job.
+            SIGTERM means to save and end: Slurm requeues by itself where it wants to.
         wait_for_saves: Returns when what was saved is on the disk.
     """
 
@@ -126,17 +127,18 @@ class SavesWhenPreempted(Callback):
         self._replaced: dict[signal.Signals, Any] = {}
 
     def listen(self, signum: signal.Signals) -> None:
-        """Notes the signal from now on, in the place of whoever did so far."""
+        """Notes the signal from now on, instead of the current handler."""
+        # Python sets handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return
         self._replaced.setdefault(signum, signal.getsignal(signum))
         signal.signal(signum, self._note)
 
     def stop_listening(self, trainer: Trainer) -> None:
-        """Gives the signals back to who had them."""
+        """Restores the handlers that were replaced."""
         for signum, handler in self._replaced.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-            # Lightning would bring back what it found, which was ours.
+            # Lightning restores at its end what it found at its start: this handler, if it was set before.
             bring_back_after_training(trainer, signum, handler, instead_of=self._note)
         self._replaced.clear()
         if self._loop is not None:
@@ -150,43 +152,46 @@ class SavesWhenPreempted(Callback):
             users(signum, frame)
 
     def _handler_of_user(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
-        """What a program had set for SIGTERM before Lightning, which goes on calling it."""
+        """The user's own handler for SIGTERM, set before Lightning's, which goes on calling it."""
         replaced = self._replaced.get(signal.Signals(signum))
         return users_handler(replaced) if signum == signal.SIGTERM else None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
+        # A signal may have come before, during the sanity check for instance.
         if trainer.received_sigterm:
             self._own_signal = _TERMINATE
             forget_sigterm(trainer)
         self.listen(signal.SIGTERM)
         self._loop = trainer.fit_loop.epoch_loop
+        # On the instance, not on the class: other Trainers of this process keep theirs.
         leave_out_sigterm_broadcast(self._loop)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Learns whether any rank was told, unless gradients wait for a step: a checkpoint does not hold them."""
+        """Learns whether any rank got a signal, unless gradients are being accumulated: a checkpoint lacks them."""
         self._window_is_open = window_is_open(trainer)
         if self._window_is_open:
             return
         self._signal_of_any_rank = self._agreement.answer()
         if self._signal_of_any_rank:
-            # Where training goes on from: when it is saved, another batch will have been fetched.
+            # Noted now: when it is saved, the loaders have already fetched the next batch.
             self._resume_points.note(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Saves where any rank was told to, before anything of this batch has happened.
+        """Saves if any rank got a signal, before anything of this batch has happened.
 
-        By now everything that belongs to the last batch has: hooks, validation, the end of the epoch.
+        Everything that belongs to the last batch has happened: hooks, validation, the end of the epoch.
         """
         if self._window_is_open:
             return
         told, self._signal_of_any_rank = self._signal_of_any_rank, 0
         if told:
+            # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.
             self._own_signal = 0
             self._save(trainer)
             if told == _TERMINATE or self._requeue(trainer):
@@ -195,31 +200,34 @@ class SavesWhenPreempted(Callback):
 
     def _save(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:
+            # What a logger still buffers would be lost: Slurm ends this process without a teardown.
             logger.save()
         self._resume_points.fetched_too_much = True
         try:
             saved = _save_last(trainer) if self._requeue_signal is None else _save_for_job(trainer)
             self._wait_for_saves()
             for path in saved:
-                rank_zero_info(f"Told to go: saved {path} after step {trainer.global_step}.")
+                rank_zero_info(f"Preempted: saved {path} after step {trainer.global_step}.")
         finally:
             self._resume_points.fetched_too_much = False
 
     def _requeue(self, trainer: Trainer) -> bool:
-        """Puts the job back into the queue; whether Slurm has agreed."""
+        """Requeues the job; whether Slurm has agreed. Collective."""
+        # Rank 0 asks and all act on its answer: otherwise some could end while others train on.
         refusal = _refusal_to_requeue() if trainer.is_global_zero else None
         refusal = trainer.strategy.broadcast(refusal)
         if refusal is not None:
-            rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until it is ended.")
+            rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until Slurm ends it.")
         return refusal is None
 
     def _end(self) -> None:
-        """Ends training on all ranks. In a Slurm job lets Slurm do that: only what it has ended does it requeue.
+        """Ends training on all ranks. In a Slurm job, leaves it to Slurm, which requeues only what it has ended itself.
 
-        What the program would do after training is not for a training half done.
+        An exception, so that the program does not do what it does after a training that is complete.
         """
-        rank_zero_info("Training ends here, and goes on from there when it runs again.")
+        rank_zero_info("Training ends here. When it runs again, it resumes from that checkpoint.")
         if self._requeue_signal is not None:
+            # With default handlers, Slurm's SIGTERM ends the process while it sleeps.
             for signum in self._replaced:
                 signal.signal(signum, signal.SIG_DFL)
             time.sleep(_SECONDS_UNTIL_SLURM_ENDS_THE_RUN)
@@ -227,21 +235,22 @@ class SavesWhenPreempted(Callback):
 
 
 def _save_for_job(trainer: Trainer) -> list[str]:
-    """Saves what a Slurm job that runs again finds. Collective; returns the path."""
+    """Saves the checkpoint that Lightning looks for when a Slurm job runs again. Collective; returns the path."""
+    # The name has a number that grows with the files in the folder, which ranks may see at different times.
     path = trainer.strategy.broadcast(path_for_slurm_job(trainer))
     trainer.save_checkpoint(path)
     return [path]
 
 
 def _save_last(trainer: Trainer) -> list[str]:
-    """Saves what users' callbacks call the last, which ``ckpt_path="last"`` finds. Collective; returns the paths."""
+    """Saves through users' callbacks that save the last, for ``ckpt_path="last"``. Collective; returns the paths."""
     saving = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.save_last is True]
     for callback in saving:
         save_last(callback, trainer)
     if not saving:
         rank_zero_warn(
-            f"Told to end by SIGTERM after step {trainer.global_step}, and nothing was saved:"
-            " `ModelCheckpoint(save_last=True)` would have been."
+            f"Ended by SIGTERM after step {trainer.global_step}, and nothing was saved. To save in this case, add"
+            " `ModelCheckpoint(save_last=True)` to the callbacks."
         )
     return [callback.last_model_path for callback in saving]
 

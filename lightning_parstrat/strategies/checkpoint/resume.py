@@ -1,4 +1,4 @@
-"""From where a training goes on: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
+"""Where a training resumes: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
 
 import copy
 import random
@@ -11,21 +11,22 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.lightning_compat import count_one_step_less, window_is_open
 
 RNG = "rng"
-"""Under which of our keys a checkpoint keeps the states of random number generators."""
+"""The key of the states of random number generators, among this package's entries of a checkpoint."""
 
 
 class ResumePoint(NamedTuple):
-    """A moment between two batches, before the second is fetched, from which a training can go on.
+    """A moment between two batches, before the second is fetched, at which a training can resume.
 
     Attributes:
-        rng: This rank's random number generators.
-        loaders: The states of stateful loaders as Lightning saves them; None for the begin of an epoch.
-        micro_batches: How many batches have been trained since.
+        rng: States of this rank's random number generators.
+        loaders: States of stateful loaders, as Lightning saves them; None for the start of an epoch.
+        micro_batches: Number of batches trained since.
     """
 
     rng: dict[str, Any]
@@ -34,30 +35,31 @@ class ResumePoint(NamedTuple):
 
 
 class ResumePoints(Callback):
-    """Notes moments from which a training can go on, for checkpoints that are saved at other moments. Not collective.
+    """Notes moments at which a training can resume, for checkpoints that are saved at other moments. Not collective.
 
-    A checkpoint does not hold gradients. One that is saved in the middle of an accumulation window is made to be of the
-    window's begin: its batches are trained again. And one that is saved when the next batch has been fetched already is
-    made to be of the moment before.
+    A checkpoint does not hold gradients. One that is saved in the middle of an accumulation window is set back to the
+    window's start, so that its batches are trained again. And one that is saved when the next batch has already been
+    fetched is set back to the moment before.
     """
 
     def __init__(self) -> None:
         self.fetched_too_much = False
-        """Whether what is saved now is to be of the last point, though nothing has been trained since."""
+        """Whether a checkpoint is to be set back to the last point even if nothing has been trained since."""
         self._point: ResumePoint | None = None
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Here an epoch begins, before its loaders do."""
+        """Notes the start of an epoch, before its loaders draw random numbers."""
         self._point = ResumePoint(rng_state(), None)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Here a batch ends, before anybody saves."""
+        """Notes the end of a window, or counts a batch in it, before other callbacks save."""
         if not window_is_open(trainer):
             self._point = None
+            # Copying the loaders' states costs time; without accumulation no save falls into a window.
             if trainer.accumulate_grad_batches > 1:
                 self.note(trainer)
         elif self._point is not None:
@@ -68,14 +70,14 @@ class ResumePoints(Callback):
 
         Args:
             trainer: The Trainer.
-            loaders: The states of its loaders where they cannot tell, as nothing was fetched from them yet.
+            loaders: The states of its loaders where these do not know them, as nothing was fetched from them yet.
         """
         if loaders is None:
             loaders = copy.deepcopy(trainer.fit_loop.on_save_checkpoint().get("combined_loader", []))
         self._point = ResumePoint(rng_state(), loaders)
 
     def point_of_save(self) -> ResumePoint | None:
-        """What a checkpoint that is saved now is to be of; None where it is of this very moment."""
+        """The point that a checkpoint saved now is to be set back to; None where this moment is right."""
         if self._point is None or not (self._point.micro_batches or self.fetched_too_much):
             return None
         return self._point
@@ -84,19 +86,19 @@ class ResumePoints(Callback):
 def from_which_training_goes_on(
     checkpoint: dict[str, Any], trainer: Trainer, point: ResumePoint | None
 ) -> dict[str, Any]:
-    """A checkpoint as it would have been saved at the end of the batch before ``point``.
+    """A checkpoint as it would have been saved at ``point``.
 
     Args:
-        checkpoint: Of this moment.
+        checkpoint: As saved at this moment.
         trainer: The Trainer.
-        point: Where it is to be of; None for this moment. Then, after the last batch of an epoch, it is made to forget
-            where loaders are: at their end, they would give the next epoch nothing.
+        point: What to set it back to; None for this moment. Then, after the last batch of an epoch, the loaders' states
+            are left out: at their end, they would give the next epoch no batches.
     """
     is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     loops = copy.deepcopy(checkpoint["loops"])
     fit_loop = loops["fit_loop"]
     if not is_last and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
-        # Where training went on from the last batch of an epoch, Lightning has not counted the next one as begun.
+        # After a resume at the last batch of an epoch, Lightning has not counted the next epoch as begun.
         for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
             begun = counted["processed"] + 1
             counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
@@ -111,27 +113,27 @@ def from_which_training_goes_on(
             counted.update({name: number - point.micro_batches for name, number in counted.items()})
         fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
         if counted["completed"] < counted["processed"]:
-            # Counted once more when the training goes on from the end of a batch.
+            # Lightning counts this batch again when it resumes at the end of a batch.
             count_one_step_less(fit_loop)
     return {**checkpoint, "loops": loops}
 
 
 class RandomNumbers:
-    """Random number generators of all ranks, to a checkpoint and from it.
+    """Saves and restores the random number generators of all ranks.
 
-    Lightning saves none: after a resume, dropout and shuffling would draw again what they drew when training began.
+    Lightning does not: after a resume, dropout and shuffling would draw again what they drew when training began.
     """
 
     def __init__(self) -> None:
         self._loaded: Mapping[str, Any] | None = None
 
     def gather(self, trainer: Trainer, point: ResumePoint | None, control: Collectives | None) -> dict[str, Any]:
-        """What a checkpoint keeps. Collective: each rank sends some 10 KB to rank 0.
+        """The states for a checkpoint. Collective: each rank sends some 10 KB to rank 0.
 
         Args:
             trainer: The Trainer.
-            point: What the checkpoint is of; None for this moment.
-            control: Of all ranks; None to leave out the others.
+            point: The point that the checkpoint is set back to; None for this moment.
+            control: Of all ranks; None for this rank's state alone.
         """
         own = rng_state() if point is None else point.rng
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -146,19 +148,19 @@ class RandomNumbers:
             return
         if len(saved["states"]) != world_size:
             rank_zero_info(
-                f"The checkpoint has the random number generators of {len(saved['states'])} ranks, and {world_size}"
-                " are there: theirs stay as they are."
+                f"The checkpoint has the random number generators of {counted(len(saved['states']), 'rank')}, and this"
+                f" training has {counted(world_size, 'rank')}: random numbers are not restored."
             )
             return
         self._loaded = {"state": saved["states"][rank], "within_epoch": saved["within_epoch"]}
 
     def before_loaders(self) -> None:
-        """Sets the generators: an epoch that begins draws its shuffling from them."""
+        """Sets the generators: a new epoch draws its shuffling from them."""
         if self._loaded is not None:
             set_rng_state(self._loaded["state"])
 
     def before_training(self) -> None:
-        """Sets the generators again where training goes on within an epoch, whose loaders had drawn before."""
+        """Sets the generators again where training resumes within an epoch, whose loaders had drawn before the save."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["within_epoch"]:
             set_rng_state(loaded["state"])
@@ -170,7 +172,9 @@ def rng_state() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
+        # As a tensor, since `weights_only` loading takes no arrays; of int32, as torch can hardly compute with uint32.
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys).view(np.int32).copy()), position, has_gauss, cached),
+        # Asking would initialise CUDA, after which this process could not be forked.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
@@ -179,6 +183,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Sets this process's random number generators."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
+    # Only a tuple is accepted, and what was loaded may have become a list.
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *others = state["numpy"]
     np.random.set_state((kind, keys.numpy().view(np.uint32), *others))

@@ -1,1 +1,1 @@
-"""How many ranks there are, how they are started and joined, and which of them are missing."""
+"""Starting and joining ranks: how many there are, how they find each other, and which are missing."""

@@ -1,8 +1,8 @@
-"""Under torchrun the ranks that there are count, not those that the Trainer was told of.
+"""Under torchrun, the number of started ranks counts, not the one that the Trainer asks for.
 
-torchrun starts a training again with fewer ranks when it has lost a node, and with more when one has come. The program
-stays as it is, ``devices`` and ``num_nodes`` included. Lightning would refuse to go on, or, where only some nodes have
-fewer ranks, share out the data among ranks that are not there; and torch would have them wait for ranks that are gone.
+torchrun restarts a training with fewer ranks when it has lost a node, and with more when a node has joined. The program
+does not change, nor do its ``devices`` and ``num_nodes``. Lightning would refuse to continue or, where only some nodes
+have fewer ranks, split the data among ranks that do not exist; and torch would wait for ranks that have ended.
 """
 
 import os
@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agent_store import connect_agent_store
 from lightning_parstrat.distributed.comm.process_groups import is_initialized
 from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, join_over_store, share_threads
@@ -27,7 +28,7 @@ _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 class StartedRanks(NamedTuple):
-    """What torchelastic has started, this time. Nodes need not have equally many ranks."""
+    """The ranks of torchelastic's current start. Nodes may have different numbers of ranks."""
 
     ranks: int
     nodes: int
@@ -35,13 +36,13 @@ class StartedRanks(NamedTuple):
 
 
 def started_ranks(environment: ClusterEnvironment | None) -> StartedRanks | None:
-    """What torchelastic has started; None where it has not, or where it is not what the Trainer goes by.
+    """The ranks that torchelastic has started; None where it has not, or where the Trainer does not use it.
 
     Args:
-        environment: That of the strategy, detected or the user's own.
+        environment: The strategy's cluster environment, detected or the user's own.
     """
     goes_by_torchelastic = isinstance(environment, TorchElasticEnvironment) and TorchElasticEnvironment.detect()
-    # Whoever sets the variables by hand, to have Lightning believe in torchelastic, leaves these out.
+    # Programs that set torchelastic's variables themselves, for Lightning to detect, do not set these two.
     if not goes_by_torchelastic or not {_NODES, _LOCAL_RANKS} <= os.environ.keys():
         return None
     return StartedRanks(
@@ -50,16 +51,17 @@ def started_ranks(environment: ClusterEnvironment | None) -> StartedRanks | None
 
 
 def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | None) -> None:
-    """Joins the ranks of this start, over a store in which those of earlier ones have left nothing. Collective.
+    """Joins the ranks of this start, over a store without entries of earlier starts. Collective.
 
-    Under every other launcher, and where the process group is there already, it does nothing.
+    Does nothing under any other launcher, or where the process group exists already.
 
     Args:
-        strategy: Whose ranks they are.
-        backend: Of the process group.
-        timeout: Of the process group; None for the backend's default.
+        strategy: The strategy whose ranks they are.
+        backend: Backend of the process group.
+        timeout: Timeout of the process group; None for the backend's default.
     """
     environment = strategy.cluster_environment
+    # Without the agent's store each start has a store of its own, on rank 0. torchelastic writes Python's `True`.
     starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
     if not starts_over or is_initialized():
         return
@@ -67,12 +69,13 @@ def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | No
     store = connect_agent_store(
         environment.main_address, environment.main_port, strategy.global_rank, strategy.world_size, **given
     )
+    # As Lightning's own call: NCCL then knows its device, and connects at once.
     device = None if strategy.root_device.type == "cpu" else strategy.root_device
     join_over_store(environment, backend, store, device, timeout)
 
 
 def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
-    """Gives the strategy the ranks that were started instead of those that the Trainer was told of. Not collective.
+    """Gives the strategy the ranks that were started instead of those that the Trainer asks for. Not collective.
 
     Raises:
         MisconfigurationException: More were started on this node than there are devices for.
@@ -80,27 +83,28 @@ def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
     devices = strategy.parallel_devices or []
     if started.on_this_node > len(devices):
         raise MisconfigurationException(
-            f"torchrun has started {started.on_this_node} ranks on this node, but the Trainer has"
-            f" {len(devices)} devices for them (`devices`), and each rank needs its own. Start at most"
+            f"torchrun has started {counted(started.on_this_node, 'rank')} on this node, but the Trainer has"
+            f" {counted(len(devices), 'device')} for them (`devices`), and each rank needs its own. Start at most"
             f" {len(devices)} by `--nproc-per-node`, or give the Trainer `devices={started.on_this_node}`."
         )
     told = strategy.num_nodes * strategy.num_processes
     if told != started.ranks:
         rank_zero_warn(
-            f"The Trainer was told of {told} ranks (num_nodes={strategy.num_nodes} times {strategy.num_processes}"
-            f" devices), but torchrun has started {started.ranks}, and that number counts: a global batch is that of"
-            f" {started.ranks} ranks instead of {told}, and the steps of an epoch change with it."
+            f"The Trainer asks for {counted(told, 'rank')} (num_nodes={strategy.num_nodes} times"
+            f" {counted(strategy.num_processes, 'device')}), but torchrun has started {started.ranks}, and that number"
+            f" counts: a global batch is that of {counted(started.ranks, 'rank')} instead of {told}, and the number of"
+            " steps in an epoch changes with it."
         )
     strategy.num_nodes = started.nodes
     strategy.parallel_devices = devices[: started.on_this_node]
 
 
 class StartedLauncher(SubprocessScriptLauncher):
-    """Calls the function in processes that torchelastic has started, as many as they may be."""
+    """Calls the function in the processes that torchelastic has started, however many there are."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls it without Lightning's own check of the number of ranks; one of the user's environment holds."""
+        """Calls it without Lightning's check of the number of ranks; a check of the user's own environment applies."""
         environment = self.cluster_environment
         if type(environment).validate_settings is not TorchElasticEnvironment.validate_settings:
             environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

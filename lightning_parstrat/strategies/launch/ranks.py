@@ -1,4 +1,4 @@
-"""The ranks of a training: as many as were started and as the Trainer was told of, and named where some are missing."""
+"""The ranks of a training: checks how many were started, joins them, and names those that are missing."""
 
 import logging
 import uuid
@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
@@ -34,14 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class RanksStrategy(DDPStrategy):
-    """DDP of the ranks that there are, which names those that are missing.
+    """DDP that takes its ranks from the launcher, and names those that are missing after a fault.
 
     Args:
         **kwargs: Arguments of the base class.
     """
 
     flag: str
-    """The name it is registered under, which messages begin with."""
+    """The name it is registered under, with which messages begin."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._known_liveness: Liveness | None = None
@@ -54,9 +55,9 @@ class RanksStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Looks at the job and at what torchelastic has started, before anybody asks how many ranks there are.
+        """Checks the job and what torchelastic has started, before anything depends on the number of ranks.
 
-        The Trainer calls this when the numbers of nodes and devices are known, within ``Trainer()``.
+        The Trainer calls this within ``Trainer()``, once the numbers of nodes and devices are known.
         """
         check_job_size(self.cluster_environment, self.num_nodes, self.num_processes)
         started = started_ranks(self.cluster_environment)
@@ -69,41 +70,41 @@ class RanksStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Among how many ranks a sampler splits the data, and which of them this is."""
+        """Among how many ranks a sampler splits the data, and which of them this rank is."""
         kwargs = super().distributed_sampler_kwargs
         if started_ranks(self.cluster_environment) is not None:
+            # Lightning multiplies the nodes by this node's devices, which is wrong where nodes have different numbers.
             kwargs["num_replicas"] = self.world_size
         return kwargs
 
     @override
     def setup_distributed(self) -> None:
-        """Joins the process group, makes sure of its size, and agrees on where ranks report when something goes wrong.
-
-        Collective.
+        """Joins the process group, checks its size, and agrees on where ranks report after a fault. Collective.
 
         Raises:
-            MisconfigurationException: The process group has another number of ranks than the Trainer was told of.
+            MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
         """
         connect_started(self, self._get_process_group_backend(), self._timeout)
         super().setup_distributed()
         joined = world_size()
         if joined != self.world_size:
             raise MisconfigurationException(
-                f"The process group has {joined} ranks, but the Trainer was told of {self.world_size}"
-                f" (num_nodes={self.num_nodes} times {self.num_processes} devices). Launch as many processes as"
-                " `num_nodes * devices`, or correct these two arguments."
+                f"The process group has {counted(joined, 'rank')}, but the Trainer asks for {self.world_size}"
+                f" (num_nodes={self.num_nodes} times {counted(self.num_processes, 'device')}). Launch as many processes"
+                " as `num_nodes * devices`, or correct these two arguments."
             )
         self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Says which ranks are missing where that is what went wrong. Not collective."""
+        """Logs which ranks are missing, if that may be the cause. Not collective: it may run on one rank only."""
         super().on_exception(exception)
         if self.world_size > 1 and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
             if missing:
-                message = f"{names_of(missing).capitalize()} did not answer: dead, or stuck elsewhere."
+                message = f"{names_of(missing).capitalize()} did not answer: ended, or stuck elsewhere."
                 log.error(f"{self.flag}, rank {self.global_rank}: {message}")
+                # Python 3.10 has no notes.
                 if hasattr(exception, "add_note"):
                     exception.add_note(message)
 

@@ -225,7 +225,7 @@ def reasons_not_to_change() -> list[str | None]:
 
 
 def test_reasons_not_to_change(pool: RankPool) -> None:
-    sparse, one = "there are sparse gradients, which travel by themselves", "there is one parameter"
+    sparse, one = "there are sparse gradients, which travel by themselves", "there are fewer than two parameters"
     assert pool.run(2, reasons_not_to_change) == [[None, sparse, one, one]] * 2
 
 

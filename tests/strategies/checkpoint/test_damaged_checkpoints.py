@@ -1,4 +1,4 @@
-"""What is no whole checkpoint is refused, before training, with its name and with what to do."""
+"""Incomplete checkpoints are refused before training, with their name and with what to do."""
 
 import os
 import re
@@ -67,14 +67,14 @@ def other_weights(checkpoint: dict[str, Any]) -> None:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
-    "cut in half": ("full", cut, r"full\.ckpt is torn: its \d+ bytes .* the newest beside it is .*other\.ckpt"),
-    "the end is missing": ("full", lambda p: cut(p, part=0.999), r"full\.ckpt is torn"),
-    "empty": ("full", lambda p: cut(p, part=0.0), r"full\.ckpt is torn: its 0 bytes"),
-    "a text": ("full", lambda p: p.write_text("hello, " * 99), r"full\.ckpt is no checkpoint: it cannot be read"),
+    "cut in half": ("full", cut, r"full\.ckpt is truncated: its \d+ bytes .* the newest beside it is .*other\.ckpt"),
+    "the end is missing": ("full", lambda p: cut(p, part=0.999), r"full\.ckpt is truncated"),
+    "empty": ("full", lambda p: cut(p, part=0.0), r"full\.ckpt is truncated: its 0 bytes"),
+    "a text": ("full", lambda p: p.write_text("hello, " * 99), r"full\.ckpt is not a checkpoint: it cannot be read"),
     "weights alone": (
         "full",
         lambda p: torch.save(torch.load(p)["state_dict"], p),
-        r"no checkpoint of a Lightning Trainer: it lacks 'state_dict'.* load them in the module",
+        r"not a checkpoint of a Lightning Trainer: it lacks 'state_dict'.* load them in the module",
     ),
     "gone": ("full", lambda p: p.unlink(), r"Checkpoint file not found: .*full\.ckpt"),
     "a newer format": ("full", changed(newer), r"saved by a newer lightning-parstrat \(its format is 99.*pip install"),
@@ -97,21 +97,21 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a missing rank": (
         "sharded",
         lambda p: (p / "__1_0.distcp").unlink(),
-        r"sharded\.ckpt is not whole: __1_0\.distcp are missing",
+        r"sharded\.ckpt is incomplete: __1_0\.distcp is missing",
     ),
     "a truncated rank": (
         "sharded",
         lambda p: cut(p, "__0_0.distcp"),
-        r"__0_0\.distcp are shorter than when they were written.*Copy it anew",
+        r"__0_0\.distcp is shorter than when written.*Copy the entire folder again",
     ),
-    "no index": ("sharded", lambda p: (p / ".metadata").unlink(), r"not whole: \.metadata are missing"),
+    "no index": ("sharded", lambda p: (p / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
     "half an index": ("sharded", lambda p: cut(p, ".metadata"), r"\.metadata is damaged"),
-    "no skeleton": ("sharded", lambda p: (p / "checkpoint.pt").unlink(), r"not whole: checkpoint\.pt are missing"),
+    "no skeleton": ("sharded", lambda p: (p / "checkpoint.pt").unlink(), r"incomplete: checkpoint\.pt is missing"),
     "half a skeleton": ("sharded", lambda p: cut(p, "checkpoint.pt"), r"checkpoint\.pt is damaged"),
     "garbage in a rank": (
         "sharded",
         lambda p: garble(p / "__0_0.distcp"),
-        r"sharded\.ckpt .*Copy it anew",
+        r"sharded\.ckpt .*Copy the entire folder again",
     ),
     "a folder of FSDP": (
         "sharded",

@@ -116,7 +116,7 @@ def test_the_ranks_that_there_are_share_the_data(
     ended = torchrun(tmp_path, write_training(tmp_path, *STRATEGIES), make_agents())
     assert not any(ended.codes), ended.said
     # By two Trainers, to whom it is the same.
-    assert ended.said.count("torchrun has started") == 1 and "told of 4 ranks" in ended.said
+    assert ended.said.count("torchrun has started") == 1 and "asks for 4 ranks" in ended.said
     ranks = len(sizes)
     for folder in (tmp_path / strategy for strategy in STRATEGIES):
         seen = [one for rank in noted(folder, "sees", 0) for one in rank]

@@ -1,4 +1,4 @@
-"""Slurm jobs of another size than the Trainer was told of: refused, with the line of the job file to change."""
+"""Slurm jobs of another size than the Trainer asks for: refused, with the line of the job file to change."""
 
 import json
 
@@ -13,7 +13,7 @@ INSTEAD = f"{PER_NODE} instead of `--ntasks`"
 RIGHT = [(2, 4, 2), (None, 4, 2), (2, None, 2), (None, None, None)]
 WRONG = {
     (2, 4, None): (f"write {INSTEAD} (", ["--nodes=2, --ntasks=4, no --ntasks-per-node"]),
-    (2, 8, None): (f"write {INSTEAD} (", ["tell the Trainer of num_nodes=2 and devices=4"]),
+    (2, 8, None): (f"write {INSTEAD} (", ["give the Trainer num_nodes=2 and devices=4"]),
     (2, 5, None): (f"write {INSTEAD} (", ["5 tasks cannot be divided evenly among 2 nodes"]),
     (1, 4, None): (f"write `#SBATCH --nodes=2` and {INSTEAD} (", ["--nodes=1, --ntasks=4"]),
     (2, 1, None): (f"write {INSTEAD} (", ["--ntasks=1, no --ntasks-per-node"]),
@@ -101,7 +101,7 @@ print("said", json.dumps(said))
 """
 OURS = ("zero1_custom", "ddp_tuned", "ZeRO1Strategy", "TunedDDPStrategy")
 STOCK = ("ddp", "DDPStrategy", "auto")
-REFUSED = "MisconfigurationException: The Trainer was told of num_nodes=2 and devices=2"
+REFUSED = "MisconfigurationException: The Trainer asks for num_nodes=2 and devices=2"
 HINT = "You set `--ntasks=4` in your SLURM bash script, but this variable is not supported."
 
 
