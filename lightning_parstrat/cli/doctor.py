@@ -43,12 +43,7 @@ def make_parser() -> ArgumentParser:
     """The command's arguments, without the program."""
     parser = ArgumentParser(description=_DESCRIPTION)
     add = parser.add_argument
-    add(
-        "--job-file",
-        type=str | None,
-        metavar="FILE",
-        help="job file to check, with its program",
-    )
+    add("--job-file", type=str | None, metavar="FILE", help="job file to check, with its program")
     add("--no-measurement", action="store_true", help="do not measure the all-reduce")
     add("--this-node", action="store_true", help="within a Slurm job: this node only, without measurement")
     add("--json", action="store_true", help="print the result as JSON")

@@ -50,28 +50,13 @@ def make_parser() -> ArgumentParser:
     """The command's arguments."""
     parser = ArgumentParser(description=_DESCRIPTION)
     add = parser.add_argument
-    add(
-        "--config",
-        type=str,
-        required=True,
-        metavar="FILE",
-        help="LightningCLI configuration of the module",
-    )
+    add("--config", type=str, required=True, metavar="FILE", help="LightningCLI configuration of the module")
     add("--model", type=str | None, metavar="CLASS", help="the module's class, where the file does not give it")
     add("--world-size", type=PositiveInt, required=True, help="number of ranks")
     add("--devices-per-node", type=PositiveInt | None, help="ranks of a node (default: all, on one node)")
     add("--memory", type=str | None, help="memory of a device, such as 80GB or 24GiB; shows what fits")
-    add(
-        "--bandwidth",
-        type=str | None,
-        help="of a node's link, such as 100Gbit; shows how long sending takes",
-    )
-    add(
-        "--calibration",
-        type=str | None,
-        metavar="FILE",
-        help="output of `doctor --json`, instead of --bandwidth",
-    )
+    add("--bandwidth", type=str | None, help="of a node's link, such as 100Gbit; shows how long sending takes")
+    add("--calibration", type=str | None, metavar="FILE", help="output of `doctor --json`, instead of --bandwidth")
     add("--compute-seconds", type=PositiveFloat | None, help="time of one process's step alone, to predict step times")
     add("--bucket-cap-mb", type=PositiveFloat, default=ShardingPolicy().bucket_cap_mb, help="as in ZeRO1Strategy")
     add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")

@@ -147,11 +147,7 @@ def render(job: SlurmJob) -> str:
 
 
 def _directives(job: SlurmJob) -> list[str]:
-    lines = [
-        f"#SBATCH --job-name={job.name}",
-        f"#SBATCH --nodes={job.nodes}",
-        *_tasks(job),
-    ]
+    lines = [f"#SBATCH --job-name={job.name}", f"#SBATCH --nodes={job.nodes}", *_tasks(job)]
     for option, value in (
         ("cpus-per-task", job.cpus_per_task),
         ("mem", job.mem),

@@ -103,10 +103,7 @@ class TwoLevelCollectives(PairwiseCollectives):
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         chunks = split(buffer, bounds)
         transfers = self._exchange(
-            self._counterparts,
-            lambda target: [chunks[self.rank]],
-            lambda source: [chunks[source]],
-            "all_gather_bytes",
+            self._counterparts, lambda target: [chunks[self.rank]], lambda source: [chunks[source]], "all_gather_bytes"
         )
         work = ExchangedWork()
 

@@ -40,12 +40,7 @@ class ParameterBucket(GradientBucket):
     is_replicated = False
 
     def __init__(
-        self,
-        index: int,
-        layout: BucketLayout,
-        parameters: Sequence[Tensor],
-        rank: int,
-        wire: WireFormat | None = None,
+        self, index: int, layout: BucketLayout, parameters: Sequence[Tensor], rank: int, wire: WireFormat | None = None
     ) -> None:
         wire = wire or WireFormat()
         super().__init__(index, layout, parameters, rank, wire.reduce_dtype)

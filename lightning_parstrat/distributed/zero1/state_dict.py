@@ -185,10 +185,7 @@ def _gather_descriptions(
 
 
 def _with_stand_ins(
-    described: list[dict[int, dict[str, _Entry]]],
-    slots: list[ParameterSlot],
-    positions: list[int],
-    stand_in: StandIn,
+    described: list[dict[int, dict[str, _Entry]]], slots: list[ParameterSlot], positions: list[int], stand_in: StandIn
 ) -> dict[int, StateDict]:
     states: dict[int, StateDict] = {}
     for _, index, key, entry in _listed(described):

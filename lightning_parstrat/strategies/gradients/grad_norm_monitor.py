@@ -105,8 +105,7 @@ class GradNormMonitor(Callback):
         trainer.callback_metrics.update(named)
         for logger in trainer.loggers:
             logger.log_metrics(
-                {name: value.item() for name, value in named.items()},
-                step=batches_that_stepped(trainer),
+                {name: value.item() for name, value in named.items()}, step=batches_that_stepped(trainer)
             )
         for metric in self._metrics:
             metric.reset()
