@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_parstrat.strategies.checkpoint import preemption
+from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
-from lightning_parstrat.strategies.gradients.accumulation import CHECKPOINT_KEY
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import by_flag, make_trainer, zero1
