@@ -162,7 +162,7 @@ class SummedChunks:
 
     def wait(self) -> None:
         """Blocks until the sum is made."""
-        # A second wait must not sum again: the first chunk may be the shard itself.
+        # A second wait has nothing to sum: the chunks have been freed.
         if not self._by_rank:
             return
         self._transfers.wait()
@@ -204,7 +204,7 @@ def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
     """Writes the sum into ``total``, in whose dtype it is made; ``total`` may be the first of ``chunks``."""
     first, *others = chunks
-    # One pass over memory instead of a copy and an addition; it also allows `total` to be `first`.
+    # One pass over memory instead of a copy and an addition.
     if others and total.dtype == first.dtype:
         torch.add(first, others.pop(0), out=total)
     else:
