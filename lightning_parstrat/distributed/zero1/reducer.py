@@ -15,7 +15,7 @@ are gathered again at the end of backward and ``param.grad`` is what DDP would s
 """
 
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -62,11 +62,11 @@ class _Backward:
     """
 
     def __init__(
-        self, scale: GradientScale, queue: Sequence[GradientBucket] = (), settles_at_end: bool = False
+        self, scale: GradientScale, missing: Mapping[GradientBucket, int] | None = None, settles_at_end: bool = False
     ) -> None:
         self.scale = scale
-        self.queue = queue
-        self.missing = {bucket: sum(slot.expected for slot in bucket.slots) for bucket in queue}
+        self.missing = dict(missing or {})
+        self.queue = list(self.missing)
         self.launched = 0
         self.sent: set[GradientBucket] = set()
         self.settles_at_end = settles_at_end
@@ -147,15 +147,17 @@ class GradientReducer:
 
     def _begin(self, scale: GradientScale) -> _Backward:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
+        missing = dict.fromkeys(self.buckets, 0)
         for slot in self._slots:
             slot.arrived = False
             slot.trainable = slot.parameter.requires_grad
             slot.expected = slot.trainable and slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
-        queue = [bucket for bucket in self.buckets if any(slot.expected for slot in bucket.slots)]
+            missing[slot.bucket] += slot.expected
+        expecting = {bucket: number for bucket, number in missing.items() if number}
         # It must not depend on what this rank finds in backward: a rank that waits there for the flags of others that
         # do not send theirs until they have come to the step would wait for ever.
         replicated = any(slot.trainable for bucket in self.buckets if bucket.is_replicated for slot in bucket.slots)
-        return _Backward(scale, queue, settles_at_end=self.exposes_gradients or replicated)
+        return _Backward(scale, expecting, settles_at_end=self.exposes_gradients or replicated)
 
     def _enter(self, backward: _Backward) -> None:
         # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
