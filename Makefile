@@ -49,7 +49,7 @@ demo: install  ## train a small GPT on two local CPU processes, in two to three 
 test: install lint  ## lint, then all quick tests by two workers; PYTEST_ARGS="-k layout" is passed on, WORKERS=0 is one process
 	$(PYTEST) -m "not slow and not cluster" $(PYTEST_ARGS)
 
-test-slow: install  ## the tests that make test leaves out: what starts programs, kills them, or takes long
+test-slow: install $(DOCS_STAMP)  ## the tests that make test leaves out: what starts programs, kills them, or takes long
 	$(PYTEST) -m "slow and not cluster" $(PYTEST_ARGS)
 
 test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
