@@ -286,7 +286,7 @@ def tune_by_a_wrong_model(name: str) -> TuningReport | None:
 def test_what_turns_out_slower_is_taken_back(pool: RankPool, tmp_path: Path) -> None:
     report = pool.run(2, tune_by_a_wrong_model, "delay per collective")[0]
     assert report.verdict == "default is best" and report.caps is None
-    assert report.planned.seconds > report.default.seconds and "tried out" in report.reason
+    assert report.planned.seconds > report.default.seconds and "when tried" in report.reason
 
 
 def tune_twice(folder: str, name: str, disturb: Callable[[Path], None] | None) -> list[Any]:
