@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
+from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 
@@ -303,3 +304,33 @@ def traded_data(bucket_cap_mb: float) -> None:
 @pytest.mark.parametrize("bucket_cap_mb", [1.0, 1e-6])
 def test_parameters_that_traded_data_get_ordinary_storage_too(pool: RankPool, bucket_cap_mb: float) -> None:
     pool.run(2, traded_data, bucket_cap_mb)
+
+
+def trained_with_a_bias_in_two(sharded: bool) -> list[Tensor]:
+    """The second optimizer gets a parameter of the first in the middle of the training."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    first, second = sgd(module[0].parameters()), sgd(module[1].parameters())
+    engine = make_engine(module, first, second) if sharded else None
+    for step in range(4):
+        if step == 2:
+            second.add_param_group({"params": [module[0].bias], "lr": 0.01})
+        loss = module(torch.ones(2, 5)).square().mean()
+        if engine is None:
+            loss.backward()
+        else:
+            backward(engine, loss)
+        for optimizer in (first, second):
+            optimizer.step()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+    if engine is not None:
+        engine.close()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_parameter_joins_a_second_optimizer(pool: RankPool, world_size: int) -> None:
+    expected = trained_with_a_bias_in_two(sharded=False)
+    for trained in pool.run(world_size, trained_with_a_bias_in_two, True):
+        assert_same(trained, expected, rtol=1e-5, atol=1e-7)

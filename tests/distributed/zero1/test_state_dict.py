@@ -93,3 +93,20 @@ def state_of_a_parameter_that_joins() -> float:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_state_that_was_there_before_is_sharded_with_its_parameter(pool: RankPool, world_size: int) -> None:
     assert pool.run(world_size, state_of_a_parameter_that_joins) == [pytest.approx(0.9 * 15)] * world_size
+
+
+def asked_with_hooks() -> tuple[list[str], Any]:
+    _, optimizer, _ = two_steps()
+    seen: list[str] = []
+
+    def change(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append(f"after {[tuple(state['momentum_buffer'].shape) for state in state_dict['state'].values()]}")
+        return {**state_dict, "note": len(seen)}
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    optimizer.register_state_dict_post_hook(change)
+    return seen, optimizer.state_dict()["note"]
+
+
+def test_hooks_of_a_state_dict_run_once_and_see_unsharded_state(pool: RankPool) -> None:
+    assert pool.run(2, asked_with_hooks) == [(["before", "after [(7, 5), (7,)]"], 2)] * 2
