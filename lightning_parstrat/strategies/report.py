@@ -29,8 +29,8 @@ def describe(summary: ShardingSummary) -> str:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
         line = f"{line} this rank holds optimizer state for {share:.1%} of them"
     else:
-        whole, own = summary.state_bytes
-        line = f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(whole)}"
+        unsharded, own = summary.state_bytes
+        line = f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(unsharded)}"
     return f"{line}; fp32 master weights {_size(summary.master_bytes)} per rank" if summary.master_bytes else line
 
 

@@ -137,10 +137,12 @@ def _agree_on_outline(
             outline = _prepare(checkpoint, path, placeholders, skeleton)
         except Exception as error:
             failure = error
-    told: tuple[_Outline, str | None] = broadcast_object((outline, None if failure is None else repr(failure)), group)
-    if told[1] is not None:
-        raise CheckpointNotSavedError(f"{path} was not saved: rank 0: {told[1]}") from failure
-    return told[0]
+    received: tuple[_Outline, str | None] = broadcast_object(
+        (outline, None if failure is None else repr(failure)), group
+    )
+    if received[1] is not None:
+        raise CheckpointNotSavedError(f"{path} was not saved: rank 0: {received[1]}") from failure
+    return received[0]
 
 
 def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> _Outline:

@@ -284,17 +284,17 @@ class BucketTuner:
 
     def _broadcast(self, ask: Callable[[], T]) -> T:
         """Rank 0's result, on all ranks; its failure stops the tuning on all of them."""
-        told: Any = None
+        answer: Any = None
         failure = None
         if self._control.rank == 0:
             try:
-                told = ask()
+                answer = ask()
             except Exception as error:
                 failure = repr(error)
-        told, failure = broadcast_object((told, failure), self._control.group)
+        answer, failure = broadcast_object((answer, failure), self._control.group)
         if failure is not None:
             raise TuningFault(f"rank 0: {failure}")
-        result: T = told
+        result: T = answer
         return result
 
     def _everywhere(self, act: Callable[[], T]) -> T:
@@ -306,7 +306,7 @@ class BucketTuner:
         except Exception as error:
             failure = repr(error)
         failures = all_gather_object(failure, self._control.group)
-        failed = [rank for rank, told in enumerate(failures) if told is not None]
+        failed = [rank for rank, error in enumerate(failures) if error is not None]
         if failed:
             raise TuningFault(f"rank {failed[0]}: {failures[failed[0]]}")
         result: T = done

@@ -23,7 +23,7 @@ class StepGradients(NamedTuple):
 
     Attributes:
         stepped: All of them; scaling them clips.
-        counted: Those this rank adds to the norm, so that each element of the whole is counted once.
+        counted: Those this rank adds to the norm, so that each element of the gradient is counted once.
         dtype: What norms are summed in, the same on all ranks.
         device: Where they are.
         collectives: What combines the norms of all ranks; None where every rank counts all there is.
@@ -47,13 +47,13 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     for sharding in shardings:
         sharding.finish_gradients()
     slots = {parameter: slot for sharding in shardings for parameter, slot in sharding.slots.items()}
-    whole = [parameter for parameter in parameters if parameter not in slots]
+    replicated_parameters = [parameter for parameter in parameters if parameter not in slots]
     shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
     own = _gradients(shard for shard in shards if shard is not None)
     collectives = shardings[0].reducer.collectives if shardings else None
     # What is replicated is counted once.
     counts_replicated = collectives is None or collectives.rank == 0
-    replicated = _gradients(whole)
+    replicated = _gradients(replicated_parameters)
     return StepGradients(
         stepped=own + replicated,
         counted=own + (replicated if counts_replicated else []),
@@ -78,7 +78,7 @@ def has_gradients(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
-    """The norm of the whole gradient, on every rank; nothing waits on the host.
+    """The norm of the unsharded gradient, on every rank; nothing waits on the host.
 
     Equal to ``torch.nn.utils.get_total_norm`` of the full gradients, to the last bit where every rank has them; but
     sums of 16 bits are made in fp32. One pass over what this rank counts. Collective where gradients are sharded: one

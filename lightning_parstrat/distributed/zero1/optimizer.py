@@ -36,8 +36,8 @@ def _step(self: Any, closure: Callable[[], Any] | None = None, **arguments: Any)
     """
     if not self._sharding.attached:
         # Its training has ended, or it is a copy: it goes on as an ordinary optimizer, of its own class.
-        whole = unshard(self)
-        self.load_state_dict(whole)
+        unsharded = unshard(self)
+        self.load_state_dict(unsharded)
         original = functools.partial(type(self).step, self)
         with without_step_hooks(self):
             return original(**arguments) if closure is None else original(closure=closure, **arguments)

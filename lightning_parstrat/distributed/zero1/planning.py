@@ -120,8 +120,8 @@ class BucketPlanner:
         turns: dict[Tensor, float] = {}
         for position, parameter in enumerate(self._in_order_of_gradients(owners)):
             turns[parameter] = grouping.turn(parameter, self._name(parameter), position)
-            whole = any(partitions[number] == "parameter" for number in owners[parameter])
-            by_partition["parameter" if whole else "element"].append(parameter)
+            uncut = any(partitions[number] == "parameter" for number in owners[parameter])
+            by_partition["parameter" if uncut else "element"].append(parameter)
         for partition, parameters in by_partition.items():
             specs = [
                 self._spec(

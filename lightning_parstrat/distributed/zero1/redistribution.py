@@ -68,11 +68,11 @@ def move_state(
         if not entries:
             continue
         own: State = {} if move.old.shard is None else optimizer.state.get(move.old.shard, {})
-        whole = [key for key, entry in entries.items() if entry.dtype is not None]
-        arrived = _move_slices(move, [(own.get(key), entries[key].dtype) for key in whole], collectives)
+        sharded = [key for key, entry in entries.items() if entry.dtype is not None]
+        arrived = _move_slices(move, [(own.get(key), entries[key].dtype) for key in sharded], collectives)
         if move.new.shard is None:
             continue
-        moved = dict(zip(whole, arrived, strict=True))
+        moved = dict(zip(sharded, arrived, strict=True))
         states[move.new.shard] = {
             key: moved[key] if key in moved else own[key] if key in own else _value(entry, move.new)
             for key, entry in entries.items()
@@ -187,5 +187,5 @@ def _flat(slot: ParameterSlot, tensor: Tensor | None, dtype: torch.dtype | None)
         return None
     if tensor is None:
         return torch.zeros(slot.shard_slice.numel, dtype=dtype, device=slot.parameter.device)
-    whole = slot.shard_slice.numel == slot.place.numel
-    return slot.storage_order(tensor.detach()) if whole else tensor.detach().contiguous()
+    uncut = slot.shard_slice.numel == slot.place.numel
+    return slot.storage_order(tensor.detach()) if uncut else tensor.detach().contiguous()

@@ -161,11 +161,11 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
 
 
 @torch.no_grad()
-def _load_master_weights(slot: ParameterSlot, whole: Tensor | OwnPart | None) -> None:
+def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None) -> None:
     """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
-    if slot.shard is None or whole is None:
+    if slot.shard is None or unsharded is None:
         return
-    part = shard_value(whole, slot)
+    part = shard_value(unsharded, slot)
     if slot.has_master_weights:
         slot.shard.copy_(part)
     elif slot.bucket.layout.world_size == 1 and part.dtype == slot.shard.dtype:
@@ -211,9 +211,9 @@ def _gather_states(
             for key in (key for key, entry in entries.items() if entry.dtype is not None):
                 dist.send(_own_part(optimizer, slot, key), group=group, group_dst=destination)
         return {}
-    whole: dict[int, StateDict] = {}
+    unsharded: dict[int, StateDict] = {}
     for source, index, key, entry in _listed(described):
-        state, slot = whole.setdefault(index, {}), slots[index]
+        state, slot = unsharded.setdefault(index, {}), slots[index]
         if entry.dtype is None:
             state.setdefault(key, entry.value)
             continue
@@ -225,7 +225,7 @@ def _gather_states(
             target.copy_(_own_part(optimizer, slot, key))
         else:
             dist.recv(target, group=group, group_src=source)
-    return whole
+    return unsharded
 
 
 def _listed(described: list[dict[int, dict[str, _Entry]]]) -> Iterator[tuple[int, int, str, _Entry]]:
@@ -260,8 +260,8 @@ def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
         raise AssertionError("state was found for a shard that does not exist")
     value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
     value = value.detach()
-    whole = slot.shard_slice.numel == slot.place.numel
-    return (slot.storage_order(value) if whole else value).cpu().contiguous()
+    uncut = slot.shard_slice.numel == slot.place.numel
+    return (slot.storage_order(value) if uncut else value).cpu().contiguous()
 
 
 def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:

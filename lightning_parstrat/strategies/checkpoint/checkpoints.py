@@ -189,11 +189,11 @@ class CheckpointingStrategy(RanksStrategy):
         except Exception as error:
             failure = error
         # The others wait for rank 0's result: without it they would train on, and hang in the next collective.
-        told = broadcast_object(None if failure is None else repr(failure), self._control.group)
+        failure_of_first = broadcast_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
-        if told is not None:
-            raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {told}")
+        if failure_of_first is not None:
+            raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {failure_of_first}")
 
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if storage_options is not None:
@@ -315,7 +315,7 @@ class CheckpointingStrategy(RanksStrategy):
         failures = all_gather_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
-        failed = [rank for rank, told in enumerate(failures) if told is not None]
+        failed = [rank for rank, error in enumerate(failures) if error is not None]
         if failed:
             raise MisconfigurationException(
                 f"{names_of(failed).capitalize()} failed in {what}: {failures[failed[0]]}. All nodes must see the same"

@@ -189,12 +189,12 @@ class SavesWhenPreempted(Callback):
         """
         if self._window_is_open:
             return
-        told, self._signal_of_any_rank = self._signal_of_any_rank, 0
-        if told:
+        asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
+        if asked_to:
             # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.
             self._own_signal = 0
             self._save(trainer)
-            if told == _TERMINATE or self._requeue(trainer):
+            if asked_to == _TERMINATE or self._requeue(trainer):
                 self._end()
         self._agreement.ask(self._own_signal)
 
