@@ -16,10 +16,15 @@ PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Parts of the names of deliberate faults; all by default.
 FAULTS ?=
 LIGHTNING ?=
-LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization models/test_hooks.py models/test_amp.py \
-	plugins/precision/test_amp_integration.py callbacks/test_finetuning_callback.py callbacks/test_lr_monitor.py \
-	callbacks/test_weight_averaging.py callbacks/test_stochastic_weight_avg.py \
-	trainer/connectors/test_checkpoint_connector.py strategies/test_ddp.py
+# zero1_custom or ddp_tuned; ddp is the stock strategy in the same places, to compare with.
+LIGHTNING_STRATEGY ?= zero1_custom
+LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization trainer/connectors/test_checkpoint_connector.py \
+	models/test_hooks.py models/test_amp.py models/test_restore.py plugins/precision/test_amp_integration.py \
+	plugins/test_amp_plugins.py plugins/test_async_checkpoint.py plugins/test_checkpoint_io_plugin.py \
+	callbacks/test_finetuning_callback.py callbacks/test_lr_monitor.py callbacks/test_weight_averaging.py \
+	callbacks/test_stochastic_weight_avg.py callbacks/test_model_checkpoint_*.py checkpointing/test_model_checkpoint.py \
+	checkpointing/test_checkpoint_callback_frequency.py checkpointing/test_torch_saving.py \
+	checkpointing/test_trainer_checkpoint.py strategies/test_ddp.py
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 
@@ -64,10 +69,10 @@ test-faults: install  ## kill 50 trainings, at named points and at random, and g
 test-deliberate-faults: install  ## put faults into a copy of the package, one by one, and demand that tests find them
 	$(RUN) tests.deliberate_faults.run $(FAULTS)
 
-test-lightning: install  ## Lightning's own tests on zero1_custom; LIGHTNING=a checkout of Lightning, of the version installed
+test-lightning: install  ## Lightning's own tests on LIGHTNING_STRATEGY; LIGHTNING=a checkout of Lightning, of the version installed
 	test -d "$(LIGHTNING)/tests/tests_pytorch" || { echo "LIGHTNING=$(LIGHTNING): no checkout of Lightning is there"; exit 1; }
 	cd "$(LIGHTNING)/tests" && PYTHONPATH="$(CURDIR):$$PWD" "$(CURDIR)/$(VENV)/bin/python" -m pytest -p tests.lightning_suite.plugin \
-		--zero1-single-device $(PYTEST_ARGS) $(addprefix tests_pytorch/,$(LIGHTNING_TESTS))
+		--ddp-is=$(LIGHTNING_STRATEGY) --single-devices $(PYTEST_ARGS) $(addprefix tests_pytorch/,$(LIGHTNING_TESTS))
 
 lint: install  ## ruff and mypy
 	$(RUN) ruff check .

@@ -1,26 +1,35 @@
 """What a strategy costs the processor: a model of many small tensors, with next to nothing to compute or to send.
 
     python benchmarks/overhead.py --output benchmarks/results/overhead.json
+    python benchmarks/overhead.py --tensors 8 --parameters 100000 --steps 300 --output benchmarks/results/small.json
 
-Two local processes train 300 tensors with 1 million parameters in all, in short runs of each strategy in turns. Each
-step is timed; the ratio of medians has a bootstrap interval, in which runs, not steps, are drawn: steps of one run are
-no independent samples.
+Two local processes train 300 tensors with 1 million parameters in all, in short runs of each strategy in turns; each
+run has processes of its own. Measured on rank 0 are
+
+- each step's time, and what of it the main thread has computed (``processor_time``): neither waiting nor other threads;
+- the set-up, from the Trainer's creation to the first batch, with what is imported meanwhile;
+- the whole program, from start to end.
+
+The ratio of medians has a bootstrap interval, in which runs, not steps, are drawn: steps of one run are no independent
+samples.
 """
 
 import argparse
+import json
 import logging
 import random
 import statistics
+import sys
+import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from machine import write_result
-from ranks import become_ranks, global_rank
+from ranks import global_rank, run_local_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -47,44 +56,63 @@ class ManySmallTensors(LightningModule):
 
 
 class StepTimes(Callback):
-    """The time from each batch's start to the next one's, but for the first few."""
+    """Both clocks from each batch's start to the next one's, but for the first few."""
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up = warm_up
         self.starts: list[float] = []
+        self.computed: list[float] = []
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.starts.append(time.perf_counter())
+        self.computed.append(time.thread_time())
 
-    @property
-    def seconds(self) -> list[float]:
-        kept = self.starts[self.warm_up :]
-        return [after - before for before, after in pairwise(kept)]
+    def kept(self, clock: list[float]) -> list[float]:
+        return [after - before for before, after in pairwise(clock[self.warm_up :])]
 
 
-def measure(strategy: str, arguments: argparse.Namespace) -> list[float]:
-    """Seconds of each step of one run, as this rank sees them."""
-    if dist.is_initialized():
-        dist.barrier()
+def train(arguments: argparse.Namespace) -> None:
+    """One run, in the process of one rank; rank 0 writes its times."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.manual_seed(0)
     module = ManySmallTensors(arguments.tensors, arguments.parameters)
     steps = arguments.warm_up + arguments.steps + 1
     times = StepTimes(arguments.warm_up)
+    data = TensorDataset(torch.randn(2 * 8 * steps, module.width))
+    began = time.perf_counter()
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=strategy,
+        strategy=arguments.strategies[0],
         max_steps=steps,
-        gradient_clip_val=1.0,
+        gradient_clip_val=arguments.clip,
         callbacks=[times],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = TensorDataset(torch.randn(2 * 8 * steps, module.width))
     trainer.fit(module, DataLoader(data, batch_size=8))
-    return times.seconds
+    if global_rank() == 0:
+        found = {
+            "step_time": times.kept(times.starts),
+            "processor_time": times.kept(times.computed),
+            "set_up": [times.starts[0] - began],
+        }
+        arguments.one_run.write_text(json.dumps(found))
+
+
+def measure(strategy: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of one run, as rank 0 sees them: of each step, of the set-up, and of the program."""
+    shape = [str(value) for name in _SHAPE for value in (f"--{name.replace('_', '-')}", getattr(arguments, name))]
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "run.json"
+        command = [sys.executable, __file__, "--strategies", strategy, *shape, "--one-run", str(found)]
+        began = time.perf_counter()
+        code = run_local_ranks(command, 2)
+        if code:
+            sys.exit(code)
+        return {**json.loads(found.read_text()), "program": [time.perf_counter() - began]}
 
 
 def ratio_with_interval(ours: list[list[float]], base: list[list[float]]) -> dict[str, Any]:
@@ -103,6 +131,28 @@ def ratio_with_interval(ours: list[list[float]], base: list[list[float]]) -> dic
     return {"ratio": median_of(ours) / median_of(base), "interval_95_percent": interval}
 
 
+def compare(strategies: list[str], runs: dict[str, list[dict[str, list[float]]]], measured: str) -> dict[str, Any]:
+    """One of the measured times of all strategies, and its ratio to the first one's."""
+    result: dict[str, Any] = {}
+    base = [run[measured] for run in runs[strategies[0]]]
+    for strategy in strategies:
+        own = [run[measured] for run in runs[strategy]]
+        medians = [statistics.median(run) for run in own]
+        result[strategy] = {"medians_of_runs": medians, "median": statistics.median(medians)}
+        if strategy != strategies[0]:
+            result[strategy] |= ratio_with_interval(own, base)
+            low, high = result[strategy]["interval_95_percent"]
+            milliseconds = 1000 * result[strategy]["median"]
+            print(
+                f"{strategy}, {measured}: {milliseconds:.2f} ms, {result[strategy]['ratio']:.3f} of {strategies[0]}"
+                f" ({low:.3f} to {high:.3f})"
+            )
+    return result
+
+
+_SHAPE = ("tensors", "parameters", "steps", "warm_up", "clip")
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", nargs="+", default=["ddp", "zero1_custom"])
@@ -111,31 +161,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=10, help="of each strategy, in turns")
     parser.add_argument("--steps", type=int, default=30, help="on the clock in each run")
     parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--clip", type=float, default=1.0, help="the norm that gradients are clipped to; 0 for none")
     parser.add_argument("--output", type=Path, help="where to write the result as JSON")
+    parser.add_argument("--one-run", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    become_ranks(1, 2)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    seconds: dict[str, list[list[float]]] = {strategy: [] for strategy in arguments.strategies}
-    for _ in range(arguments.runs):
-        for strategy, runs in seconds.items():
-            runs.append(measure(strategy, arguments))
-    if global_rank() != 0:
+    if arguments.one_run is not None:
+        train(arguments)
         return
-    base = seconds[arguments.strategies[0]]
-    result: dict[str, Any] = {}
-    for strategy, runs in seconds.items():
-        medians = [statistics.median(run) for run in runs]
-        result[strategy] = {"medians_of_runs": medians, "median": statistics.median(medians)}
-        if runs is not base:
-            result[strategy] |= ratio_with_interval(runs, base)
-            low, high = result[strategy]["interval_95_percent"]
-            print(f"{strategy}: {result[strategy]['ratio']:.3f} of {arguments.strategies[0]} ({low:.3f} to {high:.3f})")
-    shape = {"tensors": arguments.tensors, "parameters": arguments.parameters, "steps": arguments.steps}
-    write_result({**shape, "step_time": result}, arguments.output)
+    runs: dict[str, list[dict[str, list[float]]]] = {strategy: [] for strategy in arguments.strategies}
+    for _ in range(arguments.runs):
+        for strategy in arguments.strategies:
+            runs[strategy].append(measure(strategy, arguments))
+    shape = {name: getattr(arguments, name) for name in _SHAPE}
+    times = ("step_time", "processor_time", "set_up", "program")
+    compared = {measured: compare(arguments.strategies, runs, measured) for measured in times}
+    write_result({**shape, **compared}, arguments.output)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ Importing the package registers ``ddp_tuned`` and ``zero1_custom`` and imports n
 classes, and the callback ``GradNormMonitor``, are loaded when they are first used (PEP 562).
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_parstrat._autoload import register_on_import
+from lightning_parstrat._namespaces import PUBLIC, package_in_use, public_class
 from lightning_parstrat._version import __version__
 
 if TYPE_CHECKING:
@@ -17,16 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "__version__"]
 
-_LAZY = {
-    "GradNormMonitor": "lightning_parstrat.strategies.gradients.grad_norm_monitor",
-    "TunedDDPStrategy": "lightning_parstrat.strategies.ddp",
-    "ZeRO1Strategy": "lightning_parstrat.strategies.zero1",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
+    if name in PUBLIC:
+        return public_class(package_in_use(), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

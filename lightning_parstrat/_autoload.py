@@ -2,8 +2,10 @@
 
 ``import torch`` loads every entry point of the group ``torch.backends`` (its plugin mechanism) and calls it; this
 package's is :func:`autoload`. It imports neither torch nor Lightning: it leaves a finder on ``sys.meta_path`` that
-registers the names right after Lightning's strategies module has executed, and then removes itself. So
-``Trainer(strategy="zero1_custom")`` works in a script that does not mention this package.
+registers the names right after Lightning's strategies module has executed. So ``Trainer(strategy="zero1_custom")``
+works in a script that does not mention this package. After Lightning's command line the finder loads the classes,
+which are then known there by their short names. It does so for both packages that Lightning is published as, and
+removes itself after the last of these modules.
 
 Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (this package's) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, for all
 plugins); then only ``import lightning_parstrat`` registers the names.
@@ -13,11 +15,17 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-_REGISTRIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
+from lightning_parstrat._namespaces import PACKAGES, PUBLIC, public_class
+
+_STRATEGIES, _CLI = "strategies", "cli"
+_DEFINED_LATE = {_STRATEGIES: "StrategyRegistry", _CLI: "LightningCLI"}
+"""Of Lightning's modules that are waited for, a name that those lack which are still being imported."""
 _SWITCH = "LIGHTNING_PARSTRAT_AUTOLOAD"
 # False only where the user imported this package before torch: when torch loads its plugins, it is in `sys.modules`.
 _TORCH_CAME_FIRST = "torch" in sys.modules
@@ -28,7 +36,7 @@ def autoload() -> None:
     # The work is done by importing the package (see `__init__`), which torch did to get at this function. Switched off,
     # that is taken back, package and all: so a later `import lightning_parstrat` runs `__init__` again, and registers.
     if os.environ.get(_SWITCH) == "0" and _TORCH_CAME_FIRST:
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _StrategiesFinder)]
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WaitingFinder)]
         package = __name__.partition(".")[0]
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             sys.modules.pop(name, None)
@@ -48,32 +56,37 @@ def register_on_import() -> None:
     Called by ``import lightning_parstrat``, hence also by torch's plugin mechanism; calling it again does no harm.
     """
     waiting = set()
-    for name in _REGISTRIES:
-        module = sys.modules.get(name)
-        # A module that is still being imported has not come to its last name.
-        if module is not None and hasattr(module, "StrategyRegistry"):
-            _register(module)
-        else:
-            waiting.add(name)
-    if waiting and not any(isinstance(finder, _StrategiesFinder) for finder in sys.meta_path):
+    for lightning in PACKAGES:
+        for last, defined_late in _DEFINED_LATE.items():
+            module = sys.modules.get(f"{lightning}.{last}")
+            if module is not None and hasattr(module, defined_late):
+                _serve(module)
+            else:
+                waiting.add(f"{lightning}.{last}")
+    if waiting and not any(isinstance(finder, _WaitingFinder) for finder in sys.meta_path):
         # First, since the first finder that knows a module ends the search.
-        sys.meta_path.insert(0, _StrategiesFinder(waiting))
+        sys.meta_path.insert(0, _WaitingFinder(waiting))
 
 
-def _register(module: ModuleType) -> None:
-    """Registers the names in ``module``; a failure is a warning, never an error in user code."""
+def _serve(module: ModuleType) -> None:
+    """Gives a module of Lightning's what it is waited for; a failure is a warning, never an error in user code."""
+    lightning, _, last = module.__name__.rpartition(".")
+    package = PACKAGES[lightning]
     try:
-        from lightning_parstrat.strategies.registry import register_strategies
-
-        register_strategies(module)
+        if last == _STRATEGIES:
+            import_module(f"{package}.strategies.registry").register_strategies(module)
+        else:
+            # By short names, a command line knows only classes that are loaded.
+            for name in PUBLIC:
+                public_class(package, name)
     except Exception as error:
         warnings.warn(
             f"lightning_parstrat could not register its strategies with {module.__name__!r}: {error!r}", stacklevel=2
         )
 
 
-class _StrategiesFinder(MetaPathFinder):
-    """Wraps the loaders of Lightning's modules, so that registration follows their execution."""
+class _WaitingFinder(MetaPathFinder):
+    """Wraps the loaders of Lightning's modules, so that something of ours follows their execution."""
 
     def __init__(self, waiting: set[str]) -> None:
         self._waiting = waiting
@@ -90,7 +103,7 @@ class _StrategiesFinder(MetaPathFinder):
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _RegisteringLoader(spec.loader, self)
+                    spec.loader = _ServingLoader(spec.loader, self)
                 return spec
         return None
 
@@ -101,12 +114,16 @@ class _StrategiesFinder(MetaPathFinder):
             sys.meta_path.remove(self)
 
 
-class _RegisteringLoader(Loader):
-    """Executes the module as its own loader would, then registers the names in it."""
+class _ServingLoader(Loader):
+    """Executes the module as its own loader would, then gives it what it is waited for."""
 
-    def __init__(self, loader: Loader, finder: _StrategiesFinder) -> None:
+    def __init__(self, loader: Loader, finder: _WaitingFinder) -> None:
         self._loader = loader
         self._finder = finder
+
+    def __getattr__(self, name: str) -> Any:
+        # What else it can do: `python -m lightning.pytorch.cli` asks for its code.
+        return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -119,4 +136,4 @@ class _RegisteringLoader(Loader):
         # An import that fails may be tried again (in a notebook, after installing what was missing).
         self._loader.exec_module(module)
         self._finder.stop_waiting_for(module.__name__)
-        _register(module)
+        _serve(module)

@@ -109,10 +109,11 @@ def test_unfrozen_layers_stay_in_step_where_gradients_of_all_ranks_count(tmp_pat
     result = run_benchmark("unfrozen.py", [], tmp_path)
     assert set(result["unfrozen"]) == {"own hook", "BackboneFinetuning"}
     for found in result["unfrozen"].values():
-        assert found["zero1_custom"]["between_ranks"] == 0.0
-        assert found["zero1_custom"]["to_single_process"] < 1e-6
+        for strategy in ("ddp_tuned", "zero1_custom"):
+            assert found[strategy]["between_ranks"] == 0.0
+            assert found[strategy]["to_single_process"] < 1e-6
         # If torch should learn to look again, documentation has to be changed.
-        assert found["ddp"]["between_ranks"] > 0.01 and found["ddp_tuned"]["between_ranks"] > 0.01
+        assert found["ddp"]["between_ranks"] > 0.01
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ def _reason_from_floor(floor: str, imported: Import, package: str) -> str | None
     if imported.module.split(".")[0] != package:
         return None
     target = imported.module.split(".")[1] if "." in imported.module else ""
-    if target in ("_version", "__version__"):
+    if target in ("_version", "__version__", "_namespaces"):
         return None
     if target not in FLOORS:
         return f"the package itself lies above {floor}"

@@ -11,11 +11,8 @@ from tqdm import tqdm
 
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.distributed.checkpoint.consolidation import consolidate, consolidated_bytes
-from lightning_parstrat.distributed.checkpoint.reading import (
-    CheckpointDamagedError,
-    ShardedCheckpoint,
-    is_sharded_checkpoint,
-)
+from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError, is_sharded_checkpoint
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 
 _DESCRIPTION = """
 Turns a folder that was saved with checkpoint_format="sharded" into an ordinary Lightning checkpoint. Runs on one

@@ -14,7 +14,7 @@ import torch
 from lightning_parstrat.distributed.comm.link_probe import backends
 
 _INTERFACES = Path("/sys/class/net")
-_PACKAGES = ("torch", "lightning", "torchmetrics", "jsonargparse", "lightning-parstrat")
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "lightning-parstrat")
 _VARIABLES = re.compile(r"SLURM_|MASTER_|CUDA_VISIBLE|NCCL_|GLOO_|TORCHELASTIC_|OMP_|(LOCAL_|NODE_)?RANK$|WORLD_SIZE$")
 
 

@@ -2,22 +2,26 @@
 
 import json
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.consolidate import add_trust, loaded, open_sharded
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import amount, table
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.checkpoint.reading import is_sharded_checkpoint
-from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint
-from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
-from lightning_parstrat.strategies.checkpoint.resume import RNG
+from lightning_parstrat.distributed.checkpoint.folder import is_sharded_checkpoint
+
+# Of the two packages that Lightning is published as, only one may be installed.
+checkpoint_io, checkpoints, resume = (
+    import_module(f"{package_in_use()}.strategies.checkpoint.{name}")
+    for name in ("checkpoint_io", "checkpoints", "resume")
+)
 
 _DESCRIPTION = """
 Shows what is in a checkpoint of Lightning, a file or a folder, without reading the tensors.
@@ -60,12 +64,13 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         if sharded:
             checkpoint = open_sharded(path, trusted).skeleton
         else:
-            checkpoint = loaded(lambda: DurableCheckpointIO().load_checkpoint(path, weights_only=not trusted), path)
-        check_is_checkpoint(checkpoint, path)
-    except MisconfigurationException as error:
+            io = checkpoint_io.DurableCheckpointIO()
+            checkpoint = loaded(lambda: io.load_checkpoint(path, weights_only=not trusted), path)
+        checkpoint_io.check_is_checkpoint(checkpoint, path)
+    except checkpoint_io.MisconfigurationException as error:
         raise UsageError(str(error)) from error
-    own = checkpoint.get(CHECKPOINT_KEY, {})
-    states = own.get(RNG, {}).get("states", [])
+    own = checkpoint.get(checkpoints.CHECKPOINT_KEY, {})
+    states = own.get(resume.RNG, {}).get("states", [])
     files = sorted(one for one in path.iterdir() if one.is_file()) if sharded else [path]
     return {
         "path": str(path),

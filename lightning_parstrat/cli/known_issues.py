@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_parstrat._namespaces import PUBLIC
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.facts import Interface
 from lightning_parstrat.cli.program import Program, Setting, is_torchrun, read_program
@@ -71,7 +72,9 @@ class Situation(NamedTuple):
     def saves_between_batches(self) -> bool:
         """Whether the strategy is one of this package."""
         known = self.strategy or ""
-        return known.startswith(("zero1_custom", "ddp_tuned", "lightning_parstrat."))
+        # A command line knows the classes by their short names, too.
+        names = ("zero1_custom", "ddp_zero1", "ddp_tuned", "lightning_parstrat.", *PUBLIC)
+        return known.startswith(names)
 
 
 class Finding(NamedTuple):

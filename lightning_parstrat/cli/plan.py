@@ -12,16 +12,17 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
-from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import amount, import_class, table
 from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 
 _DESCRIPTION = """
@@ -32,6 +33,8 @@ whether it fits; then recommends one. Activations are not counted: leave room fo
   lightning-parstrat plan --config c.yaml --world-size 16 --devices-per-node 8 --memory 80GB --bandwidth 100Gbit
 """
 _ADAM_STATES = 2
+# By name: importing both packages of Lightning's would take long, and only one may be installed.
+_LIGHTNING_MODULES = {f"{package}.core.module.LightningModule" for package in PACKAGES}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
@@ -258,8 +261,8 @@ def _model_section(config: Any) -> Any:
     return {}
 
 
-def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> LightningModule:
-    if not issubclass(cls, LightningModule):
+def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> nn.Module:
+    if _LIGHTNING_MODULES.isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__):
         raise UsageError(f"{name} is not a LightningModule.")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(cls, "model", instantiate=False)
@@ -294,7 +297,7 @@ def _configured_optimizer(config: Any, parameters: list[Any]) -> list[Optimizer]
         raise UsageError(f"The configuration's optimizer cannot be created: {error}") from error
 
 
-def _optimizers(module: LightningModule) -> list[Optimizer] | None:
+def _optimizers(module: nn.Module) -> list[Optimizer] | None:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             configured: Any = module.configure_optimizers()
@@ -320,13 +323,13 @@ def _states(optimizers: list[Optimizer] | None) -> tuple[float, str, bool]:
     """States per element, the optimizer's name, and whether shards may be cut anywhere."""
     if optimizers is None:
         return _ADAM_STATES, "taken for AdamW: its own could not be created without a trainer", True
-    names = " and ".join(dict.fromkeys(original_class(optimizer).__name__ for optimizer in optimizers))
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
     ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
     sizes = [sum(p.numel() for group in one.param_groups for p in group["params"]) for one in optimizers]
     if None in ratios:
         return _ADAM_STATES, f"{names}, whose state is taken to be as large as AdamW's", False
     mean = sum(ratio * size for ratio, size in zip(ratios, sizes, strict=True)) / max(1, sum(sizes))  # type: ignore[operator]
-    return mean, names, all(original_class(optimizer) in ELEMENTWISE_OPTIMIZERS for optimizer in optimizers)
+    return mean, names, all(type(optimizer) in ELEMENTWISE_OPTIMIZERS for optimizer in optimizers)
 
 
 def _as_json(

@@ -160,7 +160,8 @@ def _directives(job: SlurmJob) -> list[str]:
             lines.append(f"#SBATCH --{option}={value}")
     if job.requeue:
         lines += [
-            f"# {job.grace_seconds} seconds before the time is up all ranks save after the same batch, and the job is",
+            f"# {counted(job.grace_seconds, 'second')} before the time is up all ranks save after the same batch,"
+            " and the job is",
             "# requeued.",
             f"#SBATCH --signal={SIGNAL}@{job.grace_seconds}",
             "#SBATCH --requeue",

@@ -219,8 +219,8 @@ def decide(problem: Problem, cost: AlphaBeta, step_seconds: float, smallest_gain
             default,
             bound,
             "bandwidth-bound",
-            f"gradients take longer on the wire than backward has, and no buckets can expose less than {_ms(bound)}"
-            f" ({limit}); zero1_custom hides half of them behind forward, comm_hook='bf16' sends half of them",
+            f"gradients take longer on the wire than backward has, and no buckets can expose less than {_ms(bound)};"
+            " zero1_custom hides half of them behind forward, comm_hook='bf16' sends half of them",
         )
     return Decision(default, default, bound, "default is best", limit)
 

@@ -81,9 +81,17 @@ class TuningReport:
         """The plan as ``bucket_cap_mb`` of :class:`~lightning_parstrat.TunedDDPStrategy`; None for the default's."""
         return None if self.caps is None else [cap / 2**20 for cap in self.caps]
 
+    @property
+    def headline(self) -> str:
+        """The result in one line, for the log."""
+        return f"{_RESULTS[self.verdict]}{' (from the cache)' if self.from_cache else ''}: {self.reason}"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
-        """The report as lines for the log."""
-        lines = [f"buckets: {self.verdict}{' (from the cache)' if self.from_cache else ''}: {self.reason}"]
+        """The report for a reader, who gets it by ``print(report)``."""
+        lines = [self.headline]
         if self.cost is not None and self.backward_seconds is not None:
             lines.append(
                 f"an all-reduce over {counted(self.world_size, 'rank')} takes {_ms(self.cost.latency_seconds)} and"
@@ -142,6 +150,13 @@ class TuningReport:
         except (KeyError, TypeError) as error:
             raise ValueError(f"a report that is damaged: {error!r}") from error
 
+
+_RESULTS: dict[Verdict, str] = {
+    "tuned": "buckets are tuned",
+    "default is best": "the default's buckets stay",
+    "bandwidth-bound": "the default's buckets stay",
+    "not tuned": "buckets are not tuned",
+}
 
 _NUMBERS = (
     "load",

@@ -19,7 +19,10 @@ Used through this file: what for | what happens without it.
         is no reason to wait for a parameter | zero1_custom cannot be imported
     torch.nn.Module._parameters
         waits for what a module holds; the public `parameters()` takes six times as long, before every module's call |
-        zero1_custom fails in the second forward; use `parameters(recurse=False)`
+        zero1_custom fails in the second forward, ddp_tuned in the first backward; use `parameters(recurse=False)`
+    torch.nn.Module._modules
+        looks in every backward whether a module has got or lost parameters; the public `children()` takes longer |
+        ddp_tuned does not begin; use `children()`
     torch._C._storage_Use_Count
         finds out whether tensors of the user's lie in a buffer that a bucket is about to reuse | zero1_custom fails
         where a training changed parameters' data
@@ -114,6 +117,11 @@ Used through this file: what for | what happens without it.
     torch.nn.parallel.distributed.DistributedDataParallel._comm_hooks
         hooks that a new reducer must have, too | ddp_tuned cannot change buckets: adapt this file, or give
         `bucket_cap_mb` a number
+    torch.nn.parallel.distributed.DistributedDataParallel._check_reducer_finalized
+        raises torch's own error where the old reducer still waits for a gradient | ddp_tuned cannot change buckets:
+        adapt this file, or give `bucket_cap_mb` a number
+    torch.nn.parallel.distributed.DistributedDataParallel._remove_autograd_hooks
+        takes the old reducer off the parameters, whoever still holds it | as `_check_reducer_finalized`
     torch.distributed._register_comm_hook
         registers them | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
     torch.nn.parallel.distributed._BucketCapacityConfig
@@ -175,10 +183,10 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
 
 
-def last_gradient_hook(parameter: Tensor) -> int | None:
-    """The id of the hook that was the last to be registered for the parameter's accumulated gradient."""
-    hooks: dict[int, Any] | None = cast(Any, parameter)._post_accumulate_grad_hooks
-    return next(reversed(hooks), None) if hooks is not None else None
+def last_gradient_hooks(parameters: Iterable[Tensor]) -> list[int | None]:
+    """The ids of the hooks that were the last to be registered for the parameters' accumulated gradients."""
+    hooks: list[dict[int, Any] | None] = [cast(Any, parameter)._post_accumulate_grad_hooks for parameter in parameters]
+    return [next(reversed(of_one)) if of_one else None for of_one in hooks]
 
 
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +200,11 @@ def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
 def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     """The parameters that a module holds itself."""
     return module._parameters.values()
+
+
+def held_by(modules: Iterable[nn.Module]) -> list[Collection[nn.Module | Tensor | None]]:
+    """Views of what each of ``modules`` holds itself, now and later: modules, parameters, None where a name is free."""
+    return [names.values() for module in modules for names in (module._modules, module._parameters)]
 
 
 def names_ignored_by_ddp(module: nn.Module) -> set[str]:
@@ -212,9 +225,8 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def profiler_is_enabled() -> bool:
-    """Whether ``torch.profiler`` (or its predecessor) records what this thread does."""
-    return bool(cast(Any, torch.autograd)._profiler_enabled())
+profiler_is_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
+"""Whether ``torch.profiler`` (or its predecessor) records what this thread does. An alias, as every mark asks."""
 
 
 def call_before_compiling(callback: Callable[..., Any]) -> None:
@@ -305,9 +317,15 @@ _HOOKS = (
 )
 
 
-def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Whether anything was registered to run before or after the optimizer's steps."""
-    return any(getattr(optimizer, name, None) for name in _STEP_HOOKS)
+def takes_hooks(optimizer: Optimizer) -> bool:
+    """Whether hooks can be registered with the optimizer: not if its class has left out ``Optimizer.__init__``."""
+    return all(name in vars(optimizer) for name in _HOOKS)
+
+
+def has_step_hooks(optimizer: Optimizer, besides: Callable[..., Any]) -> bool:
+    """Whether anything but ``besides`` was registered to run before or after the optimizer's steps."""
+    registered = (getattr(optimizer, name, None) or {} for name in _STEP_HOOKS)
+    return any(hook is not besides for hooks in registered for hook in hooks.values())
 
 
 def has_global_step_hooks() -> bool:
@@ -394,6 +412,11 @@ def bucket_caps(ddp: DistributedDataParallel) -> Any:
     return getattr(ddp, "_bucket_config", None)
 
 
+def comm_hook_states(ddp: DistributedDataParallel) -> list[object]:
+    """What the wrapper's communication hooks keep from call to call."""
+    return [state for _, state in cast(Any, ddp)._comm_hooks]
+
+
 def make_bucket_caps(mebibytes: Sequence[float]) -> Any:
     """Caps for :func:`exchange_reducer`, one for each bucket."""
     return _ddp_module._BucketCapacityConfig.create(None, list(mebibytes), False)
@@ -427,13 +450,18 @@ def exchange_reducer(
         expect_sparse: As above.
         names: See :func:`names_for_reducer`.
         caps: See :func:`bucket_caps` and :func:`make_bucket_caps`.
+
+    Raises:
+        RuntimeError: The old one still waits for gradients of the last backward, which were not averaged.
     """
     wrapper = cast(Any, ddp)
+    # Else this would hide what torch says in the next forward.
+    wrapper._check_reducer_finalized()
+    old = wrapper.reducer
     wrapper._bucket_config = caps
     wrapper.bucket_bytes_cap = caps.bucket_bytes_cap
     wrapper.bucket_bytes_cap_list = list(caps.per_bucket_bytes_caps)
     wrapper.bucket_bytes_cap_default = caps.first_bucket_bytes_cap < caps.bucket_bytes_cap
-    # The old one's hooks on the parameters go with it.
     wrapper._ddp_init_helper(parameters, expect_sparse, names, wrapper.static_graph)
     wrapper._has_rebuilt_buckets = False
     if wrapper.static_graph:
@@ -443,3 +471,5 @@ def exchange_reducer(
             wrapper._set_static_graph()
     for hook, state in wrapper._comm_hooks:
         _dist._register_comm_hook(wrapper.reducer, state, hook)
+    # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
+    old._remove_autograd_hooks()

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.watch import watching
 
 _NO_BATCH = object()
 
@@ -87,7 +88,8 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
     restore(dataloader)
     length = sized_len(dataloader)
     # -1 is less than any length, so that all ranks learn that one does not know its own.
-    most, least = extremes_over_ranks(-1 if length is None else length, control)
+    with watching("the comparison of all ranks' data loaders"):
+        most, least = extremes_over_ranks(-1 if length is None else length, control)
     if least == -1:
         return _swap(dataloader, _VotesOnEveryBatch, control)
     if least == most:
@@ -139,7 +141,8 @@ class _VotesOnEveryBatch(EvenDataLoader):
 def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterator[Any]:
     for number in count():
         batch = next(batches, _NO_BATCH)
-        somebody_has, nobody_lacks = extremes_over_ranks(int(batch is not _NO_BATCH), control)
+        with watching("the agreement on the next training batch"):
+            somebody_has, nobody_lacks = extremes_over_ranks(int(batch is not _NO_BATCH), control)
         if not nobody_lacks:
             if somebody_has:
                 rank_zero_warn(

@@ -95,12 +95,12 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
-import lightning
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -110,6 +110,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
+from lightning_parstrat.distributed.zero1.optimizer import lend_methods
 
 LIGHTNING_SEEN = ("2.6.6",)
 """The versions of Lightning that the names below were seen in, and the tests run with."""
@@ -137,9 +138,21 @@ def untried_versions(torch_version: str, lightning_version: str) -> str | None:
 @functools.cache
 def warn_of_untried_versions() -> None:
     """Warns on rank 0, once in a process, where torch or Lightning is newer than what was tried."""
-    message = untried_versions(torch.__version__, lightning.__version__)
+    message = untried_versions(torch.__version__, lightning_version)
     if message is not None:
         rank_zero_warn(message)
+
+
+class BetweenBatches(Callback):
+    """A callback with nothing to do within a step: Lightning passes over hooks that cannot be called.
+
+    To call one takes a dozen calls more, four times in every step, whether or not it does anything.
+    """
+
+    on_before_zero_grad = None  # type: ignore[assignment]
+    on_before_backward = None  # type: ignore[assignment]
+    on_after_backward = None  # type: ignore[assignment]
+    on_before_optimizer_step = None  # type: ignore[assignment]
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -149,7 +162,10 @@ def unwrapped(optimizer: Any) -> Any:
 
 def wrapped(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
     """Lightning's wrapper of an optimizer, which steps through the strategy."""
-    return LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
+    wrapper = LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
+    # It inherits the optimizer's class, and asks the optimizer itself only for what the class has not.
+    lend_methods(wrapper._optimizer, wrapper)
+    return wrapper
 
 
 def stands_for_none(optimizer: Any) -> bool:
@@ -196,7 +212,10 @@ def count_one_step_less(fit_loop: dict[str, Any]) -> None:
 
 def lacks_inner_io(io: CheckpointIO) -> bool:
     """Whether a plugin leaves writing to another one, which has not been given to it yet."""
-    return isinstance(io, _WrappingCheckpointIO) and io.checkpoint_io is None
+    inner: CheckpointIO | None = io
+    while isinstance(inner, _WrappingCheckpointIO):
+        inner = inner.checkpoint_io
+    return inner is None
 
 
 def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:

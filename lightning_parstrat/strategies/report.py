@@ -4,6 +4,7 @@ import resource
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,25 +14,51 @@ from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.zero1.summary import ShardingSummary
 
 _STEPS_THAT_SETTLE = 3
-"""The first steps allocate and plan buckets; they count only where there are no others."""
+"""The first steps allocate and plan buckets; they do not count."""
+
+_FEWEST_STEPS = 20
+"""Medians of fewer say little."""
 
 _STEPS_KEPT = 1000
 
 
-def describe(summary: ShardingSummary) -> str:
-    """One line for the start of a fit: what was sharded, over how many ranks, and what it saves."""
-    line = (
-        f"zero1_custom: {_count(summary.parameters)} parameters ({_size(summary.parameter_bytes)}) in"
-        f" {counted(summary.buckets, 'bucket')} ({_size(summary.padding_bytes)} of padding) over"
-        f" {counted(summary.world_size, 'rank')};"
-    )
+def describe(summary: ShardingSummary, observers: Sequence[str]) -> str:
+    """One line for the start of a fit: what is sharded, what is not and why, and for whom gradients are exposed.
+
+    Args:
+        summary: What was sharded.
+        observers: Who may look at gradients; empty where they are hidden.
+
+    Returns:
+        An empty text where there is nothing to train.
+    """
+    parts = [_sharded(summary)] if summary.parameters else []
+    parts += [
+        f"{one.optimizer} is not sharded, as {one.reason}: every rank keeps all of its state, as under `ddp`."
+        f" {one.remedy}".rstrip()
+        for one in summary.replicated
+    ]
+    if summary.parameters and observers:
+        names = ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
+        parts.append(
+            f"Gradients are gathered in every step, as {names} may read them"
+            " (`expose_gradients=False` saves that if not)."
+        )
+    return f"zero1_custom: {' '.join(parts)}" if parts else ""
+
+
+def _sharded(summary: ShardingSummary) -> str:
+    line = f"{_count(summary.parameters)} over {counted(summary.world_size, 'rank')}"
     if summary.state_bytes is None:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
-        line = f"{line} this rank holds optimizer state for {share:.1%} of them"
+        line = f"{line}, optimizer state of {share:.0%} of them on this one"
     else:
         unsharded, own = summary.state_bytes
-        line = f"{line} optimizer state {_size(own)} per rank, unsharded it would be {_size(unsharded)}"
-    return f"{line}; fp32 master weights {_size(summary.master_bytes)} per rank" if summary.master_bytes else line
+        instead = f" instead of {_size(unsharded)}" if summary.world_size > 1 else ""
+        line = f"{line}, optimizer state {_size(own)} per rank{instead}"
+    return (
+        f"{line}, fp32 master weights {_size(summary.master_bytes)} per rank." if summary.master_bytes else f"{line}."
+    )
 
 
 class _Step(NamedTuple):
@@ -66,16 +93,14 @@ class StepMeter:
         if self._last is not None and self._last[0] == global_step:
             return
         if self._last is not None:
-            if self._noted <= _STEPS_THAT_SETTLE:
-                # Kept until now, so that a fit of a few steps has something to report.
-                self._steps.clear()
             self._noted += 1
-            self._steps.append(_Step(now[1] - self._last[1], now[2] - self._last[2], now[3] - self._last[3]))
+            if self._noted > _STEPS_THAT_SETTLE:
+                self._steps.append(_Step(now[1] - self._last[1], now[2] - self._last[2], now[3] - self._last[3]))
         self._last = now
 
     def line(self) -> str | None:
-        """Medians over the last steps, without the first few; None before the first step."""
-        if not self._steps:
+        """Medians over the last steps, without the first few; None after a short training."""
+        if len(self._steps) < _FEWEST_STEPS:
             return None
         seconds = statistics.median(step.seconds for step in self._steps)
         waited = statistics.median(step.waited_seconds for step in self._steps)
@@ -104,8 +129,8 @@ def _milliseconds(seconds: float) -> str:
 def _count(number: int) -> str:
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if number >= unit:
-            return f"{number / unit:.1f}{name}"
-    return str(number)
+            return f"{number / unit:.1f}{name} parameters"
+    return counted(number, "parameter")
 
 
 def _size(number: float) -> str:

@@ -81,6 +81,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "zero1_custom"
+    _not_copied = AccumulationAwareStrategy._not_copied | {"_engine", "_meter"}
 
     def __init__(
         self,
@@ -108,9 +109,11 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         )
         self._engine: ShardedDataParallel | None = None
         self._broadcast_buffers_next = True
+        self._has_buffers = False
         self._in_training = False
         self._failed = False
         self._meter: StepMeter | None = None
+        self._announced = ""
         self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
@@ -120,6 +123,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         """Gives all ranks the same module; there is no wrapper around it."""
         check_same_module(self._training_module, self._groups.control)
         broadcast_module(self._training_module, self._groups.parameters)
+        # Of a module that has none when training begins, DDP never broadcasts any.
+        self._has_buffers = next(self._training_module.buffers(), None) is not None
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -128,8 +133,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         self._close_engine()
         super().setup_optimizers(trainer)
         self._shard(self.optimizers)
-        # Lightning's wrappers imitate the class that the optimizers had when they were wrapped.
-        self.optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
+        # Lightning's wrappers were made before: once more, with methods of sharded optimizers.
+        self.optimizers = self.optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -142,7 +147,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         if known is not None and any(unwrapped(optimizer) not in known for optimizer in _trained(optimizers)):
             self._close_engine()
             self._shard(optimizers)
-            optimizers = [unwrapped(optimizer) for optimizer in optimizers]
         self._optimizers = optimizers
         self._lightning_optimizers = [wrapped(o, self) for o in optimizers]
 
@@ -155,10 +159,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         self._broadcast_buffers_next = True
         if self._in_training:
             self._prepare_for_users_of_gradients()
-        summary = self._engine.summary()
-        rank_zero_info(describe(summary))
-        for line in summary.replicated:
-            rank_zero_warn(f"zero1_custom: every rank keeps all state of {line}. It trains as under `ddp`.")
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -187,7 +187,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Decides whether gradients are exposed: by now all callbacks and hooks are in place."""
+        """Decides whether gradients are exposed: by now all callbacks and hooks are in place. Says what is sharded."""
         super().on_train_start()
         self._in_training = True
         self._meter = StepMeter(self.root_device)
@@ -201,11 +201,11 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Says what a step took."""
+        """Says what a step took, unless something else was said in this training: two lines are enough."""
         super().on_train_end()
         self._note_step()
         line = None if self._meter is None else self._meter.line()
-        if line is not None:
+        if line is not None and not self._said:
             rank_zero_info(line)
 
     def _note_step(self) -> None:
@@ -217,27 +217,30 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             return
         self._engine.collect_unannounced_gradients(not self._training_module.automatic_optimization)
         choice = self._policy.expose_gradients
+        trainer = self._training_module.trainer
         observers = observers_of_gradients(
             self._training_module,
-            self._training_module.trainer.callbacks,
+            trainer.callbacks,
             self._engine.optimizers,
             self.precision_plugin,
+            [config.scheduler for config in self.lr_scheduler_configs],
+            trainer,
         )
-        self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
-        if choice == "auto" and observers:
-            rank_zero_info(
-                "zero1_custom: gradients stay visible after backward, because they may be read by"
-                f" {', '.join(observers[:3])}{' and others' if len(observers) > 3 else ''}. That costs memory for all"
-                " gradients and one more all-gather per step; if nothing there looks at `.grad`, save it by"
-                " `ZeRO1Strategy(expose_gradients=False)`."
-            )
+        exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
+        summary = self._engine.summary()
+        line = describe(summary, observers if choice == "auto" and exposed else ())
+        # A tuner trains a little before the training.
+        if line and line != self._announced:
+            self._announced = line
+            (rank_zero_warn if summary.replicated else rank_zero_info)(line)
 
     @contextmanager
     def full_gradients(self) -> Generator[None, None, None]:
         """Within it ``param.grad`` holds the mean gradients over all ranks, to read or to change.
 
         Collective: all ranks must enter it, between backward and the optimizer's step. One all-gather per bucket and
-        memory for all gradients while it lasts. Where gradients are exposed anyway, it changes nothing.
+        memory for all gradients while it lasts. Ranks wait for each other first, by some four
+        requests to the process group's store. Where gradients are exposed anyway, it changes nothing.
         """
         if self._engine is None:
             raise MisconfigurationException("`full_gradients()` was called outside of `fit`: there are no gradients.")
@@ -290,13 +293,14 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Gets ready to send gradients while backward runs."""
+        super().pre_backward(closure_loss)
         if self._engine is not None:
-            self._engine.prepare_backward(closure_loss, self._scale)
+            self._engine.prepare_backward(closure_loss, self._window_scale)
 
     @override
     def _reduce_local_gradients(self) -> None:
         if self._engine is not None:
-            self._engine.reduce_local_gradients(self._scale)
+            self._engine.reduce_local_gradients(self._window_scale)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -309,6 +313,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         """Gives the parameters ordinary storage again. Not collective after an exception."""
         self._close_engine()
         self._in_training = self._failed = self._validated_by_some = False
+        self._announced = ""
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()
@@ -356,7 +361,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         DDP takes every training and validation step for a forward, and under manual optimization never synchronises in
         its sense.
         """
-        if self._engine is None:
+        if self._engine is None or not self._has_buffers:
             return
         if self._broadcast_buffers_next:
             # Not by the parameters' group, where it would queue behind those that are in flight.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning
 import torch
 import yaml
 from lightning.pytorch import LightningModule
@@ -64,6 +65,21 @@ def test_bytes_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[st
     half = zero1["wire_seconds"] / 2
     assert zero1["step_seconds"] == pytest.approx(0.03 + max(0, half - 0.02) + max(0, half - 0.01))
     assert result["recommended"] == {"strategy": "zero1_custom", "precision": "32-true"}
+
+
+class PlannedElsewhere(pytorch_lightning.LightningModule):
+    """A module of the other package that Lightning is published as."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+
+def test_a_module_of_pytorch_lightning_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"model": f"{__name__}.PlannedElsewhere"}))
+    ddp, *_ = plan(capsys, 0, "--config", str(path), "--world-size", "2")["estimates"]
+    assert ddp["held_bytes"] == 16 * 8 * 8
 
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), [("SGD", 8), ("Adagrad", 12), ("AdamW", 16), ("Adam", 16)])
@@ -167,6 +183,74 @@ def test_wrong_input_is_refused(
     path.write_text(yaml.safe_dump({"model": {"width": 64}}))
     assert main(["plan", "--config", str(path), *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--world-size", "4", "--devices-per-node", "2", "--memory", "140MB", "--reserve", "0")
+    link = ("--bandwidth", "8Gbit", "--compute-seconds", "0.03")
+    assert main(["plan", "--config", write(tmp_path), *size, *link]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "9.4 M trainable parameters and 1.0 M elements that are not trained; optimizer: AdamW"
+    assert lines[1] == "4 ranks on 2 nodes; per rank, without activations:"
+    header = next(line for line in lines if line.startswith("strategy"))
+    assert header.split("  ")[-1].strip() == "fits in 140 MB" and "on the wire" in header and " step " in header
+    rows = {line.split()[0]: line for line in lines if line.startswith(("ddp_tuned", "zero1_custom"))}
+    assert rows["ddp_tuned"].endswith("no") and " s " in rows["ddp_tuned"]
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "said"),
+    [
+        ({"class_path": f"{__name__}.Planned", "init_args": {"depth": 3}}, {}, "arguments cannot be read"),
+        ({"class_path": f"{__name__}.Planned", "init_args": {"width": -1}}, {}, "cannot be created"),
+        ({"class_path": "lightning.pytorch.LightningModule"}, {}, "no trainable parameters"),
+        (
+            {"class_path": f"{__name__}.Planned", "init_args": {"width": 8}},
+            {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": -1.0}}},
+            "optimizer cannot be created",
+        ),
+    ],
+)
+def test_modules_and_optimizers_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: dict[str, Any], more: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump({"fit": {"model": model, **more}}))
+    assert main(["plan", "--config", str(path), "--world-size", "2"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_program_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", write(tmp_path), "--world-size", "2", "--", "python", "train.py"]) == 2
+    assert "runs no program" in capsys.readouterr().err
+
+
+class TwoOptimizers(LightningModule):
+    """Configures a pair in a tuple, one of them of a class whose state is not known."""
+
+    def __init__(self, unknown: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.unknown = unknown
+
+    def configure_optimizers(self) -> Any:
+        kind = Unheard if self.unknown else torch.optim.SGD
+        return [torch.optim.Adam(self.one.parameters(), lr=0.1), kind(self.two.parameters(), lr=0.1)]
+
+
+class Unheard(torch.optim.SGD):
+    """Might keep anything."""
+
+
+@pytest.mark.parametrize(("unknown", "per_parameter"), [(False, 12.0), (True, 16.0)])
+def test_several_optimizers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unknown: bool, per_parameter: float
+) -> None:
+    path = tmp_path / "c.yaml"
+    model = {"class_path": f"{__name__}.TwoOptimizers", "init_args": {"unknown": unknown}}
+    path.write_text(yaml.safe_dump({"model": model}))
+    result = plan(capsys, 0, "--config", str(path), "--world-size", "2")
+    assert result["estimates"][0]["held_bytes"] == per_parameter * 2 * 64
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, 16])

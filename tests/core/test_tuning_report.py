@@ -119,7 +119,8 @@ def test_the_plan_can_be_given_to_a_later_training() -> None:
 
 def test_the_log_says_what_was_found() -> None:
     verdict, wire, default, planned, bound, effort = FULL.lines()
-    assert verdict == "buckets: tuned (from the cache): the planned buckets gain 12.5% of a step"
+    assert verdict == FULL.headline == "buckets are tuned (from the cache): the planned buckets gain 12.5% of a step"
+    assert str(FULL).split("\n") == FULL.lines()
     for part in ("4 ranks", "0.15 ms", "2.5 ns a byte", "31.10 ms"):
         assert part in wire
     for part in ("default: 1 bucket,", "80.00 ms", "12.30 ms", "13.30 ms by the model"):
@@ -131,9 +132,9 @@ def test_the_log_says_what_was_found() -> None:
 
 
 def test_the_log_says_nothing_of_what_was_not_measured() -> None:
-    assert SHORTEST.lines() == ["buckets: not tuned: there is one parameter"]
+    assert SHORTEST.lines() == ["buckets are not tuned: there is one parameter"]
     lines = replace(FULL, planned=None, predicted_default_seconds=None, default_buckets=(), from_cache=False).lines()
-    assert lines[0].startswith("buckets: tuned: ")
+    assert lines[0].startswith("buckets are tuned: ")
     assert not any("planned: " in line for line in lines)
     assert "by the model" not in lines[2]
 

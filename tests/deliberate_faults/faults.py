@@ -166,6 +166,15 @@ FAULTS = (
         ("tests/distributed/gradients/test_weightless.py",),
     ),
     Fault(
+        "calls at different points of a training are mixed up",
+        "distributed/comm/liveness.py",
+        'if self._store.compare_set(f"{call}/point", "", point).decode() != point:',
+        "if False:",
+        (
+            "tests/distributed/comm/test_watch.py::test_what_comes_at_different_points_is_an_error_and_nothing_is_mixed_up",
+        ),
+    ),
+    Fault(
         "state is gathered into the wrong place",
         "distributed/zero1/state_dict.py",
         "target = slot.storage_order(state[key])[slot.elements_of(source)]",
@@ -208,6 +217,13 @@ FAULTS = (
         ("tests/distributed/ddp/test_reducer_buckets.py",),
     ),
     Fault(
+        "what is unfrozen in training is not averaged",
+        "distributed/ddp/trained_parameters.py",
+        "chosen = self._fired & self._hooks.keys()",
+        "chosen = set()",
+        ("tests/strategies/test_trained_parameters.py::test_what_is_trained_is_averaged",),
+    ),
+    Fault(
         "an epoch of ranks with different numbers of batches is one batch short",
         "strategies/dataloaders.py",
         "return _swap(dataloader, _EndsEarly, least)",
@@ -220,5 +236,19 @@ FAULTS = (
         "self._window_is_open = window_is_open(trainer)",
         "self._window_is_open = False",
         ("tests/strategies/checkpoint/test_preemption.py::test_an_open_window_is_finished_first",),
+    ),
+    Fault(
+        "hooks of the other package's base classes are taken for a user's",
+        "strategies/gradients/observers.py",
+        '"pytorch_lightning.",',
+        '"pytorch_lightning_",',
+        ("tests/test_namespaces.py::test_a_trainer_of_the_other_package_trains_as_its_ddp_does[forked]",),
+    ),
+    Fault(
+        "imports within functions are not renamed",
+        "pytorch_lightning.py",
+        "_with_renamed_imports(one) if isinstance(one, CodeType) else one for one in",
+        "one for one in",
+        ("tests/test_namespaces.py::test_one_of_the_two_packages_is_enough[pytorch_lightning]",),
     ),
 )

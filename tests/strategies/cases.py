@@ -53,6 +53,15 @@ def muon(parameters: Any) -> Optimizer:
     return torch.optim.Muon(parameters, lr=0.02)
 
 
+def lbfgs(parameters: Any) -> Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=3)
+
+
+def searching(parameters: Any) -> Optimizer:
+    """Looks at the loss to find out how far to go, and evaluates it as often as that takes."""
+    return torch.optim.LBFGS(parameters, max_iter=4, line_search_fn="strong_wolfe")
+
+
 CLIP = {"gradient_clip_val": 0.05}
 DOUBLE = {"precision": "64-true"}
 EXPOSED = {"expose_gradients": "auto"}
@@ -172,6 +181,14 @@ CASES = {
     "no torch optimizer": Case(zoo.MLP, odd_optimizers.OddOptimizer, oracle="ddp"),
     "globally scaled": Case(zoo.MLP, odd_optimizers.GloballyScaled, trainer=CLIP),
     "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList),
+    # Those that evaluate their closure again.
+    "lbfgs": Case(zoo.MLP, lbfgs, trainer=DOUBLE, tolerance=FP64),
+    "lbfgs, line search": Case(zoo.MLP, searching, trainer=DOUBLE, tolerance=1e-7, world_sizes=(2, 3)),
+    "lbfgs, clipped": Case(zoo.Unused, lbfgs, trainer={**DOUBLE, **CLIP}, tolerance=FP64, world_sizes=(2, 3)),
+    "lbfgs, accumulated": Case(
+        zoo.MLP, lbfgs, trainer={**DOUBLE, "accumulate_grad_batches": 2}, oracle="ddp", tolerance=FP64, world_sizes=(2,)
+    ),
+    "closure twice": Case(zoo.MLP, odd_optimizers.ClosureTwice),
     "has modes": Case(odd.Averaging, odd_optimizers.HasModes),
     "needs the loss": Case(zoo.MLP, odd_optimizers.NeedsTheLoss),
     "replaced step": Case(zoo.MLP, odd_optimizers.replaced_step),

@@ -1,5 +1,6 @@
 """What cannot work is refused before training starts: what came, what is allowed, what to do."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
+from tests.strategies.odd_optimizers import ClosureTwice
 from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
 
 
@@ -36,13 +38,20 @@ def test_wrong_arguments_name_the_value_and_what_is_allowed(arguments: dict[str,
 
 
 def test_unknown_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="find_unused_parameters"):
-        ZeRO1Strategy(find_unused_parameters=True)
+    with pytest.raises(TypeError, match="ddp_comm_hook"):
+        ZeRO1Strategy(ddp_comm_hook=sum)
 
 
-class LBFGS(zoo.MLP):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.LBFGS(self.parameters())
+@pytest.mark.parametrize("name", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_arguments_that_a_wrapper_needs_are_said_to_be_needless(
+    caplog: pytest.LogCaptureFixture, name: str, value: bool | None
+) -> None:
+    with caplog.at_level(logging.INFO):
+        strategy = ZeRO1Strategy(**{name: value})
+    # A command line gives every argument, and None is as good as nothing.
+    assert (f"{name}={value} is not needed" in caplog.text) is (value is not None)
+    assert strategy._ddp_kwargs == ({} if value is None else {name: value})
 
 
 class SparseEmbedding(zoo.TiedLanguageModel):
@@ -70,16 +79,13 @@ class RankDependentOptimizer(zoo.MLP):
         return zoo.adamw(list(self.parameters())[dist.get_rank() :])
 
 
-class ClosureTwice(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        closure()
-        super().step()
-        return closure()
-
-
 class EvaluatesAgain(zoo.MLP):
+    """A promise that is not kept, found out in the first step."""
+
+    arguments = {"partition": "parameter"}  # noqa: RUF012
+
     def configure_optimizers(self) -> Any:
-        return ClosureTwice(self.parameters(), lr=0.1)
+        return ClosureTwice(self.parameters())
 
 
 class CutMatrices(zoo.MLP):
@@ -113,10 +119,9 @@ def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (LBFGS, ["ValueError", "LBFGS", "closure", "ddp"]),
         (SparseEmbedding, ["ValueError", "'extra'", "sparse=False"]),
         (SeveralDevices, ["ValueError", "cpu", "meta"]),
-        (EvaluatesAgain, ["ValueError", "ClosureTwice", "closure more than once", "ddp"]),
+        (EvaluatesAgain, ["ClosureEvaluatedAgainError", "ClosureTwice", "closure more than once", "'auto'"]),
         (CutMatrices, ["ValueError", "partition='element'", "Adafactor", "'parameter'"]),
         (Lazy, ["ValueError", "'net.0.weight'", "no shape yet", "configure_model"]),
         (NothingToKeep, ["ValueError", "master_weights=True", "bf16-true"]),

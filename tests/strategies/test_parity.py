@@ -37,6 +37,8 @@ BY_FLAG = (
     "users' hooks",
     "muon, hidden",
     "needs the loss",
+    "closure twice",
+    "lbfgs, line search",
 )
 # Beside the cases that ask for it.
 EXPOSED = (
@@ -56,6 +58,7 @@ EXPOSED = (
     "swapped data",
     "groups added",
     "has modes",
+    "lbfgs, clipped",
 )
 
 
@@ -103,6 +106,7 @@ ALONE = (
     "swapped data",
     "groups added",
     "globally scaled",
+    "lbfgs",
 )
 
 

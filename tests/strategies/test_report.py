@@ -1,23 +1,38 @@
-"""What is said at the end of a training is what happened in it."""
+"""What is said of a training is what happens in it, in two lines at most."""
 
 import logging
 import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel
 
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.strategies.report import StepMeter
 from tests.held_time import HeldTime
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.late import delayed
+from tests.strategies.odd_optimizers import GloballyScaled
 from tests.strategies.parity import train, zero1
 
 LINE = re.compile(
     r"zero1_custom: ([\d.]+) ms per step \(median of (\d+)\), ([\d.]+) ms of it waiting for other ranks;"
     r" ([\d.]+) (bytes|kB|MB) sent per step and rank; peak memory ([\d.]+) (MB|GB) resident, everything included"
 )
+
+
+OURS = ("zero1_custom", "ddp_tuned")
 
 
 class Listener(logging.Handler):
@@ -29,50 +44,180 @@ class Listener(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def lines_of_a_training(slow: bool, accumulate: int) -> tuple[list[str], int]:
-    listener, logger = Listener(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What is logged and warned of within it, by Lightning and whoever says it by Lightning's means."""
+    listener, logger = Listener(), logging.getLogger("lightning.pytorch")
+    levels = {one: one.level for one in (logger, logging.getLogger("lightning.pytorch.utilities.rank_zero"))}
     logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
+    try:
+        for one in levels:
+            one.setLevel(logging.INFO)
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_, **__: listener.lines.append(str(message))
+            yield listener.lines
+    finally:
+        logger.removeHandler(listener)
+        for one, level in levels.items():
+            one.setLevel(level)
+
+
+def lines_of_a_training(slow: bool, accumulate: int) -> tuple[list[str], int]:
     sent: list[int] = []
 
     class Counted(zoo.ScheduledTransformer):
         def on_train_end(self) -> None:
             sent.append(sum(self.trainer.strategy._engine.step_traffic()[1:4:2]))
 
-    try:
-        train(Counted, delayed() if slow else zero1(), accumulate_grad_batches=accumulate)
-    finally:
-        logger.removeHandler(listener)
-        logger.setLevel(level)
-    return [line for line in listener.lines if "per step" in line], sent[0]
+    with listening() as lines:
+        train(Counted, delayed() if slow else zero1(), 92 * accumulate, accumulate_grad_batches=accumulate)
+    return [line for line in lines if "per step" in line], sent[0]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(("slow", "accumulate"), [(False, 2), (True, 1)])
 def test_a_line_at_the_end_says_what_a_step_took(pool: RankPool, slow: bool, accumulate: int) -> None:
     ((lines, sent), (others, _)) = pool.run(2, lines_of_a_training, slow, accumulate)
     assert len(lines) == 1 and others == []
     found = LINE.fullmatch(lines[0])
     assert found is not None, lines[0]
-    # Ten batches; the first three steps settle.
-    assert int(found[2]) == 10 // accumulate - 3
+    # Of 23 steps the first three settle.
+    assert int(found[2]) == 20
     assert float(found[4]) == pytest.approx(sent / 1000, abs=0.06) and found[5] == "kB"
     assert 0 < float(found[3]) < float(found[1])
 
 
-def test_nothing_is_said_where_no_step_was_made() -> None:
+class Scheduled(zoo.MLP):
+    """Steps its scheduler by itself, as timm's schedulers want."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "epoch"}]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+
+class Watched(zoo.MLP):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms = [parameter.grad.norm() for parameter in self.parameters()]
+
+
+class Boring(BoringModel):
+    def train_dataloader(self) -> Any:
+        return zoo.loader(200, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(torch.nn.functional.pad(batch, (0, 20)), batch_idx)
+
+
+class Averaging(Callback):
+    def __init__(self) -> None:
+        self.average = AveragedModel(zoo.MLP().net)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.average.update_parameters(pl_module.net)
+
+
+class Two(zoo.MLP):
+    """One optimizer is sharded, the other is not."""
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.net.children()
+        others = [parameter for module in rest for parameter in module.parameters()]
+        return [torch.optim.Adam(first.parameters()), GloballyScaled(others)]
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.compute_loss(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        return loss.detach()
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+# Module, what the Trainer gets, and what of the first line of zero1_custom follows the number of parameters.
+STATE = r"optimizer state [\d.]+ kB per rank instead of [\d.]+ kB"
+NOT_SHARDED = (
+    r"GloballyScaled is not sharded, as how it moves one parameter depends on the others: every rank keeps all of its"
+    r" state, as under `ddp`\. What moves each parameter by its own gradient alone is sharded, such as"
+    r" torch\.optim\.AdamW\."
+)
+
+
+def gathered(who: str) -> str:
+    return rf" Gradients are gathered in every step, as {who} may read them \(.*\)\."
+
+
+ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = {
+    "Adam": (lambda: zoo.MLP(torch.optim.Adam), {}, STATE + r"\."),
+    "SGD": (lambda: zoo.MLP(sgd), {}, STATE + r"\."),
+    "Lightning's boring model": (Boring, {}, r"optimizer state 0 bytes per rank instead of 0 bytes\."),
+    "averaged": (zoo.MLP, {"callbacks": [EMAWeightAveraging(), Averaging()]}, STATE + r"\."),
+    "a scheduler of one's own": (Scheduled, {"max_epochs": 2}, STATE + r"\."),
+    "bf16": (zoo.MLP, {"precision": "bf16-mixed"}, STATE + r"\."),
+    "accumulated, with a short window": (zoo.MLP, {"accumulate_grad_batches": 4, "max_epochs": 3}, STATE + r"\."),
+    "gradients are looked at": (Watched, {}, STATE + r"\." + gathered(r"Watched\.on_before_optimizer_step")),
+    "by hand": (zoo.Adversarial, {}, STATE + r"\." + gathered("manual optimization")),
+    "replicated": (lambda: zoo.MLP(GloballyScaled), {}, NOT_SHARDED),
+    "one of two replicated": (Two, {}, STATE + r"\. " + NOT_SHARDED + gathered("manual optimization")),
+}
+
+
+QUICK = ("averaged", "accumulated, with a short window", "one of two replicated")
+
+
+def lines_of_ours(name: str) -> dict[str, list[str]]:
+    make, arguments, _ = ORDINARY[name]
+    said = {}
+    for strategy in (ZeRO1Strategy(), TunedDDPStrategy(find_unused_parameters=name == "by hand")):
+        with listening() as lines:
+            train(make, strategy, 200, **arguments)
+        said[strategy.flag] = [line for line in lines if any(ours in line for ours in OURS)]
+    return said
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ORDINARY))
+def test_an_ordinary_training_says_two_lines_at_most(pool: RankPool, name: str) -> None:
+    said, others = pool.run(2, lines_of_ours, name)
+    assert others == {"zero1_custom": [], "ddp_tuned": []}
+    first, *last = said["zero1_custom"]
+    assert re.fullmatch(r"zero1_custom: (?:[\d.]+K? parameters over 2 ranks, )?" + ORDINARY[name][2], first), first
+    assert len(last) <= 1 and len(said["ddp_tuned"]) <= 2, said
+    everything = " ".join(said["zero1_custom"] + said["ddp_tuned"])
+    assert re.search(r"(?<![\d.])(1 [a-z]{3,}s|0 buckets|0 parameters)\b", everything) is None, everything
+
+
+def test_a_training_without_ranks_beside_it_says_no_more(pool: RankPool) -> None:
+    (said,) = pool.run(1, lines_of_ours, "Adam")
+    first, *last = said["zero1_custom"]
+    assert re.fullmatch(r"zero1_custom: 1\.0K parameters over 1 rank, optimizer state 8\.\d kB per rank\.", first)
+    assert len(last) <= 1 and said["ddp_tuned"] == []
+
+
+def test_nothing_is_said_after_few_steps() -> None:
     meter = StepMeter(torch.device("cpu"))
-    assert meter.line() is None
-    meter.note(0, Traffic())
-    meter.note(0, Traffic())
-    assert meter.line() is None
+    for step in range(23):
+        meter.note(step, Traffic())
+        meter.note(step, Traffic())
+        assert meter.line() is None
+    meter.note(23, Traffic())
+    assert "median of 20" in str(meter.line())
 
 
 def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime) -> None:
     meter = StepMeter(torch.device("cpu"))
     traffic = Traffic()
-    for step, seconds in enumerate((0.1, 0.1, 0.1, 0.02, 0.03, 0.05)):
+    for step, seconds in enumerate((0.1, 0.1, 0.1, *[0.02, 0.03, 0.05] * 7)):
         for _ in range(2):
             # Two micro-batches for each step.
             meter.note(step, traffic)
@@ -80,8 +225,8 @@ def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime)
         traffic.reduce_scatter_bytes += 300
         traffic.all_gather_bytes += 200
         traffic.waited_seconds += 0.005
-    meter.note(6, traffic)
+    meter.note(24, traffic)
     line = str(meter.line())
     found = LINE.fullmatch(line)
     assert found is not None, line
-    assert found.groups()[:5] == ("30.0", "3", "5.0", "500", "bytes")
+    assert found.groups()[:5] == ("30.0", "21", "5.0", "500", "bytes")

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import pytorch_optimizer
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 
 from lightning_parstrat import ZeRO1Strategy
-from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
+from lightning_parstrat.distributed.zero1.shardability import decide_sharding
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.slow import slow_unless
@@ -35,6 +37,19 @@ def schedule_free(parameters: Any) -> Optimizer:
     optimizer = pytorch_optimizer.ScheduleFreeAdamW(list(parameters), lr=0.01, eps=1e-4)
     optimizer.train()
     return optimizer
+
+
+# As the table in docs/how_zero1_works.md has them, beside those of CASES.
+NOT_SHARDED = ("Kron", "DAdaptAdam", "DAdaptSGD", "AdaHessian", "SophiaH", "SAM", "ScheduleFreeSGD", "Prodigy")
+
+
+@pytest.mark.parametrize("name", NOT_SHARDED)
+def test_what_is_not_sharded_says_why_and_what_would_be(name: str) -> None:
+    arguments = {"base_optimizer": torch.optim.SGD} if name == "SAM" else {}
+    decision = decide_sharding(made(name, **arguments)(zoo.Convolutional().parameters()), "auto")
+    assert decision.partition is None and decision.reason and decision.remedy
+    # SAM's step is not one for each parameter: nobody must be told to promise that.
+    assert ("partition='parameter'" in decision.remedy) is (name in ("AdaHessian", "SophiaH"))
 
 
 CLIP = {"gradient_clip_val": 0.05, "precision": "64-true"}
@@ -81,7 +96,7 @@ def compare(name: str, module: type[zoo.Zoo], strategy: ZeRO1Strategy | str) -> 
     expected = reference((name, module), lambda: train(make, ddp(), callbacks=[Modes()], **case.trainer))
     actual = train(make, strategy, callbacks=[Modes()], **case.trainer)
     (optimizer,) = actual.trainer.optimizers
-    sharded = isinstance(optimizer, ShardedOptimizer)
+    sharded = is_sharded(optimizer)
     return largest_difference(actual, expected), largest_loss_difference(actual, expected), sharded
 
 

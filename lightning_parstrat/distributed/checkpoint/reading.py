@@ -17,17 +17,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
-from lightning_parstrat.distributed.checkpoint.writing import SKELETON
+from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON, CheckpointDamagedError
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, OwnPart, StateDict
-
-METADATA = ".metadata"
-
-
-class CheckpointDamagedError(ValueError):
-    """A checkpoint is truncated, damaged, or lacks a part."""
 
 
 class Run(NamedTuple):
@@ -35,13 +29,6 @@ class Run(NamedTuple):
 
     target: Tensor
     start: int
-
-
-def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether a folder is, or should be, one of these checkpoints."""
-    # Lightning's own sharded checkpoints (of FSDP) have this file beside the same index.
-    of_others = (path / "meta.pt").exists()
-    return path.is_dir() and ((path / SKELETON).exists() or ((path / METADATA).exists() and not of_others))
 
 
 class ShardedCheckpoint:

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import leaves, with_narrow_storage
+from lightning_parstrat.distributed.checkpoint.folder import SKELETON, CheckpointNotSavedError
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Piece, Placeholders, sources_in
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
 from lightning_parstrat.distributed.durable_files import (
@@ -36,13 +37,6 @@ from lightning_parstrat.distributed.durable_files import (
     sync,
     temporary_name,
 )
-
-SKELETON = "checkpoint.pt"
-"""The file with everything that is not in the other files, and with the names of the tensors that are."""
-
-
-class CheckpointNotSavedError(RuntimeError):
-    """A checkpoint could not be written; an earlier one of that name is unchanged."""
 
 
 class RunningSave:

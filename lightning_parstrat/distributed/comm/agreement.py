@@ -28,7 +28,9 @@ def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled; works on host memory."""
+    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled but where alone; works on host memory."""
+    if dist.get_world_size(group) == 1:
+        return [value]
     values: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
@@ -61,6 +63,38 @@ class RunningAgreement:
         with marked("lightning_parstrat: agree between ranks"):
             work.wait()
         return int(received)
+
+
+class RunningComparison:
+    """Whether all ranks have the same number, asked for now and answered later.
+
+    Collective: all ranks must call :meth:`ask` equally often. A question is a non-blocking all-reduce of 16 bytes on
+    the host, whose latency grows with the logarithm of the world size.
+
+    Args:
+        control: Its group works on host memory.
+    """
+
+    def __init__(self, control: Collectives) -> None:
+        self._control = control
+        self._asked: tuple[Tensor, Work] | None = None
+        self._alike = True
+
+    def ask(self, number: int) -> None:
+        """Sends this rank's number. :meth:`is_alike` must have answered the previous question."""
+        # The smallest is minus the largest negative: one all-reduce by MAX gives both.
+        sent = torch.tensor([number, -number], dtype=torch.int64)
+        self._asked = sent, self._control.all_reduce(sent, op=dist.ReduceOp.MAX)
+
+    def is_alike(self) -> bool:
+        """The answer to the last question, also when called again; waits for the ranks to ask, too. Not collective."""
+        if self._asked is not None:
+            (received, work), self._asked = self._asked, None
+            with marked("lightning_parstrat: agree between ranks"):
+                work.wait()
+            largest, negative = received.tolist()
+            self._alike = largest == -negative
+        return self._alike
 
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:

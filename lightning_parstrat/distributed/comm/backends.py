@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import DONE, Collectives, Work, as_work, real_view
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, SummedChunks, Transfers
+from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives, SummedChunks, Transfers
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 
 
@@ -63,6 +63,15 @@ class NativeCollectives(PairwiseCollectives):
             return self._exchange_and_sum(buffer, shard)
         work = _reduce_scatter_single(real_view(shard), real_view(buffer), group=self.group, async_op=True)
         return as_work(work)
+
+    @override
+    def _start(self, transfers: Sequence[ChunkTransfer], tag: int) -> list[Work]:
+        # NCCL must be told of all at once: one after the other, they could wait for each other.
+        operations = [
+            dist.P2POp(dist.isend if sends else dist.irecv, chunk, group=self.group, group_peer=peer, tag=tag)
+            for sends, chunk, peer in transfers
+        ]
+        return [as_work(work) for work in dist.batch_isend_irecv(operations)] if operations else []
 
     def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Work:
         """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""

@@ -45,6 +45,10 @@ class Traffic:
     waited_seconds: float = field(default=0.0, compare=False)
     """How long this host has waited: on CPU the communication that nothing hid. On a GPU, streams wait instead."""
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        theirs = vars(other)
+        return Traffic(**{name: count + theirs[name] for name, count in vars(self).items()})
+
 
 class Collectives(ABC):
     """What the engine asks of a process group. Every method is collective and returns before the transfer is done.
@@ -119,13 +123,23 @@ class Collectives(ABC):
         if self.world_size == 1:
             return DONE
         self.traffic.small_reductions += 1
-        return as_work(dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
+        group = self.group
+        _SMALL_REDUCTIONS[group] = small_reductions_of(group) + 1
+        return as_work(dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
     @abstractmethod
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work: ...
 
     @abstractmethod
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work: ...
+
+
+_SMALL_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+
+def small_reductions_of(group: dist.ProcessGroup) -> int:
+    """How many :meth:`Collectives.all_reduce` this rank has launched by the group: where all are, the same on all."""
+    return _SMALL_REDUCTIONS.get(group, 0)
 
 
 class Done:

@@ -1,10 +1,12 @@
-"""Finds out which ranks are missing when a collective has failed."""
+"""Ranks meet in the store: before a collective that must not begin without all, or to see who is missing after one."""
 
 import re
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
@@ -13,6 +15,9 @@ from lightning_parstrat.distributed.torch_compat import default_store
 
 GRACE = timedelta(seconds=10)
 """How long ranks wait for each other: they notice a fault at different times, within seconds."""
+
+
+_LONGEST_PAUSE = 0.25
 
 
 class MissingRanksError(RuntimeError):
@@ -28,7 +33,9 @@ class Liveness:
     """
 
     def __init__(self, name: str) -> None:
-        self._store = PrefixStore(f"lightning_parstrat/liveness/{name}", default_store())
+        self.name = name
+        # torch's type stubs lack `timeout`.
+        self._store: Any = PrefixStore(f"lightning_parstrat/liveness/{name}", default_store())
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)
@@ -45,13 +52,10 @@ class Liveness:
         Returns:
             Their numbers; on a rank that comes after others have given up, all the others.
         """
-        self._held[occasion] += 1
-        call = f"{occasion}/{self._held[occasion]}"
+        call = self._next(occasion)
         try:
             self._store.set(f"{call}/{self._rank}", "here")
-            # The last to arrive releases all: so each waits for one key, not for one per rank.
-            if self._store.add(f"{call}/count", 1) == self._world_size:
-                self._store.set(f"{call}/all", "here")
+            self._come(call)
             if self._store.check([f"{call}/over"]):
                 # The others have given up and gone on without this rank: it must not count on them either.
                 return [rank for rank in range(self._world_size) if rank != self._rank]
@@ -64,6 +68,46 @@ class Liveness:
         except RuntimeError:
             # Rank 0's process serves the store, so the store ends with it.
             return [] if self._rank == 0 else [0]
+
+    def meet(self, occasion: str, point: str, said: Callable[[], str]) -> None:
+        """Returns when all ranks have come. Collective; three requests to the store, and one more per look for others.
+
+        Args:
+            occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
+            point: Where in the training it is, and what is done: the same on all ranks, or it is an error on all.
+            said: What is known of who has not come, for the error.
+
+        Raises:
+            MissingRanksError: Ranks did not come within the store's timeout.
+            RuntimeError: Ranks came with different points.
+        """
+        call = self._next(occasion)
+        began, timeout = time.monotonic(), self._store.timeout.total_seconds()
+        # Whoever sets it first gets its own point back.
+        if self._store.compare_set(f"{call}/point", "", point).decode() != point:
+            self._store.set(f"{call}/all", "apart")
+        else:
+            self._come(call)
+        # Not by `wait`: no signal would be handled within it, and torch logs each that is not over in time.
+        while not self._store.check([f"{call}/all"]):
+            waited = time.monotonic() - began
+            if waited > timeout:
+                raise MissingRanksError(f"Not all ranks have come to {occasion}. {said()}".rstrip())
+            time.sleep(min(0.001 + waited / 4, _LONGEST_PAUSE))
+        if self._store.get(f"{call}/all") != b"here":
+            raise RuntimeError(
+                f"{occasion} was called by all ranks, but at different points of the training or on different"
+                " objects. Call it on all ranks in the same order as everything else that needs all ranks."
+            )
+
+    def _next(self, occasion: str) -> str:
+        self._held[occasion] += 1
+        return f"{occasion}/{self._held[occasion]}"
+
+    def _come(self, call: str) -> None:
+        # The last to arrive releases all: so each waits for one key, not for one per rank.
+        if self._store.add(f"{call}/count", 1) == self._world_size:
+            self._store.set(f"{call}/all", "here")
 
 
 # Gloo raises plain RuntimeErrors: only their text tells them from others.

@@ -8,6 +8,11 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_parstrat.distributed.torch_compat import comm_hook_states
+
+_SETTLING_STEPS = 3
+"""A new reducer orders its buckets anew after its first step, that of a static graph after its second."""
+
 CommHook = Literal["bf16", "fp16", "powersgd"] | None
 
 
@@ -60,3 +65,13 @@ def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
     """
     state = powerSGD_hook.PowerSGDState(process_group=ddp.process_group) if name == "powersgd" else ddp.process_group
     ddp.register_comm_hook(state, _HOOKS[name].hook)
+
+
+def forget_buckets(ddp: DistributedDataParallel) -> None:
+    """Has PowerSGD begin anew: what it has kept of each bucket does not fit others. All ranks must call it."""
+    for state in comm_hook_states(ddp):
+        if isinstance(state, powerSGD_hook.PowerSGDState):
+            for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+                kept.clear()
+            # Until then gradients travel as they are: errors that were kept would be of buckets that do not stay.
+            state.start_powerSGD_iter = max(state.start_powerSGD_iter, state.iter + _SETTLING_STEPS)

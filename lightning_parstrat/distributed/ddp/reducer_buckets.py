@@ -1,7 +1,8 @@
 """The buckets of a live DistributedDataParallel: predicts those that caps lead to, and exchanges the reducer."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,22 @@ from lightning_parstrat.distributed.torch_compat import (
 _MIB = 2**20
 
 
+@contextmanager
+def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Within it ``parameters`` require gradients, and those of ``others`` that are not among them do not."""
+    chosen = set(parameters)
+    before = [(one, one.requires_grad) for one in {*chosen, *others}]
+    try:
+        for one, required in before:
+            if required != (one in chosen):
+                one.requires_grad_(one in chosen)
+        yield
+    finally:
+        for one, required in before:
+            if one.requires_grad != required:
+                one.requires_grad_(required)
+
+
 class DDPBuckets:
     """Exchanges the reducer of ``ddp`` for one with other buckets, and predicts these. Not collective.
 
@@ -31,7 +48,7 @@ class DDPBuckets:
     filled from the other end.
 
     Args:
-        ddp: Its buckets are the default.
+        ddp: Its buckets are the default; its reducer sends all parameters that require gradients now.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -103,16 +120,14 @@ class DDPBuckets:
     def adopt(self, caps: Caps | None) -> None:
         """Gives the wrapper a reducer with these caps, or with the default's. All ranks must call it, between steps.
 
-        Gradients keep the memory of the old buckets until the next backward has moved them.
-
-        Raises:
-            ValueError: A parameter has been frozen since; nothing has changed.
+        Gradients keep the memory of the old buckets until the next backward has moved them. Where it raises, nothing
+        has changed.
         """
-        if not all(parameter.requires_grad for parameter in self.parameters):
-            raise ValueError("parameters have been frozen since training began")
         before = dict(vars(self._ddp))
         try:
-            exchange_reducer(self._ddp, self.parameters, self._expect_sparse, self._names, self._given_caps(caps))
+            # Some may be frozen by now, and be sent all the same.
+            with trainable(self.parameters):
+                exchange_reducer(self._ddp, self.parameters, self._expect_sparse, self._names, self._given_caps(caps))
         # torch builds the new reducer in several steps: a wrapper left between two of them could not train on.
         except BaseException:
             vars(self._ddp).update(before)

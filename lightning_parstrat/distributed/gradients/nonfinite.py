@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-
-NAMES_SHOWN = 5
 
 
 class NonfiniteGradientError(RuntimeError):
@@ -84,15 +83,10 @@ def raise_nonfinite(names: list[str], where: str, control: Collectives) -> None:
         NonfiniteGradientError: Always.
     """
     gathered: list[list[str]] = all_gather_object(names, control.group)
-    lines = [f"rank {rank}: {_listed(found)}" for rank, found in enumerate(gathered) if found]
+    lines = [f"rank {rank}: {listed(found)}" for rank, found in enumerate(gathered) if found]
     if not lines:
         lines = ["in no rank's own backward: their sum over ranks overflowed, or a hook has made them so"]
     raise NonfiniteGradientError(
         f"Gradients are not finite {where}:\n  " + "\n  ".join(lines) + "\nParameters and optimizer state are as"
         " before this step. nonfinite_grads='skip' leaves such steps out, 'propagate' does as `ddp`."
     )
-
-
-def _listed(names: list[str]) -> str:
-    further = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {further} more" if further > 0 else "")

@@ -7,8 +7,7 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.streams import streams_of
+from lightning_parstrat.distributed.comm.watch import met
 from lightning_parstrat.distributed.torch_compat import (
     call_before_compiling,
     is_compiled,
@@ -59,7 +59,7 @@ from lightning_parstrat.distributed.zero1.shardability import (
     replicated_parameters,
 )
 from lightning_parstrat.distributed.zero1.state_dict import shard_existing_state
-from lightning_parstrat.distributed.zero1.summary import ShardingSummary, state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.zero1.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
 
 
 class ShardedDataParallel:
@@ -112,6 +112,11 @@ class ShardedDataParallel:
         measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
         self.replanner = Replanner(self.reducer, self.gatherer, policy, plan, measures)
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
+        self.sharded_optimizers = [
+            optimizer
+            for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
+            if decision.partition is not None
+        ]
         self._shard_optimizers()
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
@@ -128,15 +133,6 @@ class ShardedDataParallel:
     def slots(self) -> dict[Tensor, ParameterSlot]:
         """Where each sharded parameter lies."""
         return {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
-
-    @property
-    def sharded_optimizers(self) -> list[Optimizer]:
-        """The optimizers that step shards."""
-        return [
-            optimizer
-            for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
-            if decision.partition is not None
-        ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,7 +152,9 @@ class ShardedDataParallel:
         if self.reducer.exposes_gradients:
             yield
             return
-        with full_gradients(self.buckets, self.reducer.collectives):
+        with ExitStack() as shown:
+            with met("`full_gradients()`", self.reducer.control.group, "Enter it on all ranks."):
+                shown.enter_context(full_gradients(self.buckets, self.reducer.collectives))
             yield
 
     @property
@@ -188,8 +186,8 @@ class ShardedDataParallel:
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
         # `add_param_group` of a callback may have come on any step; it is the same one on all ranks.
-        if any(sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers):
-            self._bucket_parameters()
+        if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
+            self._adopt_added_parameters()
         # Backward reads parameters in C++, where nothing waits for them.
         self.gatherer.finish()
         if self.reducer.synchronize:
@@ -229,14 +227,12 @@ class ShardedDataParallel:
         return ShardingSummary(
             parameters=sum(slot.numel for layout in layouts for slot in layout.slots),
             parameter_bytes=parameter_bytes(layouts),
-            buckets=len(layouts),
-            padding_bytes=sum(layout.padding * layout.itemsize for layout in layouts),
             owned_bytes=owned_bytes(layouts, rank),
             world_size=self.reducer.collectives.world_size,
             state_bytes=self._state_bytes(rank),
             master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
             replicated=tuple(
-                f"{type(optimizer).__name__}: {decision.reason}"
+                Replicated(type(optimizer).__name__, decision.reason, decision.remedy)
                 for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
                 if decision.partition is None
             ),
@@ -245,8 +241,7 @@ class ShardedDataParallel:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and waited for so far, gradients and parameters together."""
-        gradients, parameters = self.reducer.collectives.traffic, self.gatherer.collectives.traffic
-        return Traffic(*(getattr(gradients, field.name) + getattr(parameters, field.name) for field in fields(Traffic)))
+        return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
 
     def step_traffic(self) -> StepTraffic:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
@@ -320,13 +315,17 @@ class ShardedDataParallel:
     def _shard_optimizers(self) -> None:
         for optimizer in self.sharded_optimizers:
             sharding = shard_optimizer(optimizer, self.reducer, self.gatherer)
-            sharding.adopt_added_parameters = self._bucket_parameters
+            sharding.adopt_added_parameters = self._adopt_added_parameters
         self._bucket_parameters()
         if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
             raise ValueError(
                 "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
                 " precision='bf16-true' or '16-true', or leave master_weights='auto'."
             )
+
+    def _adopt_added_parameters(self) -> None:
+        with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
+            self._bucket_parameters()
 
     def _bucket_parameters(self) -> None:
         """Creates buckets for all parameters that are in none yet. Collective."""
@@ -378,7 +377,7 @@ class ShardedDataParallel:
             sharding = sharding_of(optimizer)
             for parameter in _parameters_of(optimizer):
                 if parameter in replicated and parameter not in sharding.slots:
-                    sharding.replicated.add(parameter)
+                    sharding.replicate(parameter)
                 else:
                     owners[parameter] = (*owners.get(parameter, ()), number)
         return owners
@@ -390,7 +389,7 @@ def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[Shar
         return []
     replicated = any_rank_for_each([decision.partition is None for decision in decisions], control)
     return [
-        ShardingDecision(None, decision.reason or "so it is on another rank") if flag else decision
+        ShardingDecision(None, decision.reason or "it is not on another rank", decision.remedy) if flag else decision
         for decision, flag in zip(decisions, replicated, strict=True)
     ]
 

@@ -55,7 +55,7 @@ class ParameterGatherer:
             bucket: The bucket.
         """
         # Whoever holds a view of the buffer, or a subclass with its own __torch_function__, escapes the read guard.
-        late = self.overlaps and bucket.is_read_through_parameters and all(map(can_be_marked, bucket.parameters))
+        late = self.overlaps and bucket.is_read_through_parameters and can_be_marked(*bucket.parameters)
         buffer = bucket.parameters_to_send()
         with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
             work = self.collectives.all_gather(buffer, bucket.layout.bounds)

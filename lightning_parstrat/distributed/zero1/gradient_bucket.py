@@ -158,7 +158,7 @@ class GradientBucket:
     @property
     def has_gradients(self) -> bool:
         """Whether any rank had a gradient for any of its parameters; the same on all ranks."""
-        return any(slot.used for slot in self.slots)
+        return True in [slot.used for slot in self.slots]
 
     @property
     def shard_dtype(self) -> torch.dtype:
@@ -191,9 +191,8 @@ class GradientBucket:
         for slot in self.slots:
             earlier, slot.fresh = shown is not ShownMean.ABSENT and not slot.fresh, False
             gradient = None if earlier and shown is ShownMean.PACKED else slot.parameter.grad
-            place = slot.view_into(buffer)
             if gradient is None:
-                place.zero_()
+                slot.view_into(buffer).zero_()
                 continue
             if gradient.layout != torch.strided:
                 raise ValueError(
@@ -204,8 +203,8 @@ class GradientBucket:
                 slot.arrived = True
                 # Frees autograd's tensor: without accumulation gradients cost a shard, not a copy of the model.
                 slot.parameter.grad = None
-            places.append(place)
-            gradients.append(gradient.detach())
+            places.append(buffer.as_strided(gradient.shape, slot.strides, slot.place.offset))
+            gradients.append(gradient)
         if places:
             # One kernel for all: a bucket may have hundreds of small tensors.
             copy_all(places, gradients)

@@ -1,14 +1,16 @@
-"""torch optimizers, stepping on this rank's shard: the same object, its class swapped for a subclass.
+"""torch optimizers, stepping on this rank's shard: the same object, of the same class, with a few methods of its own.
 
-As torch's FSDP2 does with modules, ``AdamW`` becomes a class ``AdamW(ShardedOptimizer, AdamW)``. Users, schedulers and
-callbacks go on seeing the full parameters in ``param_groups``; only while the original ``step`` runs (or gradients are
-unscaled or clipped) do the groups hold this rank's shards instead.
+Users, schedulers and callbacks go on seeing their class, and the full parameters in ``param_groups``; only while the
+class's ``step`` runs (or gradients are unscaled or clipped) do the groups hold this rank's shards instead. The methods
+that differ are on the instance, where Python finds them before the class's, and so is what is known of its sharding:
+``optimizer._sharding``.
 
-The mixin has no attributes of its own but methods, because wrappers such as Lightning's inherit the optimizer's class
-and ask the instance they wrap for everything else; what it knows is in one object, ``optimizer._sharding``.
+Whoever goes by the class passes them by: ``Adam.step(optimizer)``, or ``optimizer.step`` kept from before the training.
+A step taken so is refused; of the other methods it cannot be told.
 """
 
 import functools
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -18,71 +20,105 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, original_class
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
-from lightning_parstrat.distributed.zero1.state_dict import StateByShard, gather_state_dict, load_sharded
+from lightning_parstrat.distributed.zero1.state_dict import StateByShard, load_sharded, replicated_state_dict
 
 
-def _step(self: Any, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
-    """Steps this rank's shards by the original ``step``, and gathers the parameters. Collective.
+def _of_class(optimizer: Optimizer, name: str) -> Any:
+    """What ``optimizer`` would find without methods of its own; a test's mock, which is not bound, among it."""
+    found = inspect.getattr_static(type(optimizer), name)
+    return found.__get__(optimizer) if hasattr(found, "__get__") else found
 
-    Args:
-        self: The optimizer.
-        closure: Forward, backward and clipping; evaluated when the original asks for it, on the full parameters.
-        **arguments: Further arguments of the original.
 
-    Returns:
-        What the original returns.
+@Optimizer.profile_hook_step
+def _step_between_hooks(self: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+    sharding = sharding_of(self)
+    original = _of_class(self, "step")
+    if sharding.attached:
+        return sharding.step(self, original, closure, arguments)
+    # Its training has ended, or it is a copy: it goes on as an ordinary optimizer.
+    unsharded = unshard(self)
+    self.load_state_dict(unsharded)  # type: ignore[arg-type]
+    with without_step_hooks(self):
+        return original(**arguments) if closure is None else original(closure=closure, **arguments)
+
+
+def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Steps this rank's shards by the class's ``step``, and gathers the parameters. Collective.
+
+    The closure (forward, backward and clipping) is evaluated when the class asks for it, on the full parameters.
     """
-    if not self._sharding.attached:
-        # Its training has ended, or it is a copy: it goes on as an ordinary optimizer, of its own class.
-        unsharded = unshard(self)
-        self.load_state_dict(unsharded)
-        original = functools.partial(type(self).step, self)
-        with without_step_hooks(self):
-            return original(**arguments) if closure is None else original(closure=closure, **arguments)
-    return self._sharding.step(self, super(ShardedOptimizer, self).step, closure, arguments)
+    # For schedulers, whose wrapper of `step` this may stand in for.
+    note_step_called(self)
+    with sharding_of(self).permit_step():
+        return _step_between_hooks(self, *args, **kwargs)
 
 
-class ShardedOptimizer(Optimizer):
-    """The methods that differ once an optimizer's state is sharded. Never instantiated: see :func:`shard_optimizer`."""
+def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Zeroes the full parameters' gradients and the reduced ones of the shards. Arguments are the class's."""
+    _of_class(self, "zero_grad")(*args, **kwargs)
+    sharding = sharding_of(self)
+    if sharding.attached:
+        set_to_none = bool(kwargs.get("set_to_none", args[0] if args else True))
+        sharding.reducer.zero(set(sharding.slots.values()), set_to_none)
 
-    _sharding: OptimizerSharding
 
-    step = Optimizer.profile_hook_step(_step)  # type: ignore[assignment]
-    # torch wraps every class's step once; this one is wrapped, and must not be again after unpickling.
-    step.hooked = True  # type: ignore[attr-defined]
+def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    """Adds the group and buckets its parameters. Collective: all ranks add the same group."""
+    _of_class(self, "add_param_group")(param_group)
+    sharding = sharding_of(self)
+    if sharding.attached:
+        sharding.adopt_added_parameters()
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zeroes the full parameters' gradients and the reduced ones of the shards. Arguments are the original's."""
-        super().zero_grad(*args, **kwargs)
-        if self._sharding.attached:
-            set_to_none = bool(kwargs.get("set_to_none", args[0] if args else True))
-            self._sharding.reducer.zero(set(self._sharding.slots.values()), set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds the group and buckets its parameters. Collective: all ranks add the same group."""
-        super().add_param_group(param_group)
-        if self._sharding.attached:
-            self._sharding.adopt_added_parameters()
+def _state_dict(self: Optimizer) -> dict[str, Any]:
+    """The unsharded state on every rank, in torch's own format and on the host. Collective."""
+    return replicated_state_dict(self)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The unsharded state on every rank, in torch's own format and on the host. Collective."""
-        return gather_state_dict(self, destination=None)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads unsharded state in torch's format, of which this rank keeps its shards; see :func:`load_sharded`."""
-        load_sharded(self, state_dict, super().load_state_dict)
+def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads unsharded state in torch's format, of which this rank keeps its shards; see :func:`load_sharded`."""
+    load_sharded(self, state_dict, _of_class(self, "load_state_dict"))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles hold this rank's part of the state; used on all ranks together, they become unsharded."""
-        kept = ("defaults", "state", "param_groups", "_sharding")
-        attributes = {key: vars(self)[key] for key in kept}
-        return _rebuild, (self._sharding.original, {**attributes, "state": dict(self.state)})
+
+_COPIED = ("defaults", "state", "param_groups", "_sharding")
+
+
+def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
+    """Copies and pickles hold this rank's part of the state; used on all ranks together, they become unsharded."""
+    attributes = {name: vars(self)[name] for name in _COPIED}
+    return _rebuild, (type(self), {**attributes, "state": dict(self.state)})
+
+
+def _getstate(self: Optimizer) -> dict[str, Any]:
+    """For ``copy.copy``, which asks the class how to copy: what it makes shares everything, methods included."""
+    return {**{name: vars(self)[name] for name in _COPIED}, **sharding_of(self).methods}
+
+
+def _while_sharded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method``, and the class's own for whoever still holds it when the optimizer is no longer sharded."""
+
+    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
+
+    return call
+
+
+_FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "zero_grad": _zero_grad,
+    "add_param_group": _add_param_group,
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
+}
+_OTHERS: dict[str, Callable[..., Any]] = {"step": _step, "__reduce_ex__": _reduce_ex, "__getstate__": _getstate}
+_METHODS = {name: _while_sharded(name, method) for name, method in {**_FOR_WRAPPERS, **_OTHERS}.items()}
+METHODS: frozenset[str] = frozenset(_METHODS)
+"""The methods that a sharded optimizer has on the instance."""
 
 
 def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: ParameterGatherer) -> OptimizerSharding:
-    """Swaps the optimizer's class; its buckets are added by the caller.
+    """Puts the methods on the optimizer; its buckets are added by the caller.
 
     Args:
         optimizer: An optimizer that :func:`decide_sharding` wants sharded.
@@ -92,54 +128,68 @@ def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: Pa
     Returns:
         What the optimizer now knows of its sharding, without buckets.
     """
-    cls = type(optimizer)
-    sharding = OptimizerSharding(cls, reducer, gatherer)
-    # The same object: schedulers, callbacks and loggers hold it already.
-    optimizer.__class__ = _sharded_class(cls)
-    optimizer._sharding = sharding  # type: ignore[attr-defined]
-    _renew_scheduler_wrapper(optimizer)
+    sharding = OptimizerSharding(type(optimizer), reducer, gatherer)
+    vars(optimizer)["_sharding"] = sharding
+    _bind_methods(optimizer)
     return sharding
 
 
-class _ShardedFirst(type):
-    """Makes of ``(original, ShardedOptimizer)`` a class with the object layout of the first, methods of the second.
+def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
+    """Has a wrapper that inherits the optimizer's class use the sharded optimizer's methods, but for ``step``."""
+    if is_sharded(optimizer):
+        methods = sharding_of(optimizer).methods
+        vars(wrapper).update({name: methods[name] for name in _FOR_WRAPPERS})
 
-    Only an object whose layout stays the same can change its class, and a class has that of its first base; layouts
-    differ where the original has bases beside ``Optimizer``, such as ``abc.ABC``.
+
+def refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before ``step`` of the optimizer's class, which knows nothing of shards.
+
+    Raises:
+        RuntimeError: The class's ``step`` was called otherwise than by the instance's.
     """
-
-    def mro(cls) -> list[type]:
-        if cls.__bases__[1:] == (ShardedOptimizer,):
-            return [cls, ShardedOptimizer, *cls.__bases__[0].__mro__]
-        return super().mro()
-
-
-def _sharded_class(cls: type[Optimizer]) -> type[Optimizer]:
-    """One for each class, and of the same name: a monitor of learning rates files optimizers by both."""
-    existing = [subclass for subclass in cls.__subclasses__() if ShardedOptimizer in subclass.__bases__]
-    if existing:
-        return existing[0]
-    # Whoever asks `type(optimizer).__name__`, or pickles by module and name, finds the original.
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    metaclass = _ShardedFirst if type(cls) is type else type("_ShardedFirst", (_ShardedFirst, type(cls)), {})
-    sharded: type[Optimizer] = metaclass(cls.__name__, (cls, ShardedOptimizer), namespace)
-    return sharded
+    if is_sharded(optimizer) and not sharding_of(optimizer).may_step:
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"`{name}.step` was called, not `step` of the object, which alone knows that this rank steps a shard. Call"
+            f" `optimizer.step()`, not `{name}.step(optimizer)`, nor an `optimizer.step` kept from before the training."
+        )
 
 
-def _rebuild(original: type[Optimizer], state: dict[str, Any]) -> Optimizer:
+def _bind_methods(optimizer: Optimizer) -> None:
+    sharding = sharding_of(optimizer)
+    sharding.methods = {name: _bound(name, optimizer) for name in _METHODS}
+    # Only a scheduler's wrapper can be there: what a user has replaced is not sharded.
+    sharding.wrapped_step = vars(optimizer).get("step")
+    if sharding.wrapped_step is not None:
+        mark_as_wrapped(sharding.methods["step"])
+    # Not by `setattr`, which a class may have overridden.
+    vars(optimizer).update(sharding.methods)
+    sharding.guard = optimizer.register_step_pre_hook(refuse_step_of_class)
+
+
+def _bound(name: str, optimizer: Optimizer) -> Callable[..., Any]:
+    """Like ``types.MethodType``, but weakly: an optimizer that nobody holds is freed at once, and its state with it."""
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(getattr(type(optimizer), name))
+    def method(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        if alive is None:
+            raise ReferenceError(f"The optimizer whose `{name}` was called is gone.")
+        return _METHODS[name](alive, *args, **kwargs)
+
+    # Schedulers wrap that of `step`.
+    method.__func__ = _METHODS[name]  # type: ignore[attr-defined]
+    return method
+
+
+def _rebuild(cls: type[Optimizer], state: dict[str, Any]) -> Optimizer:
     """Ends the copying or unpickling of a sharded optimizer."""
-    cls = _sharded_class(original)
     optimizer: Optimizer = cls.__new__(cls)
     optimizer.__setstate__(state)
     optimizer.state = StateByShard(state["_sharding"].slots, state["state"])
+    _bind_methods(optimizer)
     return optimizer
-
-
-def _restore_class(optimizer: Optimizer) -> None:
-    """Restores the optimizer's class; its state must have been gathered, or emptied, before."""
-    optimizer.__class__ = original_class(optimizer)
-    del optimizer._sharding  # type: ignore[attr-defined]
-    _renew_scheduler_wrapper(optimizer)
 
 
 def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
@@ -148,28 +198,17 @@ def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
     Returns:
         The optimizer's unsharded state, in host memory, to be loaded; or None where it had not been sharded.
     """
-    if not isinstance(optimizer, ShardedOptimizer):
+    if not is_sharded(optimizer):
         return None
     state_dict = optimizer.state_dict()
     optimizer.state = defaultdict(dict)
-    _restore_class(optimizer)
+    own, sharding = vars(optimizer), sharding_of(optimizer)
+    for name, method in sharding.methods.items():
+        # A scheduler or the user may have wrapped it since.
+        if own.get(name) is method:
+            del own[name]
+    if sharding.wrapped_step is not None:
+        own.setdefault("step", sharding.wrapped_step)
+    sharding.guard.remove()
+    del own["_sharding"]
     return state_dict
-
-
-def _renew_scheduler_wrapper(optimizer: Optimizer) -> None:
-    """Makes a learning rate scheduler's wrapper of ``step``, an instance attribute, call the new class's."""
-    stale = vars(optimizer).pop("step", None)
-    if stale is None:
-        return
-    reference = weakref.ref(optimizer)
-
-    @functools.wraps(type(optimizer).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            raise AssertionError("the optimizer of this step is gone")
-        note_step_called(alive)
-        return type(alive).step(alive, *args, **kwargs)
-
-    mark_as_wrapped(step)
-    optimizer.step = step  # type: ignore[method-assign]

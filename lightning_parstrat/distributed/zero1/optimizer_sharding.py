@@ -1,14 +1,18 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups, world_size
 from lightning_parstrat.distributed.profiling import marked
@@ -47,11 +51,6 @@ def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
     return sharding
 
 
-def original_class(optimizer: Optimizer) -> type[Optimizer]:
-    """The optimizer's class as its user knows it."""
-    return sharding_of(optimizer).original if is_sharded(optimizer) else type(optimizer)
-
-
 def _nothing_to_adopt() -> None:
     """Stands in until the engine has set its own way of bucketing parameters that are added later."""
 
@@ -60,13 +59,18 @@ class OptimizerSharding:
     """What a sharded optimizer knows: its buckets, which shard stands for which parameter, and who moves them.
 
     Args:
-        original: The optimizer's class before the swap.
+        optimizer_class: The optimizer's class.
         reducer: Brings mean gradients to the shards.
         gatherer: Brings updated parameters back.
     """
 
-    def __init__(self, original: type[Optimizer], reducer: GradientReducer, gatherer: ParameterGatherer) -> None:
-        self.original = original
+    guard: RemovableHandle
+    """Of the hook that refuses a step around the optimizer's own methods."""
+    may_step = False
+    """Whether a step of the class is one of the optimizer's own."""
+
+    def __init__(self, optimizer_class: type[Optimizer], reducer: GradientReducer, gatherer: ParameterGatherer) -> None:
+        self.optimizer_class = optimizer_class
         self.reducer = reducer
         self.gatherer = gatherer
         self.buckets: list[ParameterBucket] = []
@@ -74,13 +78,17 @@ class OptimizerSharding:
         self.replicated: set[Tensor] = set()
         self.attached = True
         self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
+        self.methods: dict[str, Callable[..., Any]] = {}
+        self.wrapped_step: Callable[..., Any] | None = None
         self._control: Collectives | None = reducer.control
+        self._known_groups: _KnownGroups | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is known of this rank's part, without anything that can step it."""
-        left_out = ("reducer", "gatherer")
+        left_out = ("reducer", "gatherer", "methods", "wrapped_step", "guard", "may_step")
         kept = {key: value for key, value in vars(self).items() if key not in left_out}
-        return {**kept, "attached": False, "adopt_added_parameters": _nothing_to_adopt, "_control": None}
+        forgotten = {"adopt_added_parameters": _nothing_to_adopt, "_control": None, "_known_groups": None}
+        return {**kept, **forgotten, "attached": False}
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -95,8 +103,9 @@ class OptimizerSharding:
         present = world_size() if dist.is_initialized() else 0
         if present != needed:
             raise RuntimeError(
-                f"This copy of a sharded {self.original.__name__} holds one of {needed} parts of its state, and"
-                f" {present} ranks are there. Save `optimizer.state_dict()`, called on all ranks, instead."
+                f"This copy of a sharded {self.optimizer_class.__name__} holds one of {needed} parts of its state, and"
+                f" {counted(present, 'rank')} {'is' if present == 1 else 'are'} there. Save `optimizer.state_dict()`,"
+                " called on all ranks, instead."
             )
         return process_groups().control
 
@@ -104,26 +113,55 @@ class OptimizerSharding:
         """Takes charge of further buckets of this optimizer's parameters."""
         self.buckets += buckets
         self.slots.update({slot.parameter: slot for bucket in buckets for slot in bucket.slots})
+        self._known_groups = None
 
     def add_slot(self, slot: ParameterSlot, bucket: ParameterBucket) -> None:
         """Takes charge of one parameter of a bucket that is another optimizer's."""
         self.slots[slot.parameter] = slot
         if bucket not in self.buckets:
             self.buckets.append(bucket)
+        self._known_groups = None
+
+    def replicate(self, parameter: Tensor) -> None:
+        """Notes that every rank steps all of a parameter."""
+        self.replicated.add(parameter)
+        self._known_groups = None
 
     def exchange_slots(self, slots: Mapping[Tensor, ParameterSlot]) -> None:
         """Takes charge of other places for the parameters that it has."""
         self.slots.update(slots)
         buckets = {slot.bucket for slot in slots.values() if isinstance(slot.bucket, ParameterBucket)}
         self.buckets = sorted(buckets, key=lambda bucket: bucket.index)
+        self._known_groups = None
 
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
         """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""
-        return any(
-            parameter not in self.slots and parameter not in self.replicated
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        return self._groups(optimizer).have_added
+
+    def _groups(self, optimizer: Optimizer) -> "_KnownGroups":
+        """What stands in for the parameters in the groups, looked up again only where groups or slots have changed."""
+        now = [group["params"] for group in optimizer.param_groups]
+        known = self._known_groups
+        # Not `==`, which compares tensors by their elements; and whoever edits a list in place does not tell.
+        if known is None or not _same(now, known.parameters):
+            known = self._known_groups = _KnownGroups(
+                parameters=[list(parameters) for parameters in now],
+                stand_ins=[self.stand_ins(parameters) for parameters in now],
+                by_bucket=[self._by_bucket(parameters) for parameters in now],
+                have_added=any(p not in self.slots and p not in self.replicated for group in now for p in group),
+            )
+        return known
+
+    def _by_bucket(self, parameters: Iterable[Tensor]) -> "dict[GradientBucket | None, list[Tensor]]":
+        """What this rank steps for ``parameters``, by the buckets that it lies in; None for what lies in none."""
+        found: dict[GradientBucket | None, list[Tensor]] = {}
+        for parameter in parameters:
+            slot = self.slots.get(parameter)
+            if slot is None:
+                found.setdefault(None, []).append(parameter)
+            elif slot.shard is not None:
+                found.setdefault(slot.bucket, []).append(slot.shard)
+        return found
 
     def stand_ins(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """What this rank steps for ``parameters``: its shards of them, and those that every rank steps replicated."""
@@ -137,22 +175,14 @@ class OptimizerSharding:
         return found
 
     @contextmanager
-    def shard_groups(self, optimizer: Optimizer, stand_ins: Sequence[list[Tensor]] | None = None) -> Iterator[None]:
-        """Within it ``param_groups`` hold what this rank steps instead of the full parameters.
-
-        Args:
-            optimizer: The optimizer.
-            stand_ins: What each group holds; by default everything that stands in for its parameters.
-        """
-        groups = [(group, group["params"]) for group in optimizer.param_groups]
-        for number, (group, parameters) in enumerate(groups):
-            group["params"] = self.stand_ins(parameters) if stand_ins is None else stand_ins[number]
+    def shard_groups(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
+        shown = _ShownGroups(optimizer)
+        shown.show(self._groups(optimizer).stand_ins)
         try:
             yield
         finally:
-            # `load_state_dict` replaces the dictionaries; their order stays.
-            for group, (_, parameters) in zip(optimizer.param_groups, groups, strict=True):
-                group["params"] = parameters
+            shown.restore()
 
     @property
     def exposes_gradients(self) -> bool:
@@ -174,6 +204,15 @@ class OptimizerSharding:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""
         self.reducer.finish(self.buckets)
 
+    @contextmanager
+    def permit_step(self) -> Iterator[None]:
+        """Within it, the class's ``step`` is called by the optimizer's own."""
+        before, self.may_step = self.may_step, True
+        try:
+            yield
+        finally:
+            self.may_step = before
+
     def step(
         self,
         optimizer: Optimizer,
@@ -185,7 +224,7 @@ class OptimizerSharding:
 
         Args:
             optimizer: The optimizer that this is of.
-            original_step: Its ``step`` before it was sharded, bound to it.
+            original_step: ``step`` of its class, bound to it.
             closure: Evaluated while ``param_groups`` hold the full parameters, or None.
             arguments: Further arguments of the original.
 
@@ -193,46 +232,43 @@ class OptimizerSharding:
             What the original returns.
         """
         parts: list[_Part] = []
-        with ExitStack() as groups, without_step_hooks(optimizer):
+        groups = _ShownGroups(optimizer)
 
-            def make_ready() -> None:
-                self._make_ready(optimizer)
-                parts.extend(self._parts(optimizer))
-
-            def evaluate() -> Any:
-                # The closure's forward, backward, clipping and hooks are the user's: they see the full parameters.
-                groups.close()
+        def evaluate() -> Any:
+            # The closure's forward, backward, clipping and hooks are the user's: they see the full parameters.
+            groups.restore()
+            loss = None
+            if closure is not None:
                 with torch.enable_grad():
-                    loss = closure() if closure is not None else None
-                make_ready()
-                groups.enter_context(self._stepping(optimizer, parts[0]))
-                return loss
+                    loss = closure()
+            self._make_ready(optimizer)
+            parts.extend(self._parts(optimizer))
+            groups.show_part(parts[0])
+            return loss
 
-            if closure is None:
-                make_ready()
-                groups.enter_context(self._stepping(optimizer, parts[0]))
-                result = original_step(**arguments)
-            else:
-                groups.enter_context(self.shard_groups(optimizer))
-                once = OneEvaluation(evaluate, self.original.__name__)
-                result = original_step(**arguments, closure=once)
-                if not parts:
-                    # It has stepped without asking for gradients.
-                    parts.append(_Part(self._stepped_buckets(), []))
-            groups.close()
-            self._send(parts[0])
-            for part in parts[1:]:
-                with self._stepping(optimizer, part):
+        with without_step_hooks(optimizer):
+            try:
+                if closure is None:
+                    evaluate()
+                    result = original_step(**arguments)
+                else:
+                    groups.show(self._groups(optimizer).stand_ins)
+                    once = OneEvaluation(evaluate, self.optimizer_class.__name__)
+                    result = original_step(**arguments, closure=once)
+                    if not parts:
+                        # It has stepped without asking for gradients.
+                        parts.append(_Part(self._stepped_buckets(), []))
+                groups.restore()
+                self._send(parts[0])
+                for part in parts[1:]:
+                    groups.show_part(part)
                     original_step(**arguments)
-                self._send(part)
+                    groups.restore()
+                    self._send(part)
+            finally:
+                groups.restore()
         self.gatherer.finish_prompt()
         return result
-
-    @contextmanager
-    def _stepping(self, optimizer: Optimizer, part: "_Part") -> Iterator[None]:
-        numbers = ", ".join(str(bucket.index) for bucket in part.buckets)
-        with marked(f"zero1_custom: step bucket {numbers}"), self.shard_groups(optimizer, part.stand_ins):
-            yield
 
     def _parts(self, optimizer: Optimizer) -> list["_Part"]:
         """What is stepped one after the other, so that the first is in flight while the next steps.
@@ -242,18 +278,10 @@ class OptimizerSharding:
         """
         # The last gradients to be ready belong to the parameters that the next forward reads first.
         buckets = self._stepped_buckets()[::-1]
-        if self.original not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
-            return [_Part(buckets, [self.stand_ins(group["params"]) for group in optimizer.param_groups])]
-        groups: list[dict[GradientBucket | None, list[Tensor]]] = []
-        for group in optimizer.param_groups:
-            by_bucket: dict[GradientBucket | None, list[Tensor]] = {}
-            for parameter in group["params"]:
-                slot = self.slots.get(parameter)
-                if slot is None:
-                    by_bucket.setdefault(None, []).append(parameter)
-                elif slot.shard is not None:
-                    by_bucket.setdefault(slot.bucket, []).append(slot.shard)
-            groups.append(by_bucket)
+        known = self._groups(optimizer)
+        if self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
+            return [_Part(buckets, known.stand_ins)]
+        groups = known.by_bucket
         parts = [_Part([bucket], [by_bucket.get(bucket, []) for by_bucket in groups]) for bucket in buckets]
         if any(None in by_bucket for by_bucket in groups):
             parts.append(_Part([], [by_bucket.get(None, []) for by_bucket in groups]))
@@ -279,7 +307,7 @@ class OptimizerSharding:
 
     def _stepped_buckets(self) -> list[ParameterBucket]:
         """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""
-        if self.exposes_gradients or self.original not in ELEMENTWISE_OPTIMIZERS:
+        if self.exposes_gradients or self.optimizer_class not in ELEMENTWISE_OPTIMIZERS:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
         return [bucket for bucket in self.buckets if bucket.has_gradients]
@@ -290,6 +318,67 @@ class _Part(NamedTuple):
 
     buckets: list[ParameterBucket]
     stand_ins: list[list[Tensor]]
+
+
+class _KnownGroups(NamedTuple):
+    """What was found out about the parameters that an optimizer's groups held when they were last looked at.
+
+    Attributes:
+        parameters: Of each group.
+        stand_ins: What this rank steps for them, of each group.
+        by_bucket: The same by bucket, of each group.
+        have_added: Whether any of the parameters has no place yet.
+    """
+
+    parameters: list[list[Tensor]]
+    stand_ins: list[list[Tensor]]
+    by_bucket: list[dict[GradientBucket | None, list[Tensor]]]
+    have_added: bool
+
+
+def _same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    if list(map(len, groups)) != list(map(len, others)):
+        return False
+    return all(map(is_, chain.from_iterable(groups), chain.from_iterable(others)))
+
+
+class _ShownGroups:
+    """Has an optimizer's groups hold other tensors for a while.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters: list[list[Tensor]] | None = None
+        self._mark: AbstractContextManager[object] | None = None
+
+    def show(self, stand_ins: Sequence[list[Tensor]]) -> None:
+        """Has each group hold its part of ``stand_ins`` instead of its parameters."""
+        groups = self._optimizer.param_groups
+        self._parameters = [group["params"] for group in groups]
+        for group, tensors in zip(groups, stand_ins, strict=True):
+            group["params"] = list(tensors)
+
+    def show_part(self, part: _Part) -> None:
+        """Shows what a part steps; a trace shows it, too."""
+        numbers = ", ".join([str(bucket.index) for bucket in part.buckets])
+        self._mark = marked(f"zero1_custom: step bucket {numbers}")
+        self._mark.__enter__()
+        self.show(part.stand_ins)
+
+    def restore(self) -> None:
+        """Gives the groups their parameters back, if they have not got them."""
+        if self._parameters is not None:
+            # `load_state_dict` replaces the dictionaries; their order stays.
+            for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
+                group["params"] = parameters
+            self._parameters = None
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
 
 
 class ClosureEvaluatedAgainError(RuntimeError):
@@ -318,7 +407,7 @@ class OneEvaluation:
         if self._evaluated:
             raise ClosureEvaluatedAgainError(
                 f"{self._optimizer} evaluates its closure more than once per step, which sharded optimizer state does"
-                " not allow. Choose an optimizer that needs one evaluation, or `strategy='ddp'`."
+                " not allow. With partition='auto' every rank steps an optimizer that does so, as under `ddp`."
             )
         self._evaluated = True
         return self._closure()

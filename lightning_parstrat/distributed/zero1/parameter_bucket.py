@@ -47,13 +47,16 @@ class ParameterBucket(GradientBucket):
         self.gather_dtype = wire.gather_dtype or self.dtype
         # Padding travels with the rest: as zeros, not as what the memory held before.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
         self._left_behind: set[int] = set()
+        self._has_rebound = False
         self._move_in(self.slots)
         self.master = None if wire.master_dtype is None else self.shard.to(wire.master_dtype, copy=True)
         stepped = self.shard if self.master is None else self.master
         for slot in self.slots:
             if slot.shard_slice is not None:
                 slot.shard = nn.Parameter(slot.view_into_shard(stepped))
+        self._own_users = self._users_of_buffer(self.slots)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which hold what is owned but not the parameters of the whole bucket."""
@@ -75,21 +78,15 @@ class ParameterBucket(GradientBucket):
         return self.shard_of(self.flat)
 
     @property
-    def parameters(self) -> list[Tensor]:
-        """The users' parameters that lie here."""
-        return [slot.parameter for slot in self.slots]
-
-    @property
     def is_read_through_parameters(self) -> bool:
         """Whether nothing but the parameters themselves shows what is in the buffer: no view, detached or other."""
-        return not any(slot.is_rebound for slot in self.slots) and not self._is_held_by_others(self.slots)
+        return not self._has_rebound and users_of_storage(self.flat) <= self._own_users
 
     @property
     def storages(self) -> set[int]:
         """Addresses of the buffer, and of those it has left to others: a view of one brings all of it along."""
         return self._left_behind | {self.flat.untyped_storage().data_ptr()}
 
-    @torch.no_grad()
     def copy_in_rebound(self) -> None:
         """Copies in what users have put in the place of parameters' data: other tensors, which stay theirs.
 
@@ -100,16 +97,19 @@ class ParameterBucket(GradientBucket):
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
         """
-        rebound = [slot for slot in self.slots if slot.place.numel and not self._lies_in(slot)]
+        rebound = self._lying_elsewhere()
         if not rebound:
             return
         self._check_unchanged(rebound)
-        if not all(slot.is_rebound for slot in rebound):
-            self._leave_memory_that_others_hold(rebound)
-        for slot in rebound:
-            slot.is_rebound = True
-            slot.view_into(self.flat).copy_(slot.parameter.data)
+        self._has_rebound = True
+        with torch.no_grad():
+            if not all(slot.is_rebound for slot in rebound):
+                self._leave_memory_that_others_hold(rebound)
+            for slot in rebound:
+                slot.is_rebound = True
+                slot.view_into(self.flat).copy_(slot.parameter.data)
 
+    @torch.no_grad()
     def _copy_out_rebound(self) -> None:
         for slot in self.slots:
             if slot.is_rebound:
@@ -123,10 +123,19 @@ class ParameterBucket(GradientBucket):
                 view.copy_(slot.parameter.data)
                 slot.parameter.data = view
 
-    def _lies_in(self, slot: ParameterSlot) -> bool:
-        data = slot.parameter.data
-        place = self.flat.data_ptr() + slot.place.offset * self.flat.element_size()
-        return data.data_ptr() == place and data.stride() == slot.strides and data.dtype == self.dtype
+    def _lying_elsewhere(self) -> list[ParameterSlot]:
+        """Those whose parameter has elements, and has them elsewhere, or in another order, than in its place."""
+        start, width, dtype = self.flat.data_ptr(), self.flat.element_size(), self.dtype
+        return [
+            slot
+            for slot, parameter in zip(self.slots, self.parameters, strict=True)
+            if slot.place.numel
+            and (
+                parameter.data_ptr() != start + slot.place.offset * width
+                or parameter.stride() != slot.strides
+                or parameter.dtype != dtype
+            )
+        ]
 
     def _check_unchanged(self, slots: Sequence[ParameterSlot]) -> None:
         for slot in slots:
@@ -141,7 +150,8 @@ class ParameterBucket(GradientBucket):
     def _leave_memory_that_others_hold(self, rebound: Sequence[ParameterSlot]) -> None:
         """Moves to a new buffer where other tensors lie in this one than the parameters ``in_place`` and the shards."""
         in_place = [slot for slot in self.slots if slot not in rebound]
-        if not self._is_held_by_others(in_place):
+        # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
+        if users_of_storage(self.flat) <= self._users_of_buffer(in_place):
             return
         # Whoever holds a view keeps the old memory, as under DDP; what is saved of it must still be cut out.
         self._left_behind.add(self.flat.untyped_storage().data_ptr())
@@ -152,12 +162,11 @@ class ParameterBucket(GradientBucket):
                 if slot.shard is not None:
                     slot.shard.data = slot.view_into_shard(self.shard)
 
-    def _is_held_by_others(self, in_place: Sequence[ParameterSlot]) -> bool:
-        """Whether tensors other than the parameters ``in_place`` and the shards lie in the buffer."""
+    def _users_of_buffer(self, in_place: Sequence[ParameterSlot]) -> int:
+        """How many tensors lie in the buffer where there are none but the parameters ``in_place`` and the shards."""
         shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
-        own = 2 + sum(slot.place.numel > 0 for slot in in_place) + shards  # The buffer itself, and the handle asked.
-        # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
-        return users_of_storage(self.flat) > own
+        # The buffer itself, and the handle that is made to ask.
+        return 2 + sum(slot.place.numel > 0 for slot in in_place) + shards
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:
@@ -182,7 +191,8 @@ class ParameterBucket(GradientBucket):
     @torch.no_grad()
     def release_if_left(self) -> None:
         """Frees the buffer when all parameters have moved to other buckets; master weights stay."""
-        if not self.flat.numel() or any(slot.place.numel and self._lies_in(slot) for slot in self.slots):
+        present = sum(slot.place.numel > 0 for slot in self.slots)
+        if not self.flat.numel() or len(self._lying_elsewhere()) < present:
             return
         if self.master is None:
             # Their state is still known by the shards.
@@ -199,33 +209,36 @@ class ParameterBucket(GradientBucket):
                 slot.shard.grad = None
                 slot.shard = None
 
-    @torch.no_grad()
+    # Not `@torch.no_grad()`: that is ten calls, in every step, also where there is nothing to do.
+
     def refresh_master_weights(self) -> None:
         """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""
         if self.master is not None:
-            take_where_changed(self.master, self.shard, self._rounded(self.master))
+            with torch.no_grad():
+                take_where_changed(self.master, self.shard, self._rounded(self.master))
 
-    @torch.no_grad()
     def publish_master_weights(self) -> None:
         """Rounds the stepped master weights into the parameters."""
         if self.master is not None:
-            self.shard.copy_(self._rounded(self.master))
+            with torch.no_grad():
+                self.shard.copy_(self._rounded(self.master))
 
-    @torch.no_grad()
     def parameters_to_send(self) -> Tensor:
         """The buffer to gather in, of which this rank's part is filled: the parameters' own, or a narrow one."""
         if self.gather_dtype == self.dtype:
             return self.flat
         buffer = self.flat.new_empty(self.layout.numel, dtype=self.gather_dtype)
-        self.shard_of(buffer).copy_(self.shard)
+        with torch.no_grad():
+            self.shard_of(buffer).copy_(self.shard)
         return buffer
 
-    @torch.no_grad()
     def finish_gather(self, gathered: Tensor) -> None:
         """Puts what was gathered where the parameters are, and where they have storage outside of the bucket."""
         if gathered is not self.flat:
-            self.flat.copy_(gathered)
-        self._copy_out_rebound()
+            with torch.no_grad():
+                self.flat.copy_(gathered)
+        if self._has_rebound:
+            self._copy_out_rebound()
 
     def _rounded(self, master: Tensor) -> Tensor:
         return master.to(self.gather_dtype).to(self.dtype)

@@ -80,6 +80,13 @@ class PlannedBucket(NamedTuple):
         return ParameterBucket(index, self.layout, self.parameters, rank, self.wire)
 
 
+class _Plan(NamedTuple):
+    """Parameters, and the buckets that they are to lie in."""
+
+    specs: Sequence[ParameterSpec]
+    layouts: tuple[BucketLayout, ...]
+
+
 class BucketPlanner:
     """Plans buckets. Collective: the ranks compare each plan before anything is moved.
 
@@ -122,6 +129,7 @@ class BucketPlanner:
             turns[parameter] = grouping.turn(parameter, self._name(parameter), position)
             uncut = any(partitions[number] == "parameter" for number in owners[parameter])
             by_partition["parameter" if uncut else "element"].append(parameter)
+        plans: list[_Plan] = []
         for partition, parameters in by_partition.items():
             specs = [
                 self._spec(
@@ -131,9 +139,11 @@ class BucketPlanner:
                 )
                 for parameter in parameters
             ]
-            for layout in self._plan(specs, partition, grouping.groups(parameters, specs)):
+            plans.append(self._plan(specs, partition, grouping.groups(parameters, specs)))
+            for layout in plans[-1].layouts:
                 first = parameters[layout.slots[0].parameter]
                 planned.append(PlannedBucket(layout, parameters, owners[first], self._wire_format(first.dtype)))
+        self._check(plans)
         # Stable: buckets that are due at the same time keep the order of the layout on every rank.
         return sorted(planned, key=lambda bucket: max(turns[parameter] for parameter in bucket.members))
 
@@ -144,9 +154,10 @@ class BucketPlanner:
     def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
         """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
         ordered = self._in_order_of_gradients(parameters)
-        layouts = self._plan([self._spec(parameter, ()) for parameter in ordered], "element")
+        plan = self._plan([self._spec(parameter, ()) for parameter in ordered], "element")
+        self._check([plan])
         made = []
-        for index, layout in enumerate(layouts):
+        for index, layout in enumerate(plan.layouts):
             reduce_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
             made.append(GradientBucket(first + index, layout, ordered, self._control.rank, reduce_dtype))
         return made
@@ -162,13 +173,16 @@ class BucketPlanner:
 
     def _plan(
         self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
-    ) -> tuple[BucketLayout, ...]:
+    ) -> _Plan:
         policy = LayoutPolicy(
             world_size=self._control.world_size, bucket_cap_bytes=self._policy.bucket_cap_bytes, partition=partition
         )
-        layouts = plan_buckets(specs, policy, groups)
-        check_agreement(self._control, fingerprint(specs, layouts))
-        return layouts
+        return _Plan(specs, plan_buckets(specs, policy, groups))
+
+    def _check(self, plans: Sequence[_Plan]) -> None:
+        """Compares plans over all ranks, before anything is moved. Collective."""
+        specs = [spec for plan in plans for spec in plan.specs]
+        check_agreement(self._control, fingerprint(specs, [layout for plan in plans for layout in plan.layouts]))
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, "<not in the module>")

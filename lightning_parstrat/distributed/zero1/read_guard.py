@@ -82,9 +82,9 @@ class InFlightParameter(nn.Parameter):
         return copy.deepcopy(self, memo)
 
 
-def can_be_marked(parameter: Tensor) -> bool:
-    """Whether its class can be swapped: a parameter of a subclass may have a ``__torch_function__`` of its own."""
-    return type(parameter) is nn.Parameter
+def can_be_marked(*parameters: Tensor) -> bool:
+    """Whether their classes can be swapped: a parameter of a subclass may have a ``__torch_function__`` of its own."""
+    return {nn.Parameter}.issuperset(map(type, parameters))
 
 
 def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
@@ -118,7 +118,9 @@ def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
 
 
 def _wait_for_parameters_of(module: nn.Module, _: Any) -> None:
-    wait_for_parameters(p for p in own_parameters(module) if type(p) is InFlightParameter)
+    in_flight = [p for p in own_parameters(module) if type(p) is InFlightParameter]
+    if in_flight:
+        wait_for_parameters(in_flight)
 
 
 def _marked_in(values: Any) -> list[Tensor]:

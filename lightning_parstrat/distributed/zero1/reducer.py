@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, Work
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hook
+from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
@@ -61,6 +61,9 @@ class _Backward:
         agreement: The flags, from the end of backward on.
     """
 
+    # One is made for every step.
+    __slots__ = ("agreement", "graph_task", "launched", "missing", "queue", "scale", "sent", "settles_at_end")
+
     def __init__(
         self, scale: GradientScale, missing: Mapping[GradientBucket, int] | None = None, settles_at_end: bool = False
     ) -> None:
@@ -72,11 +75,6 @@ class _Backward:
         self.settles_at_end = settles_at_end
         self.graph_task: int | None = None
         self.agreement: _Agreement | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether gradients may still come."""
-        return self.agreement is None
 
     @property
     def waiting(self) -> Sequence[GradientBucket]:
@@ -139,7 +137,7 @@ class GradientReducer:
         if not self.synchronize:
             return
         # Several backwards may be stepped as one: their shards are added up as they come, not held one by one.
-        self.reductions.complete(self.buckets)
+        self.reductions.complete()
         self._let_users_hooks_run_first()
         backward = self._backward = self._begin(scale or self._mean_over_ranks)
         if loss.requires_grad:
@@ -147,17 +145,21 @@ class GradientReducer:
 
     def _begin(self, scale: GradientScale) -> _Backward:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
-        missing = dict.fromkeys(self.buckets, 0)
-        for slot in self._slots:
-            slot.arrived = False
-            slot.trainable = slot.parameter.requires_grad
-            slot.expected = slot.trainable and slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
-            missing[slot.bucket] += slot.expected
-        expecting = {bucket: number for bucket, number in missing.items() if number}
+        expecting: dict[GradientBucket, int] = {}
         # It must not depend on what this rank finds in backward: a rank that waits there for the flags of others that
         # do not send theirs until they have come to the step would wait for ever.
-        replicated = any(slot.trainable for bucket in self.buckets if bucket.is_replicated for slot in bucket.slots)
-        return _Backward(scale, expecting, settles_at_end=self.exposes_gradients or replicated)
+        settles_at_end = self.exposes_gradients
+        for bucket in self.buckets:
+            number = 0
+            for slot in bucket.slots:
+                slot.arrived = False
+                slot.trainable = trainable = slot.parameter.requires_grad
+                slot.expected = trainable and slot.idle_backwards < IDLE_BACKWARDS_BEFORE_NOT_AWAITED
+                number += slot.expected
+                settles_at_end = settles_at_end or (trainable and bucket.is_replicated)
+            if number:
+                expecting[bucket] = number
+        return _Backward(scale, expecting, settles_at_end)
 
     def _enter(self, backward: _Backward) -> None:
         # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
@@ -171,7 +173,7 @@ class GradientReducer:
         if self.clock is not None:
             self.clock.note(slot.parameter)
         backward = self._backward
-        if backward is None or not backward.is_running:
+        if backward is None or backward.agreement is not None:
             # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
             return
         if backward.graph_task is None:
@@ -185,8 +187,10 @@ class GradientReducer:
 
     def _launch_complete_buckets(self, backward: _Backward) -> None:
         # In the order of the queue, whatever order they fill in: all ranks must launch alike.
-        while backward.waiting and backward.missing[backward.waiting[0]] <= 0:
-            bucket = backward.waiting[0]
+        while backward.launched < len(backward.queue):
+            bucket = backward.queue[backward.launched]
+            if backward.missing[bucket] > 0:
+                return
             backward.launched += 1
             self._launch(backward, bucket)
 
@@ -210,14 +214,14 @@ class GradientReducer:
 
     def _send_flags(self, backward: _Backward, buckets: Sequence[GradientBucket]) -> None:
         """Tells the other ranks for which parameters there were gradients, and which buckets have some left over."""
-        waiting, looked_into = set(backward.waiting), set(buckets)
-        left = [slot.bucket in looked_into and self._has_gradient(slot) for slot in self._slots]
-        arrived = [slot.arrived or has for slot, has in zip(self._slots, left, strict=True)]
-        with_left = {slot.bucket for slot, has in zip(self._slots, left, strict=True) if has}
+        # Packed gradients are not fresh any more: in most steps none is left.
+        left = {slot for bucket in buckets for slot in bucket.slots if slot.fresh and slot.parameter.grad is not None}
+        arrived = [slot.arrived or slot in left for slot in self._slots]
+        waiting, with_left = set(backward.waiting), {slot.bucket for slot in left}
         left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
         # A maximum of a number and of its negative shows whether all ranks have the same one.
         # Shifted, so that both fit into 32 bits.
-        expectation = zlib.crc32(bytes(slot.expected for slot in self._slots)) >> 2
+        expectation = zlib.crc32(bytes([slot.expected for slot in self._slots])) >> 2
         # Gloo reduces no booleans.
         flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
         with marked("zero1_custom: send flags of used parameters"):
@@ -271,7 +275,7 @@ class GradientReducer:
         self._end_backward()
         if self.collects_unannounced:
             self.reduce_left_over(buckets)
-        self.reductions.complete(self.buckets)
+        self.reductions.complete()
         if self.exposes_gradients:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
@@ -279,7 +283,7 @@ class GradientReducer:
     def complete(self) -> None:
         """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
         self._end_backward()
-        self.reductions.complete(self.buckets)
+        self.reductions.complete()
 
     def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
         """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
@@ -301,7 +305,7 @@ class GradientReducer:
     def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``slots``; reductions in flight are waited for first. Collective."""
         self.complete()
-        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+        for bucket in dict.fromkeys([slot.bucket for slot in slots]):
             bucket.zero_gradients(slots, set_to_none)
 
     def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
@@ -341,7 +345,7 @@ class GradientReducer:
     def close(self) -> None:
         """Ends what was never stepped, and lets go of all parameters. Collective, but after a backward that raised."""
         # In the middle of a backward the ranks may have launched different buckets: nobody can wait for those.
-        if self._backward is None or not self._backward.is_running:
+        if self._backward is None or self._backward.agreement is not None:
             self.complete()
         self.abandon()
 
@@ -360,9 +364,6 @@ class GradientReducer:
     def _exposes(self, bucket: GradientBucket) -> bool:
         return self.exposes_gradients or bucket.is_replicated
 
-    def _has_gradient(self, slot: ParameterSlot) -> bool:
-        return slot.fresh and slot.parameter.grad is not None
-
     def _remove_loss_hook(self) -> None:
         if self._loss_hook is not None:
             self._loss_hook.remove()
@@ -379,7 +380,9 @@ class GradientReducer:
 
     def _let_users_hooks_run_first(self) -> None:
         """Puts hooks that users have registered since before ours, which may take the gradient away."""
-        for slot, hook in self._hooks.items():
-            if last_gradient_hook(slot.parameter) not in (None, hook.id):
+        slots = list(self._hooks)
+        last = last_gradient_hooks([slot.parameter for slot in slots])
+        for slot, hook, last_id in zip(slots, self._hooks.values(), last, strict=True):
+            if last_id != hook.id and last_id is not None:
                 hook.remove()
                 self._register_hook(slot)

@@ -105,11 +105,15 @@ class Reductions:
             with marked("zero1_custom: hold backward back, max_inflight_buckets"):
                 self.collectives.wait(waiting.popleft())
 
-    def complete(self, buckets: Collection[GradientBucket]) -> None:
-        """Waits for the reductions of ``buckets`` and leaves the mean gradients in their shards."""
-        pending = [reduction for reduction in self._in_flight if reduction.bucket in buckets]
-        self._in_flight = [reduction for reduction in self._in_flight if reduction.bucket not in buckets]
-        self._not_waited_for = deque(reduction.work for reduction in self._in_flight)
+    def complete(self, buckets: Collection[GradientBucket] | None = None) -> None:
+        """Waits for the reductions of ``buckets`` (by default all) and leaves the mean gradients in their shards."""
+        if not self._in_flight:
+            return
+        pending, self._in_flight = self._in_flight, []
+        if buckets is not None:
+            self._in_flight = [reduction for reduction in pending if reduction.bucket not in buckets]
+            pending = [reduction for reduction in pending if reduction.bucket in buckets]
+        self._not_waited_for = deque([reduction.work for reduction in self._in_flight])
         # In the order of their launch, in which they arrive.
         for reduction in pending:
             bucket, how = reduction.bucket, reduction.launch

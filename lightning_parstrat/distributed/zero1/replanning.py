@@ -117,7 +117,7 @@ class Replanner:
         """Says that gradients will be sent. Not collective, but all ranks say so equally often."""
         self._rounds += 1
         self._reducer.clock = None
-        if self._measures and not self.kept.fits and self._rounds == _MEASURED_ROUND:
+        if self._measures and not self.kept.fits and self._rounds == _MEASURED_ROUND and self._may_change:
             self._clock = self._reducer.clock = ReadyClock()
 
     def replan(self, plan: MakesPlan, optimizers: Sequence[Optimizer]) -> None:
@@ -139,6 +139,16 @@ class Replanner:
             before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
             if planned is not None and [set(one.members) for one in planned] != before:
                 self._adopt(planned, buckets, optimizers)
+
+    @property
+    def _may_change(self) -> bool:
+        """Whether another plan can come of measuring; the same on all ranks.
+
+        A small bucket that is the only one stays as it is, but for parameters that nobody uses: they get their own.
+        """
+        buckets = self._sharded_buckets
+        large = parameter_bytes([bucket.layout for bucket in buckets]) >= _SMALLEST_WORTH_TIMING
+        return large or len(buckets) > 1 or any(not slot.reduced for bucket in buckets for slot in bucket.slots)
 
     @property
     def _sharded_buckets(self) -> list[ParameterBucket]:

@@ -26,29 +26,40 @@ from lightning_parstrat.distributed.torch_compat import (
     attributes_without_hooks,
     is_wrapped_by_scheduler,
     names_ignored_by_ddp,
+    takes_hooks,
     without_step_hooks,
 )
+from lightning_parstrat.distributed.zero1.optimizer import METHODS
 from lightning_parstrat.distributed.zero1.optimizer_sharding import (
     ELEMENTWISE_OPTIMIZERS,
     ClosureEvaluatedAgainError,
     OneEvaluation,
-    original_class,
 )
 
+_AGAIN = "between two evaluations every rank needs all parameters as they are by then"
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
 """So large once that a global clip acts, but not before steps of ordinary length have been compared."""
 _SMALLEST_LEARNING_RATE = 1e-3
+_LONGEST_ERROR = 100
+"""Of an error's text, in a message of one line."""
 _SAME = 1e-3
 """Relative to the largest step of a parameter; rounding stays far below, any dependence seen far above."""
 
 
+_ANOTHER_OPTIMIZER = "What moves each parameter by its own gradient alone is sharded, such as torch.optim.AdamW."
+
+
 class ShardingDecision(NamedTuple):
-    """How an optimizer's parameters are partitioned; None where they are replicated, for ``reason``."""
+    """How an optimizer's parameters are partitioned; None where they are replicated, for ``reason``.
+
+    ``remedy`` is a sentence for the user: what would be sharded instead.
+    """
 
     partition: Partition | None
     reason: str = ""
+    remedy: str = ""
 
 
 def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDecision:
@@ -62,27 +73,63 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         choice: The user's; a partition by name is a promise that the optimizer's parameters can be told apart.
 
     Raises:
-        ValueError: The optimizer evaluates its closure again or wants sparse gradients, or ``"element"`` was asked for
-            and its update of an element looks at others.
+        ValueError: The optimizer wants sparse gradients, or ``"element"`` was asked for and its update of an element
+            looks at others.
     """
     if not isinstance(optimizer, Optimizer):
-        return ShardingDecision(None, "it is no torch.optim.Optimizer")
+        return ShardingDecision(
+            None, "it is no torch.optim.Optimizer", "A subclass of torch.optim.Optimizer can be sharded."
+        )
     _check_supported(optimizer)
-    cls = original_class(optimizer)
-    if "step" in vars(optimizer) and not is_wrapped_by_scheduler(optimizer.step):
-        return ShardingDecision(None, "its `step` was replaced on the object")
+    cls = type(optimizer)
+    if not takes_hooks(optimizer):
+        return ShardingDecision(
+            None, "its class does not call `Optimizer.__init__`", "A class that does can be sharded."
+        )
+    replaced = _replaced_method(optimizer)
+    if replaced is not None:
+        return ShardingDecision(
+            None,
+            f"its `{replaced}` was replaced on the object",
+            f"A subclass that overrides `{replaced}` can be sharded.",
+        )
     if cls.state_dict is not Optimizer.state_dict:
-        return ShardingDecision(None, "it saves its state in a way of its own")
+        return ShardingDecision(
+            None, "its class has a `state_dict` of its own", "Optimizers that save their state as torch's do can be."
+        )
+    if needs_closure(optimizer):
+        return ShardingDecision(None, f"its `step` needs a closure, and {_AGAIN}", _ANOTHER_OPTIMIZER)
     if hasattr(cls, "train") and hasattr(cls, "eval"):
-        return ShardingDecision(None, "its `train` and `eval` change parameters outside of `step`")
+        return ShardingDecision(None, "its `train` and `eval` change parameters outside of `step`", _ANOTHER_OPTIMIZER)
     if cls in ELEMENTWISE_OPTIMIZERS:
         return ShardingDecision("element" if choice == "auto" else choice)
     try:
         if choice == "element":
             _check_elementwise(optimizer)
         return _try_out(optimizer) if choice == "auto" else ShardingDecision(choice)
-    except ClosureEvaluatedAgainError as error:
-        raise ValueError(str(error)) from None
+    except ClosureEvaluatedAgainError:
+        return ShardingDecision(
+            None, f"it evaluates its closure more than once per step, and {_AGAIN}", _ANOTHER_OPTIMIZER
+        )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` cannot do without a closure, as that of LBFGS, which looks at the loss again and again."""
+    cls = type(optimizer)
+    step = getattr(cls, "step", None)
+    closure = None if step is None else inspect.signature(step).parameters.get("closure")
+    return issubclass(cls, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+
+
+def _replaced_method(optimizer: Optimizer) -> str | None:
+    """One of the methods that would get another in its place, where the user's is no ordinary method of the class."""
+    own = vars(optimizer)
+    for name in sorted(METHODS):
+        if name in own and not (name == "step" and is_wrapped_by_scheduler(optimizer.step)):
+            return name
+        if isinstance(inspect.getattr_static(type(optimizer), name), property):
+            return name
+    return None
 
 
 def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
@@ -110,16 +157,9 @@ def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
 
 
 def _check_supported(optimizer: Optimizer) -> None:
-    cls = original_class(optimizer)
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
-        raise ValueError(
-            f"{cls.__name__} evaluates its closure more than once per step, which sharded optimizer state does not"
-            " allow. Choose an optimizer whose `step()` works without a closure, or `strategy='ddp'`."
-        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
-            f"{cls.__name__} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
+            f"{type(optimizer).__name__} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
             " `nn.Embedding(..., sparse=False)`, or `strategy='ddp'`."
         )
 
@@ -127,21 +167,27 @@ def _check_supported(optimizer: Optimizer) -> None:
 def _check_elementwise(optimizer: Optimizer) -> None:
     if steps_elements_alone(optimizer) is False:
         raise ValueError(
-            f"partition='element' was asked for, but {original_class(optimizer).__name__} steps a part of a parameter"
+            f"partition='element' was asked for, but {type(optimizer).__name__} steps a part of a parameter"
             " otherwise than the whole: cut into shards it would train differently. Use partition='auto' or"
             " 'parameter'."
         )
 
 
 def _try_out(optimizer: Optimizer) -> ShardingDecision:
-    alone = steps_parameters_alone(optimizer)
+    alone, why_unknown = _tried_on_parameters(optimizer)
     if alone:
         return ShardingDecision("parameter")
-    if alone is None:
-        return ShardingDecision(
-            None, "it could not be tried out whether it steps each parameter alone (partition='parameter' says it does)"
-        )
-    return ShardingDecision(None, "its step of one parameter depends on the others")
+    if alone is not None:
+        return ShardingDecision(None, "how it moves one parameter depends on the others", _ANOTHER_OPTIMIZER)
+    if not why_unknown:
+        # As those do that take a gradient in the middle of a step: a promise would train them wrong.
+        return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy", _ANOTHER_OPTIMIZER)
+    return ShardingDecision(
+        None,
+        f"trying it on a copy failed ({why_unknown})",
+        "partition='parameter' shards it all the same: right only if no parameter's step looks at others, not even by a"
+        " norm over all of them, as SAM's does.",
+    )
 
 
 def _sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
@@ -179,6 +225,13 @@ class _Twin(NamedTuple):
     gradients: dict[Tensor, list[list[Tensor]]]
 
 
+class _Trial(NamedTuple):
+    """Whether a part goes as in the whole; None where that cannot be told, because of ``error`` or as nothing moved."""
+
+    alike: bool | None
+    error: str = ""
+
+
 def steps_parameters_alone(optimizer: Optimizer) -> bool | None:
     """Whether a step of ``optimizer`` moves each parameter by its own gradient and state, whoever else is there.
 
@@ -194,15 +247,20 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool | None:
     Raises:
         ClosureEvaluatedAgainError: It evaluates its closure more than once per step.
     """
-    return _goes_alike(optimizer, partial(_every_other_one, 0)) and _goes_alike(optimizer, partial(_every_other_one, 1))
+    return _tried_on_parameters(optimizer).alike
 
 
 def steps_elements_alone(optimizer: Optimizer) -> bool | None:
     """Whether a step moves each element by itself, as far as tiny parameters can tell; else as above."""
-    return _goes_alike(optimizer, _first_halves)
+    return _try(optimizer, _first_halves).alike
 
 
-def _goes_alike(optimizer: Optimizer, part_of: Callable[[_Twin, _Twin], list[tuple[Tensor, Tensor]]]) -> bool | None:
+def _tried_on_parameters(optimizer: Optimizer) -> _Trial:
+    first = _try(optimizer, partial(_every_other_one, 0))
+    return _try(optimizer, partial(_every_other_one, 1)) if first.alike else first
+
+
+def _try(optimizer: Optimizer, part_of: Callable[[_Twin, _Twin], list[tuple[Tensor, Tensor]]]) -> _Trial:
     with warnings.catch_warnings(), _random_numbers_kept(optimizer):
         warnings.simplefilter("ignore")
         try:
@@ -219,12 +277,12 @@ def _goes_alike(optimizer: Optimizer, part_of: Callable[[_Twin, _Twin], list[tup
             _step(part, 1)
         except ClosureEvaluatedAgainError:
             raise
-        except Exception:
+        except Exception as error:
             # Whatever an optimizer may raise that does not expect such parameters, or cannot be copied.
-            return None
+            return _Trial(None, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR])
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
-        return None
-    return alike and _moved_alike(watched, starts)
+        return _Trial(None)
+    return _Trial(alike and _moved_alike(watched, starts))
 
 
 def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:

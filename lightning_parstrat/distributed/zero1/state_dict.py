@@ -16,9 +16,10 @@ from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.distributed.comm.watch import met
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class, sharding_of
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, sharding_of
 
 State = dict[str, Any]
 StateDict = dict[Any, Any]
@@ -79,6 +80,21 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
         replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
         by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in replicated})
     return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
+
+
+def replicated_state_dict(optimizer: Optimizer) -> StateDict:
+    """The optimizer's unsharded state on every rank, in torch's own format and on the host.
+
+    Collective: nothing is sent before all ranks have called it, and a rank that waits for others says so.
+
+    Args:
+        optimizer: A sharded optimizer.
+    """
+    sharding = sharding_of(optimizer)
+    buckets = ", ".join(str(bucket.index) for bucket in sharding.buckets[:1])
+    advice = "Call it on all ranks, and save what it returns on rank 0."
+    with met("`optimizer.state_dict()`", sharding.control_group, advice, of=f"buckets from {buckets}"):
+        return gather_state_dict(optimizer, destination=None)
 
 
 def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
@@ -142,7 +158,7 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
     Raises:
         ValueError: A tensor has another shape than its parameter, in the state of an optimizer whose tensors all have.
     """
-    if original_class(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
         return
     identifiers = [identifier for group in state_dict["param_groups"] for identifier in group["params"]]
     parameters = grouped_parameters(optimizer)
@@ -155,7 +171,7 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
                 raise ValueError(
                     f"The checkpoint has {key!r} of shape {tuple(value.shape)} for"
                     f" {names.get(parameter, identifier)!r}, which has shape {tuple(parameter.shape)}. The parameters"
-                    f" that `configure_optimizers` gives {original_class(optimizer).__name__} must be those, in the"
+                    f" that `configure_optimizers` gives {type(optimizer).__name__} must be those, in the"
                     " order, of when it was saved."
                 )
 
@@ -309,13 +325,13 @@ class StateByShard(defaultdict[Any, Any]):
         return key if slot is None or slot.shard is None else slot.shard
 
     @override
-    def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(self._key(key))
-
-    @override
     def __missing__(self, key: Any) -> Any:
+        # Steps ask by shards, which are found at once.
+        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        if slot is None:
+            return super().__missing__(key)
         # A state that is made for a parameter of which nothing is owned here must not stay.
-        return {} if key in self._slots else super().__missing__(key)
+        return {} if slot.shard is None else self[slot.shard]
 
     @override
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import without_step_hooks
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, original_class
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
+
+
+class Replicated(NamedTuple):
+    """An optimizer that is not sharded: why, and what would be."""
+
+    optimizer: str
+    reason: str
+    remedy: str
 
 
 class ShardingSummary(NamedTuple):
@@ -16,16 +24,13 @@ class ShardingSummary(NamedTuple):
 
     parameters: int
     parameter_bytes: int
-    buckets: int
-    padding_bytes: int
     owned_bytes: int
     world_size: int
     state_bytes: tuple[int, int] | None
     """Optimizer state unsharded and on this rank, where it can be told before the first step."""
     master_bytes: int
     """Master weights on this rank."""
-    replicated: tuple[str, ...]
-    """Optimizers that are not sharded, each with the reason."""
+    replicated: tuple[Replicated, ...]
 
 
 def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
@@ -34,7 +39,7 @@ def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
     Returns:
         Bytes of state per byte of parameters (AdamW: 2), averaged over groups; None where it cannot be told.
     """
-    cls = original_class(optimizer)
+    cls = type(optimizer)
     if cls not in ELEMENTWISE_OPTIMIZERS or not inspect.isfunction(inspect.unwrap(cls.step)):
         # What somebody has put in the place of torch's function may count its calls.
         return None

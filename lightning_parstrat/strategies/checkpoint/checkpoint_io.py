@@ -36,7 +36,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """
         local = local_path(path)
         if storage_options is not None or local is None:
-            super().save_checkpoint(checkpoint, path, storage_options)
+            super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
         # Asked again when the name is given; here, before gigabytes have been written in vain.
         check_may_be_replaced(local)
@@ -120,10 +120,11 @@ def _explained(error: Exception, path: str | Path) -> MisconfigurationException 
     if local is None:
         return None
     if local.is_dir():
+        utilities = MisconfigurationException.__module__.rpartition(".")[0]
         return MisconfigurationException(
             f"{path} is a folder, and not one that lightning_parstrat has written. A sharded checkpoint of Lightning's"
-            " FSDP or ModelParallel becomes a file by `python -m lightning.pytorch.utilities.consolidate_checkpoint"
-            f" {path}`, one of DeepSpeed by its `zero_to_fp32.py`."
+            f" FSDP or ModelParallel becomes a file by `python -m {utilities}.consolidate_checkpoint {path}`, one of"
+            " DeepSpeed by its `zero_to_fp32.py`."
         )
     if not local.is_file() or zipfile.is_zipfile(local):
         return None

@@ -4,13 +4,14 @@ import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,18 +19,18 @@ from typing_extensions import override
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.checkpoint.folder import CheckpointNotSavedError, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.pieces import (
     CheckpointPieces,
     Placeholders,
     TensorSource,
     with_placeholders_for_state,
 )
-from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint, is_sharded_checkpoint
-from lightning_parstrat.distributed.checkpoint.writing import CheckpointNotSavedError, save_sharded
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group
+from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
@@ -45,6 +46,9 @@ from lightning_parstrat.strategies.checkpoint.resume import (
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
 
+if TYPE_CHECKING:
+    from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
@@ -52,6 +56,8 @@ FORMAT = 1
 """Version of the entries under that key, and of sharded checkpoints."""
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
+
+_SAVE = "`trainer.save_checkpoint()`", "Call it on all ranks: only rank 0 writes a full checkpoint."
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +139,7 @@ class CheckpointingStrategy(RanksStrategy):
     def _state_of_sharded(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._absent:
             return {"state": {}, "param_groups": []}
-        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"):
+        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"), watching(*_SAVE):
             # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
             self._wait_for_all()
             if not self._saves_sharded:
@@ -165,7 +171,7 @@ class CheckpointingStrategy(RanksStrategy):
             # Spawned processes have not started yet, or have ended: there are no ranks to wait for.
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
             return
-        with missing_ranks_named(self._liveness, f"Saving {filepath}"):
+        with missing_ranks_named(self._liveness, f"Saving {filepath}"), watching(*_SAVE):
             self._wait_for_all()
             checkpoint = self._completed(checkpoint, self._control)
             if self._saves_sharded:
@@ -208,6 +214,9 @@ class CheckpointingStrategy(RanksStrategy):
         # Before and after training, nothing would wait for the save to end.
         asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
+        # Here, as all that is needed for it takes long to import.
+        from lightning_parstrat.distributed.checkpoint.writing import save_sharded
+
         try:
             save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
         finally:
@@ -225,7 +234,7 @@ class CheckpointingStrategy(RanksStrategy):
         random = self._random.gather(trainer, point, control)
         if "optimizer_states" in checkpoint and "loops" in checkpoint:
             own[RNG] = random
-            checkpoint = from_which_training_goes_on(checkpoint, trainer, point)
+            checkpoint = from_which_training_goes_on(checkpoint, trainer, point, self._resume_points.epoch_has_ended)
         return {**checkpoint, CHECKPOINT_KEY: own}
 
     def _own_entries(self) -> dict[str, Any]:
@@ -284,7 +293,8 @@ class CheckpointingStrategy(RanksStrategy):
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
         # A copy: Lightning hands the original to the loaders when it restores the loops.
         self._loaded_loaders = copy.deepcopy(fit_loop.get("state_dict", {}).get("combined_loader"))
-        return checkpoint
+        # Hooks are given what stock strategies would give them.
+        return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         self._loaded = None
@@ -292,6 +302,9 @@ class CheckpointingStrategy(RanksStrategy):
         if local is not None:
             recover(local)
         if local is not None and is_sharded_checkpoint(local):
+            # Here, as all that is needed for it takes long to import.
+            from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+
             loaded = ShardedCheckpoint(local, weights_only)
             check_is_checkpoint(loaded.skeleton, path)
             states = loaded.skeleton.get("optimizer_states")
@@ -330,18 +343,25 @@ class CheckpointingStrategy(RanksStrategy):
             ValueError: The state belongs to other optimizers or other parameters; the message says which.
         """
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
+        if not states and self.optimizers:
+            rank_zero_warn(
+                f"{self.flag}: the checkpoint has weights, but no optimizer's state: the optimizers begin anew."
+            )
+        elif len(states) != len(self.optimizers):
             raise ValueError(
                 f"The checkpoint has the state of {counted(len(states), 'optimizer')}, and the module has"
                 f" {len(self.optimizers)}. `configure_optimizers` must return as many as when it was saved."
             )
-        names = {parameter: name for name, parameter in self._training_module.named_parameters()}
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            check_shapes(unwrapped(optimizer), state, names)
-            optimizer.load_state_dict(self._own_part(unwrapped(optimizer), state))
+        module = self.lightning_module
+        names = {} if module is None else {parameter: name for name, parameter in module.named_parameters()}
+        # Lightning's wrapper would load the state into itself.
+        for optimizer, state in zip(map(unwrapped, self.optimizers), states, strict=False):
+            check_shapes(optimizer, state, names)
+            optimizer.load_state_dict(self._own_part(optimizer, state))
             optimizer_to_device(optimizer, self.root_device)
         self._loaded = None
-        if self._training_module.trainer.state.fn == TrainerFn.FITTING:
+        trainer = trainer_of(module)
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
             # Only now: Lightning makes the training's loaders next, and whatever draws before would shift their
             # shuffling.
             self._random.before_loaders()

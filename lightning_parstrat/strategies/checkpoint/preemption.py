@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from lightning.fabric.plugins.environments import SLURMEnvironment
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -28,6 +28,7 @@ from lightning_parstrat.distributed.comm.agreement import RunningAgreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
 from lightning_parstrat.strategies.lightning_compat import (
+    BetweenBatches,
     bring_back_after_training,
     broadcast_sigterm_again,
     forget_sigterm,
@@ -96,7 +97,7 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
         )
 
 
-class SavesWhenPreempted(Callback):
+class SavesWhenPreempted(BetweenBatches):
     """Notes signals, and saves between batches. The strategies put it before the user's callbacks.
 
     Collective in every ``on_train_batch_start``: a non-blocking all-reduce of 4 bytes on the host.
@@ -125,6 +126,10 @@ class SavesWhenPreempted(Callback):
         self._window_is_open = False
         self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
+
+    def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
+        """Itself: users copy a trainer's callbacks, and this one knows the whole training, process groups included."""
+        return self
 
     def listen(self, signum: signal.Signals) -> None:
         """Notes the signal from now on, instead of the current handler."""
@@ -156,8 +161,7 @@ class SavesWhenPreempted(Callback):
         replaced = self._replaced.get(signal.Signals(signum))
         return users_handler(replaced) if signum == signal.SIGTERM else None
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def take_over_sigterm(self, trainer: Trainer) -> None:
         """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
         # A signal may have come before, during the sanity check for instance.
         if trainer.received_sigterm:

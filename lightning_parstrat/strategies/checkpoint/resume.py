@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.strategies.lightning_compat import count_one_step_less, window_is_open
+from lightning_parstrat.strategies.lightning_compat import BetweenBatches, count_one_step_less, window_is_open
 
 RNG = "rng"
 """The key of the states of random number generators, among this package's entries of a checkpoint."""
@@ -34,7 +34,7 @@ class ResumePoint(NamedTuple):
     micro_batches: int = 0
 
 
-class ResumePoints(Callback):
+class ResumePoints(BetweenBatches):
     """Notes moments at which a training can resume, for checkpoints that are saved at other moments. Not collective.
 
     A checkpoint does not hold gradients. One that is saved in the middle of an accumulation window is set back to the
@@ -45,12 +45,24 @@ class ResumePoints(Callback):
     def __init__(self) -> None:
         self.fetched_too_much = False
         """Whether a checkpoint is to be set back to the last point even if nothing has been trained since."""
+        self.epoch_has_ended = False
+        """Whether no batch has begun since an epoch ended, be it because training did."""
         self._point: ResumePoint | None = None
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the start of an epoch, before its loaders draw random numbers."""
         self._point = ResumePoint(rng_state(), None)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Notes that an epoch goes on."""
+        self.epoch_has_ended = False
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the end of an epoch, before other callbacks save."""
+        self.epoch_has_ended = True
 
     @override
     def on_train_batch_end(
@@ -84,7 +96,7 @@ class ResumePoints(Callback):
 
 
 def from_which_training_goes_on(
-    checkpoint: dict[str, Any], trainer: Trainer, point: ResumePoint | None
+    checkpoint: dict[str, Any], trainer: Trainer, point: ResumePoint | None, epoch_has_ended: bool
 ) -> dict[str, Any]:
     """A checkpoint as it would have been saved at ``point``.
 
@@ -93,11 +105,12 @@ def from_which_training_goes_on(
         trainer: The Trainer.
         point: What to set it back to; None for this moment. Then, after the last batch of an epoch, the loaders' states
             are left out: at their end, they would give the next epoch no batches.
+        epoch_has_ended: Whether this moment is after an epoch, also one that the end of training has cut short.
     """
     is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
     loops = copy.deepcopy(checkpoint["loops"])
     fit_loop = loops["fit_loop"]
-    if not is_last and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+    if not (is_last or epoch_has_ended) and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
         # After a resume at the last batch of an epoch, Lightning has not counted the next epoch as begun.
         for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
             begun = counted["processed"] + 1

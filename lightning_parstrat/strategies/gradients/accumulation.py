@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -23,9 +24,11 @@ from lightning_parstrat.core.accumulation import (
     weighted_gradient_scale,
 )
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
-from lightning_parstrat.distributed.gradients.loss_weights import LossWeights, without_weightless
+from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
 from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteTracker, raise_nonfinite
 from lightning_parstrat.distributed.zero1.reductions import GradientScale
+from lightning_parstrat.distributed.zero1.shardability import needs_closure
 from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
 from lightning_parstrat.strategies.checkpoint.preemption import (
     SavesWhenPreempted,
@@ -34,7 +37,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import (
     signal_to_requeue_at,
 )
 from lightning_parstrat.strategies.gradients.clipping import GradientClipper, GradientNorm, StepNotFinite, StepSkipped
-from lightning_parstrat.strategies.gradients.precision import enabled_scaler, equip_precision
+from lightning_parstrat.strategies.gradients.precision import WindowHooks, enabled_scaler, equip_precision
 from lightning_parstrat.strategies.lightning_compat import unwrapped, warn_of_untried_versions
 
 LOSS_WEIGHT = "loss_weight"
@@ -63,6 +66,15 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     flag = "ddp_tuned"
     """The name it is registered under, which messages begin with."""
 
+    _not_copied = CheckpointingStrategy._not_copied | {
+        "_clipper",
+        "_nonfinite_tracker",
+        "_preemption",
+        "_restore_precision",
+        "_window_scale",
+        "_weights",
+    }
+
     def __init__(
         self,
         partial_window: PartialWindow = "exact",
@@ -82,7 +94,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._accumulates = False
         self._loss_weight: Any = None
-        self._scale: GradientScale | None = None
+        self._loss_factor: float | Tensor | None = None
+        self._backward_has_ended = True
+        self._window_scale: GradientScale | None = None
         self._skipped_steps = 0
         self._schedulers = HeldSchedulers()
         self._said: set[str] = set()
@@ -131,7 +145,8 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._end_training()
         control = self._control
         self._window, self._weights = AccumulationWindow(), LossWeights(control)
-        self._scale, self._skipped_steps = None, 0
+        self._window_scale, self._skipped_steps = None, 0
+        self._said.clear()
         self._clipper = GradientClipper(
             self._gradient_policy, control, lambda: self.optimizers, lambda: self._is_weightless, self._listeners
         )
@@ -143,7 +158,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
                 )
             self._nonfinite_tracker = NonfiniteTracker(self._training_module.named_parameters())
         self._restore_precision = equip_precision(
-            self.precision_plugin, self._clipper, self._complete_window, self._note_skipped_step
+            self.precision_plugin,
+            self._clipper,
+            WindowHooks(lambda: self._loss_factor, self._end_backward, self._complete_window, self._note_skipped_step),
         )
         self._prepare_for_signals()
 
@@ -151,15 +168,19 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         trainer = self._training_module.trainer
         requeue_signal = signal_to_requeue_at(trainer)
         self._preemption = SavesWhenPreempted(self._control, self._resume_points, requeue_signal, self.wait_for_saves)
-        trainer.callbacks[:0] = [self._resume_points, self._preemption]
         if requeue_signal is not None:
             self._preemption.listen(requeue_signal)
 
     @override
     def on_train_start(self) -> None:
-        """Warns of the one way to draw batches with which Lightning loses gradients that were accumulated."""
+        """Looks between batches from now on, and warns of the one way to draw them that loses accumulated gradients."""
         super().on_train_start()
         trainer = self._training_module.trainer
+        if self._preemption is not None:
+            # Not before: programs count, copy and compare their callbacks where they begin.
+            self._remove_callbacks()
+            trainer.callbacks[:0] = [self._resume_points, self._preemption]
+            self._preemption.take_over_sigterm(trainer)
         draws_batches = is_param_in_hook_signature(
             self._training_module.training_step, "dataloader_iter", explicit=True
         )
@@ -171,13 +192,19 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             )
 
     @override
+    def on_train_end(self) -> None:
+        """Looks between batches no longer."""
+        super().on_train_end()
+        self._remove_callbacks()
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Counts the micro-batches of the window, and lets schedulers go on that had waited for a skipped step."""
         super().on_train_batch_start(batch, batch_idx)
         self._schedulers.release()
-        if self._scale is not None:
+        if self._window_scale is not None:
             # Where nobody has stepped since, it must be known before its window is forgotten.
-            self._scale()
+            self._window_scale()
         trainer = self._training_module.trainer
         # The index handed in lags behind where a training step draws batches by itself.
         index = trainer.fit_loop.epoch_loop.batch_idx
@@ -187,7 +214,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             self._clipper.begin_backward()
 
     def _begin_window(self) -> None:
-        self._scale = None
+        self._window_scale = None
         if self._weights is not None:
             self._weights.begin_window()
         module = self._training_module
@@ -210,22 +237,20 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward on the weighted loss; the last backward of a window leaves the mean over the whole window."""
-        module = self._training_module
-        factor = self._begin_backward()
+        factor = self._loss_factor = self._begin_backward()
+        self._backward_has_ended = False
         loss = closure_loss if factor is None else closure_loss * factor
-        self.pre_backward(loss)
-        loss = self.precision_plugin.pre_backward(loss, module)
-        with without_weightless(module.parameters(), factor):
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if not self._accumulates:
-            self._scale_reduced_gradients()
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
+        return super().backward(loss, optimizer, *args, **kwargs)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Ends the backward, where a precision plugin of the user's has left that out."""
+        self._end_backward()
+        super().post_backward(closure_loss)
 
     def _begin_backward(self) -> float | Tensor | None:
         """Takes note of another micro-batch; returns what its loss is multiplied by, or None."""
-        self._scale = None
+        self._window_scale = None
         if self._clipper is not None:
             self._clipper.begin_backward()
         if self._weights is None or not self._training_module.automatic_optimization:
@@ -239,49 +264,56 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
                 " weighed by it.",
             )
         if not self._accumulates:
-            self._scale = functools.cache(self._scale_of_window)
+            self._window_scale = functools.cache(self._scale_of_window)
         return factor
+
+    def _end_backward(self) -> None:
+        """As a rule the precision plugin calls it, before it lets hooks look at gradients."""
+        ended, self._backward_has_ended = self._backward_has_ended, True
+        if not ended and not self._accumulates:
+            self._scale_reduced_gradients()
 
     def _complete_window(self) -> None:
         """Reduces and scales gradients where the last micro-batch of a window had no backward to do it in.
 
         Alone, a rank may return None from ``training_step``; among others Lightning refuses it.
         """
-        waits = self._window.backwards and self._scale is None and not self._accumulates
+        waits = self._window.backwards and self._window_scale is None and not self._accumulates
         if waits and self._training_module.automatic_optimization:
-            self._scale = functools.cache(self._scale_of_window)
+            self._window_scale = functools.cache(self._scale_of_window)
             self._reduce_local_gradients()
             self._scale_reduced_gradients()
 
     @property
     def _is_weightless(self) -> bool:
-        return self._scale is not None and self._scale() == 0.0
+        return self._window_scale is not None and self._window_scale() == 0.0
 
     def _scale_of_window(self) -> float:
         """What makes the window's mean of the sum of its gradients over ranks. Collective where losses have weights."""
         accumulate = self._training_module.trainer.accumulate_grad_batches
         # All ranks must count alike, and draw equally many batches; alone, one knows for how many it was called.
-        counted = self._window.backwards if self.world_size == 1 else self._window.micro_batches
+        micro_batches = self._window.backwards if self.world_size == 1 else self._window.micro_batches
         if self._weights is not None and self._weights.used:
             total = self._weights.total()
             return weighted_gradient_scale(
                 total_weight=total.weight,
                 reference=total.reference,
                 accumulate=accumulate,
-                micro_batches=counted,
+                micro_batches=micro_batches,
                 partial_window=self._gradient_policy.partial_window,
             )
         scale = gradient_scale(
             accumulate=accumulate,
-            micro_batches=counted,
+            micro_batches=micro_batches,
             world_size=self.world_size,
             partial_window=self._gradient_policy.partial_window,
         )
         if scale != 1.0 / self.world_size:
             self._say_once(
                 rank_zero_info,
-                f"A step was made of {counted} micro-batches instead of {accumulate}: its gradients are the mean over"
-                f" those {counted}. Stock Lightning divides by {accumulate}; partial_window='lightning' does, too.",
+                f"a step was made of {counted(micro_batches, 'micro-batch', 'micro-batches')} instead of {accumulate}:"
+                f" its gradients are the mean over those it has. Stock Lightning divides by {accumulate}, as"
+                " partial_window='lightning' does.",
             )
         return scale
 
@@ -303,10 +335,13 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             self._accumulates = before
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Runs what of the closure is left, clips and steps; or leaves the step out, on all ranks."""
+        if self.world_size > 1 and needs_closure(unwrapped(optimizer)):
+            # It decides by the loss how far to go, and whether to ask again: the same on all ranks.
+            closure = functools.partial(self._mean_loss, closure)
         try:
-            result = super().optimizer_step(optimizer, *args, **kwargs)
+            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
         except StepSkipped:
             self._note_skipped_step(optimizer)
             result = None
@@ -320,6 +355,18 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
                 {parameter for group in optimizer.param_groups for parameter in group["params"]}
             )
         return result
+
+    def _mean_loss(self, closure: Callable[[], Any]) -> Any:
+        """Evaluates a closure; its loss is the mean over ranks, weighed as their gradients are. Collective."""
+        loss = closure()
+        if not isinstance(loss, Tensor):
+            return loss
+        weighs = self._weights is not None and self._weights.used
+        weight = torch.as_tensor(self._loss_weight if weighs else 1.0, dtype=loss.dtype, device=loss.device).reshape(())
+        # The mean over nothing but padding is NaN, and counts nothing.
+        weighted = torch.where(weight > 0, loss.detach().reshape(()) * weight, 0)
+        total_loss, total_weight = self.reduce(torch.stack((weighted, weight)), reduce_op="sum")
+        return total_loss / total_weight
 
     def _note_skipped_step(self, optimizer: Optimizer) -> None:
         self._skipped_steps += 1
@@ -360,14 +407,15 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             self._restore_precision()
             self._restore_precision = None
         self._weights = None
-        preemption, self._preemption = self._preemption, None
-        if preemption is not None:
-            trainer = self._training_module.trainer
-            preemption.stop_listening(trainer)
-            # Tuners put other callbacks there for a while.
-            for callback in (preemption, self._resume_points):
-                if callback in trainer.callbacks:
-                    trainer.callbacks.remove(callback)
+        if self._preemption is not None:
+            self._remove_callbacks()
+            self._preemption.stop_listening(self._training_module.trainer)
+            self._preemption = None
+
+    def _remove_callbacks(self) -> None:
+        # In place: tuners put lists of their own there for a while, and look into them afterwards.
+        callbacks = self._training_module.trainer.callbacks
+        callbacks[:] = [one for one in callbacks if one is not self._preemption and one is not self._resume_points]
 
     def _say_once(self, say: Callable[[str], None], message: str) -> None:
         if message not in self._said:

@@ -47,7 +47,8 @@ class GradNormMonitor(Callback):
         """
         if stage != "fit":
             return
-        if not isinstance(trainer.strategy, AccumulationAwareStrategy):
+        # Not by class: Lightning takes callbacks of the other package that it is published as, with their own classes.
+        if not hasattr(trainer.strategy, "on_gradient_norm"):
             raise MisconfigurationException(
                 f"GradNormMonitor needs a strategy that knows the norm, and found {type(trainer.strategy).__name__}."
                 " Choose `strategy='ddp_tuned'` or 'zero1_custom'."

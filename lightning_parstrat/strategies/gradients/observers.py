@@ -5,24 +5,32 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import has_global_step_hooks, has_step_hooks
+from lightning_parstrat.distributed.zero1.optimizer import refuse_step_of_class
+from lightning_parstrat.strategies.gradients.code_reading import may_read_gradients
 
-_OURS = "lightning_parstrat."
+_LIBRARIES = (
+    "lightning.pytorch.",
+    "lightning.fabric.",
+    "pytorch_lightning.",
+    "lightning_fabric.",
+    "torch.",
+    "lightning_parstrat.",
+)
 _HOOKS_THAT_SEE_GRADIENTS = (
     "backward",
     "configure_gradient_clipping",
-    "lr_scheduler_step",
     "on_after_backward",
     "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
     "optimizer_step",
     "optimizer_zero_grad",
 )
+_HOOKS_AFTER_THE_STEP = ("lr_scheduler_step", "on_before_zero_grad", "on_train_batch_end")
+"""Here gradients have had their use, and averages are kept or schedulers go on: only those count that may read them."""
 _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER = (
     "on_fit_end",
     "on_train_batch_start",
@@ -38,7 +46,12 @@ _PLUGIN_METHODS_THAT_SEE_GRADIENTS = (*CLIPPING_METHODS, "optimizer_step")
 
 
 def observers_of_gradients(
-    module: LightningModule, callbacks: Sequence[Callback], optimizers: Sequence[Optimizer], precision: Precision
+    module: LightningModule,
+    callbacks: Sequence[Callback],
+    optimizers: Sequence[Optimizer],
+    precision: Precision,
+    schedulers: Sequence[Any] = (),
+    trainer: Trainer | None = None,
 ) -> list[str]:
     """Everything of the user's that runs while gradients exist, and so may read or change them.
 
@@ -50,6 +63,8 @@ def observers_of_gradients(
         callbacks: The trainer's.
         optimizers: The module's.
         precision: The precision plugin; a user's own may clip by itself.
+        schedulers: The learning rate schedulers, which ``lr_scheduler_step`` is handed.
+        trainer: The trainer, if there is one.
 
     Returns:
         Names to show to the user; empty where nobody looks.
@@ -59,12 +74,20 @@ def observers_of_gradients(
         observers.append("manual optimization")
     for owner in (module, *callbacks):
         observers += [f"{type(owner).__name__}.{hook}" for hook in users_own(owner, _HOOKS_THAT_SEE_GRADIENTS)]
+        after = users_own(owner, _HOOKS_AFTER_THE_STEP)
+        observers += [
+            f"{type(owner).__name__}.{hook}"
+            for hook in after
+            if may_read_gradients(
+                getattr(owner, hook), owner, (module, trainer), schedulers if hook == "lr_scheduler_step" else ()
+            )
+        ]
         late = users_own(owner, _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER)
         observers += [f"{type(owner).__name__}.{hook}" for hook in late if mentions_gradients(owner, hook)]
     plugin_methods = users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
     observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
-        if has_step_hooks(optimizer):
+        if has_step_hooks(optimizer, besides=refuse_step_of_class):
             observers.append(f"step hooks of {type(optimizer).__name__}")
     if has_global_step_hooks():
         observers.append("global optimizer step hooks")
@@ -79,9 +102,7 @@ def users_own(owner: Any, names: Sequence[str]) -> list[str]:
 def _is_users(function: Any) -> bool:
     if function is None:
         return False
-    return not getattr(function, "__module__", "").startswith(
-        ("lightning.pytorch.", "lightning.fabric.", "torch.", _OURS)
-    )
+    return not getattr(function, "__module__", "").startswith(_LIBRARIES)
 
 
 def mentions_gradients(owner: Any, name: str) -> bool:

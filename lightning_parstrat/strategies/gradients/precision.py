@@ -6,20 +6,39 @@ The plugin's class is swapped for a subclass while a training lasts, so that the
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gradients.clipping import hidden_sharding
+from lightning_parstrat.distributed.gradients.loss_weights import without_weightless
 from lightning_parstrat.distributed.torch_compat import unscales_in_step
 from lightning_parstrat.strategies.gradients.clipping import GradientClipper, StepSkipped
 from lightning_parstrat.strategies.gradients.observers import CLIPPING_METHODS, users_own
 from lightning_parstrat.strategies.lightning_compat import unwrapped
+
+
+class WindowHooks(NamedTuple):
+    """What is called on the way from a backward to the step.
+
+    Attributes:
+        loss_factor: What the loss of the backward that comes next is multiplied by, or None.
+        end_backward: Called after every backward, before hooks look at its gradients.
+        complete_window: Called before gradients are stepped, for a window whose last micro-batch had no backward.
+        on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
+    """
+
+    loss_factor: Callable[[], float | Tensor | None]
+    end_backward: Callable[[], None]
+    complete_window: Callable[[], None]
+    on_skip: Callable[[Optimizer], None]
 
 
 class _ClippingPrecision:
@@ -29,7 +48,7 @@ class _ClippingPrecision:
     """
 
     _clipper: GradientClipper
-    _complete_window: Callable[[], None]
+    _window_hooks: WindowHooks
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clamps the gradients, in shards where they are there."""
@@ -50,26 +69,38 @@ class _ClippingPrecision:
             self._unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Runs backward; gradients it adds to are scaled by the loss scale."""
         scaler = _scaler_of(self)
-        with nullcontext() if scaler is None else scaler.gradients_added():
-            super().backward(*args, **kwargs)  # type: ignore[misc]
+        factor = self._window_hooks.loss_factor()
+        if factor is None and scaler is None:
+            super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
+            return
+        weightless = without_weightless(model.parameters(), factor)
+        with weightless, nullcontext() if scaler is None else scaler.gradients_added():
+            super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
+
+    def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs after backward, with hooks that look at gradients."""
+        self._window_hooks.end_backward()
+        loss: Tensor = super().post_backward(*args, **kwargs)  # type: ignore[misc]
+        return loss
 
     def _after_closure(self, model: Any, optimizer: Optimizer) -> None:
         """Runs between backward and step: hooks that may change gradients, then clipping."""
-        self._complete_window()
+        self._window_hooks.complete_window()
         super()._after_closure(model, optimizer)  # type: ignore[misc]
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Runs before every step, after the hooks that may change gradients; clips in automatic optimization."""
+        clips_as_is = False
         if self._clipper.looks_before_step:
             self._unscale(optimizer)
-        clips_as_is = (
-            model.automatic_optimization
-            and not is_overridden("configure_gradient_clipping", model)
-            and not users_own(self, CLIPPING_METHODS)
-        )
+            clips_as_is = (
+                model.automatic_optimization
+                and not is_overridden("configure_gradient_clipping", model)
+                and not users_own(self, CLIPPING_METHODS)
+            )
         self._clipper.check(optimizer, clipping_follows=clips_as_is)
         super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc]
 
@@ -187,37 +218,31 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         return optimizer.step(*args, **kwargs)
 
 
-def equip_precision(
-    plugin: Precision,
-    clipper: GradientClipper,
-    complete_window: Callable[[], None],
-    on_skip: Callable[[Optimizer], None],
-) -> Callable[[], None]:
+def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHooks) -> Callable[[], None]:
     """Swaps the classes of the plugin and of its gradient scaler.
 
     Args:
         plugin: Lightning's, or a user's own.
         clipper: Clips.
-        complete_window: Called before gradients are looked at, for a window whose last micro-batch had no backward.
-        on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
+        hooks: Called on the way from a backward to the step.
 
     Returns:
         What gives both their own classes back.
     """
     scaler = enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
-    plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, "lightning.")
-    plugin._clipper, plugin._complete_window = clipper, complete_window  # type: ignore[attr-defined]
+    plugin.__class__ = _with_mixin(type(plugin), _ClippingPrecision, Precision)
+    plugin._clipper, plugin._window_hooks = clipper, hooks  # type: ignore[attr-defined]
     if scaler is not None:
         swapped.append((scaler, type(scaler)))
-        scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, "torch.")
+        scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, torch.amp.GradScaler)
         scaler._unscaled, scaler._updated_since = {}, set()  # type: ignore[attr-defined]
-        scaler._clipper, scaler._on_skip = clipper, on_skip  # type: ignore[attr-defined]
+        scaler._clipper, scaler._on_skip = clipper, hooks.on_skip  # type: ignore[attr-defined]
 
     def restore() -> None:
         for one, cls in swapped:
             one.__class__ = cls
-            for name in ("_clipper", "_complete_window", "_unscaled", "_updated_since", "_on_skip"):
+            for name in ("_clipper", "_window_hooks", "_unscaled", "_updated_since", "_on_skip"):
                 vars(one).pop(name, None)
 
     return restore
@@ -234,9 +259,10 @@ def _scaler_of(plugin: Any) -> _ClippingGradScaler | None:
     return scaler if isinstance(scaler, _ClippingGradScaler) else None
 
 
-def _with_mixin(cls: type, mixin: type, library: str) -> type:
-    """A subclass of ``cls`` that asks ``mixin`` before the library's classes, and the user's own before both."""
-    nearest = next(base for base in cls.__mro__ if base.__module__.startswith(library))
+def _with_mixin(cls: type, mixin: type, root: type) -> type:
+    """A subclass of ``cls`` that asks ``mixin`` before the library of ``root``, and the user's own before both."""
+    library = root.__module__.partition(".")[0]
+    nearest = next(base for base in cls.__mro__ if base.__module__.partition(".")[0] == library)
     bases = (mixin,) if issubclass(mixin, nearest) else (mixin, nearest)
     if cls is not nearest:
         bases = (cls, type(nearest.__name__, bases, {}))

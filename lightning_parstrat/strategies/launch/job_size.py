@@ -16,8 +16,10 @@ def check_job_size(environment: ClusterEnvironment | None, num_nodes: int, devic
     Raises:
         MisconfigurationException: The sizes differ; the message has the lines of the job file to change.
     """
+    # Slurm gives every job a number: variables without one were set by hand.
+    in_job = "SLURM_JOB_ID" in os.environ
     # The exact class: a user's subclass may take its size from elsewhere.
-    if type(environment) is SLURMEnvironment and environment.detect():
+    if in_job and type(environment) is SLURMEnvironment and environment.detect():
         wrong = wrong_job_size(os.environ, num_nodes, devices)
         if wrong is not None:
             raise MisconfigurationException(wrong)

@@ -1,9 +1,10 @@
 """The ranks of a training: checks how many were started, joins them, and names those that are missing."""
 
 import logging
+import sys
 import uuid
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -15,13 +16,16 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
 from lightning_parstrat.distributed.comm.process_groups import control_group, world_size
+from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch
 from lightning_parstrat.strategies.launch.elastic import (
     StartedLauncher,
     believe_started,
@@ -32,6 +36,8 @@ from lightning_parstrat.strategies.launch.job_size import check_job_size
 from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, trainer_of
 
 log = logging.getLogger(__name__)
+
+_ENDED = "ended its training"
 
 
 class RanksStrategy(DDPStrategy):
@@ -44,9 +50,28 @@ class RanksStrategy(DDPStrategy):
     flag: str
     """The name it is registered under, with which messages begin."""
 
+    _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness"})
+    """Attributes that belong to one training and its ranks, and are None outside of it."""
+
     def __init__(self, **kwargs: Any) -> None:
         self._known_liveness: Liveness | None = None
+        self._ended = _ENDED
         super().__init__(**kwargs)
+
+    @override
+    def __repr__(self) -> str:
+        """Says whose Trainer takes it: Lightning shows this where it refuses what is no strategy of its own."""
+        own = DDPStrategy.__module__.partition(".strategies.")[0]
+        (other,) = PACKAGES.keys() - {own}
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(f"{PACKAGES[own]}."))
+        hint = f"; for {other}, write `from {PACKAGES[other]} import {name}`" if other in sys.modules else ""
+        return f"<{type(self).__name__} for the Trainer of {own}{hint}>"
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """For programs that copy or pickle a trainer: process groups, and what knows them, stay where they are."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: None if name in self._not_copied else value for name, value in state.items()}
 
     @classmethod
     @override
@@ -94,11 +119,13 @@ class RanksStrategy(DDPStrategy):
                 " as `num_nodes * devices`, or correct these two arguments."
             )
         self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
+        begin_watch(self._known_liveness, self.flag)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Logs which ranks are missing, if that may be the cause. Not collective: it may run on one rank only."""
         super().on_exception(exception)
+        self._ended = f"ended its training by {type(exception).__name__}"
         if self.world_size > 1 and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
             if missing:
@@ -107,6 +134,13 @@ class RanksStrategy(DDPStrategy):
                 # Python 3.10 has no notes.
                 if hasattr(exception, "add_note"):
                     exception.add_note(message)
+
+    @override
+    def teardown(self) -> None:
+        """Tells ranks that wait for this one that it has ended."""
+        end_watch(self._ended, wait=self._ended == _ENDED)
+        self._ended = _ENDED
+        super().teardown()
 
     def _wait_for_all(self) -> None:
         if self.world_size > 1:
@@ -140,9 +174,15 @@ class RanksStrategy(DDPStrategy):
 
 
 class WrapperlessDDPStrategy(DDPStrategy):
-    """DDP's processes, samplers and devices, without the arguments of torch's DDP wrapper.
+    """DDP's processes, samplers and devices, without torch's DDP wrapper.
+
+    Of the wrapper's arguments it takes those that change no result, so that a program can put it in the place of
+    ``DDPStrategy``, and says that they are not needed. Those that would change results are unknown to it.
 
     Args:
+        find_unused_parameters: Not needed: parameters without a gradient are found in every backward.
+        static_graph: Not needed: nothing is lost where the graph changes, nor gained where it does not.
+        gradient_as_bucket_view: Not needed: gradients that are shown lie in the buckets anyway.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: How ranks find each other; by default detected.
@@ -154,8 +194,13 @@ class WrapperlessDDPStrategy(DDPStrategy):
         start_method: How the processes are launched.
     """
 
+    flag: str
+
     def __init__(
         self,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -165,6 +210,15 @@ class WrapperlessDDPStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
+        needless = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        given = {name: value for name, value in needless.items() if value is not None}
+        if given:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            rank_zero_info(f"{self.flag}: {shown} is not needed and has no effect: there is no DDP wrapper.")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -174,4 +228,6 @@ class WrapperlessDDPStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
+            # For whoever asks what a strategy was given.
+            **given,
         )

@@ -1,10 +1,12 @@
 """Copies and pickles of a sharded optimizer hold this rank's part; used on all ranks together, they become whole."""
 
 import copy
+import gc
 import io
 import pickle
 import subprocess
 import sys
+import weakref
 from abc import ABC
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
 from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, squared_error
 from tests.pool import RankPool
@@ -256,6 +258,47 @@ def test_copies_can_be_copied(pool: RankPool) -> None:
     pool.run(2, copy_of_a_copy)
 
 
+def shallow_copy() -> None:
+    """It shares everything with its original, as torch's does: a step of the one is a step of the other."""
+    engine, module, optimizer, twin, twins = in_the_middle(adamw)
+    copied, copied_twin = copy.copy(optimizer), copy.copy(twins)
+    for number, (one, other) in enumerate(((copied, copied_twin), (optimizer, twins), (copied, copied_twin))):
+        assert type(one) is type(other)
+        for opt in (one, other):
+            opt.zero_grad()
+        backward(engine, loss_of(module, number))
+        loss_of(twin, number).backward()
+        for opt in (one, other):
+            opt.step()
+        assert_same_parameters(optimizer, twins)
+        assert_same_state(one.state_dict(), other.state_dict())
+
+
+def test_a_shallow_copy_steps_its_original(pool: RankPool) -> None:
+    pool.run(2, shallow_copy)
+
+
+def freed_at_once() -> None:
+    """Nothing waits for the garbage collector: state may be most of what a process holds."""
+    engine, _, optimizer, _, _ = in_the_middle(adamw)
+    copied = copy.deepcopy(optimizer)
+    engine.close()
+    gone = weakref.ref(copied)
+    zero_grad = copied.zero_grad
+    gc.disable()
+    try:
+        del copied
+        assert gone() is None
+    finally:
+        gc.enable()
+    with pytest.raises(ReferenceError, match="`zero_grad` was called is gone"):
+        zero_grad()
+
+
+def test_a_copy_is_freed_at_once(pool: RankPool) -> None:
+    pool.run(2, freed_at_once)
+
+
 def copy_is_loaded_into() -> None:
     """A copy takes a state dict, as any optimizer does, and goes on from there."""
     *_, optimizer, _, twins = in_the_middle(adamw)
@@ -285,7 +328,7 @@ def a_new_fit_with_a_copy() -> None:
     copied = copy.deepcopy(module)
     engine.close()
     again = make_engine(copied, copied.optimizer, bucket_cap_mb=1.0)
-    assert isinstance(copied.optimizer, ShardedOptimizer)
+    assert is_sharded(copied.optimizer)
     for number in (1, 2):
         step_both(again, copied, copied.optimizer, twin, twin.optimizer, number)
     assert_same_state(copied.state_dict(), twin.state_dict())

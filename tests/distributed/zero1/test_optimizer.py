@@ -1,15 +1,16 @@
-"""The class swap: same object, same groups for everyone, and none of the ways around it."""
+"""Methods on the instance: same object, class and groups for everyone, and none of the ways around them."""
 
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import call, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.zero1.optimizer import ShardedOptimizer
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, sgd
@@ -34,26 +35,158 @@ def snapshot(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-def scheduler_made_before_the_swap() -> list[str]:
+def schedulers(made_before: int, made_after: int) -> tuple[list[str], list[float]]:
+    """Two trainings and an ordinary step; returns warnings, and learning rates after each step."""
     module = linear()
     optimizer = sgd(module.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def make(number: int) -> list[Any]:
+        return [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(number)]
+
+    made = make(made_before)
+    rates = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for training in range(2):
+            engine = make_engine(module, optimizer)
+            made += make(made_after if training == 0 else 0)
+            before = snapshot(module)
+            backward(engine, loss_of(module))
+            optimizer.step()
+            for scheduler in made:
+                scheduler.step()
+            # None was passed by: this rank has stepped its shard only, and gathered the rest.
+            owned = sum(shard.numel() for shard in optimizer._sharding.stand_ins(module.parameters()))
+            assert sum(state["momentum_buffer"].numel() for state in optimizer.state.values()) == owned < 24
+            assert stepped_in_full(module, before)
+            rates.append(optimizer.param_groups[0]["lr"])
+            engine.close()
+        optimizer.step()
+        for scheduler in made:
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert not is_sharded(optimizer)
+    return [str(warning.message) for warning in caught], rates
+
+
+@pytest.mark.parametrize(("made_before", "made_after"), [(1, 0), (0, 1), (2, 1), (0, 2)])
+def test_schedulers_neither_bypass_the_sharding_nor_warn(pool: RankPool, made_before: int, made_after: int) -> None:
+    lr = sgd(linear().parameters()).param_groups[0]["lr"]
+    expected = [lr * 0.5 ** (step * (made_before + made_after)) for step in (1, 2, 3)]
+    for caught, rates in pool.run(2, schedulers, made_before, made_after):
+        assert caught == [] and rates == pytest.approx(expected)
+
+
+class GuardsAttributes(torch.optim.SGD):
+    """Gets no public attributes but torch's own, and has none beside them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name in ("defaults", "state", "param_groups") or name.startswith("_")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class HasSlots(torch.optim.SGD):
+    __slots__ = ("extra",)
+
+
+class StepsInParts(torch.optim.SGD):
+    """As SAM does: a step of other methods of its own, which zero gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        super().step()
+        self.zero_grad()
+        return loss
+
+
+def left_as_it_was(make: Callable[..., Optimizer]) -> None:
+    module = linear()
+    optimizer = make(module.parameters(), lr=0.1, momentum=0.9)
+    cls, names = type(optimizer), set(vars(optimizer))
+    hooks = dict(optimizer._optimizer_step_pre_hooks)
     engine = make_engine(module, optimizer)
     before = snapshot(module)
     backward(engine, loss_of(module))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    optimizer.step()
+    assert stepped_in_full(module, before) and is_sharded(optimizer) and type(optimizer) is cls
+    engine.close()
+    optimizer.step()
+    # What schedulers ask for may stay.
+    assert set(vars(optimizer)) - {"_opt_called"} == names and type(optimizer) is cls
+    assert optimizer._optimizer_step_pre_hooks == hooks
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, GuardsAttributes, HasSlots, StepsInParts])
+def test_an_optimizer_is_left_as_it_was(pool: RankPool, make: Callable[..., Optimizer]) -> None:
+    pool.run(2, left_as_it_was, make)
+
+
+def around_the_sharding(afterwards: bool) -> list[str]:
+    """Steps by the class, by a method kept from before, and by what is found when the method was taken away."""
+    module = linear()
+    optimizer = sgd(module.parameters())
+    kept = optimizer.step
+    engine = make_engine(module, optimizer)
+    backward(engine, loss_of(module))
+    if afterwards:
+        engine.close()
+    messages = []
+    for step in (lambda: torch.optim.SGD.step(optimizer), kept, lambda: optimizer.step()):
+        with pytest.raises(RuntimeError) as caught:
+            step()
+        messages.append(str(caught.value))
+        vars(optimizer).pop("step", None)
+    return messages
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_a_step_around_the_sharding_is_refused(pool: RankPool, afterwards: bool) -> None:
+    for messages in pool.run(2, around_the_sharding, afterwards):
+        assert all("Call `optimizer.step()`, not `SGD.step(optimizer)`" in message for message in messages)
+
+
+def mocked_class() -> None:
+    """Programs' tests replace methods of torch's classes, by what is not bound to the object."""
+    module = linear()
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    backward(engine, loss_of(module))
+    with patch("torch.optim.SGD.step") as step, patch("torch.optim.SGD.zero_grad") as zero_grad:
         optimizer.step()
-        scheduler.step()
-    # The swap was not bypassed: this rank has stepped its shard only, and gathered the rest.
-    owned = sum(shard.numel() for shard in optimizer._sharding.stand_ins(module.parameters()))
-    assert sum(state["momentum_buffer"].numel() for state in optimizer.state.values()) == owned < 24
-    assert stepped_in_full(module, before)
-    return [str(warning.message) for warning in caught]
+        optimizer.zero_grad(set_to_none=False)
+    # Once for each bucket, as torch's own.
+    assert step.call_args_list == [call()] * len(engine.buckets)
+    zero_grad.assert_called_once_with(set_to_none=False)
 
 
-def test_a_scheduler_made_before_does_not_bypass_the_sharding_nor_warn(pool: RankPool) -> None:
-    assert pool.run(2, scheduler_made_before_the_swap) == [[], []]
+def test_a_mock_in_the_class_is_called_as_ever(pool: RankPool) -> None:
+    pool.run(2, mocked_class)
+
+
+def methods_kept_from_the_training() -> None:
+    """Whoever has kept a method goes on with the class's, when the optimizer is an ordinary one again."""
+    module = linear()
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    step, zero_grad, state_dict = optimizer.step, optimizer.zero_grad, optimizer.state_dict
+    backward(engine, loss_of(module))
+    step()
+    engine.close()
+    for _ in range(2):
+        zero_grad()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        loss_of(module).backward()
+        before = snapshot(module)
+        step()
+        assert stepped_in_full(module, before)
+    assert_same(state_dict(), optimizer.state_dict())
+
+
+def test_methods_kept_from_the_training_go_on_as_the_class_s(pool: RankPool) -> None:
+    pool.run(2, methods_kept_from_the_training)
 
 
 def step_hooks() -> tuple[list[int], list[int]]:
@@ -87,8 +220,7 @@ def identity() -> None:
     optimizer = torch.optim.AdamW(module.parameters())
     groups = optimizer.param_groups
     make_engine(module, optimizer)
-    assert isinstance(optimizer, torch.optim.AdamW) and isinstance(optimizer, ShardedOptimizer)
-    assert type(optimizer).__name__ == "AdamW"
+    assert type(optimizer) is optimizer.__class__ is torch.optim.AdamW and is_sharded(optimizer)
     assert optimizer.param_groups is groups
     assert all(one is other for one, other in zip(module.parameters(), parameters, strict=True))
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
@@ -334,3 +466,36 @@ def test_a_parameter_joins_a_second_optimizer(pool: RankPool, world_size: int) -
     expected = trained_with_a_bias_in_two(sharded=False)
     for trained in pool.run(world_size, trained_with_a_bias_in_two, True):
         assert_same(trained, expected, rtol=1e-5, atol=1e-7)
+
+
+def groups_edited_in_place(sharded: bool) -> list[Tensor]:
+    """A group's list loses a parameter, is turned around, and gets the parameter back, between steps."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
+    engine = make_engine(module, optimizer, bucket_cap_mb=8.0) if sharded else None
+    for number in range(8):
+        group = optimizer.param_groups[0]["params"]
+        if number == 2:
+            left = group.pop(1)
+        elif number == 4:
+            group.reverse()
+        elif number == 6:
+            group.append(left)
+        optimizer.zero_grad()
+        module.zero_grad()
+        if engine is not None:
+            backward(engine, loss_of(module))
+        else:
+            loss_of(module).backward()
+        optimizer.step()
+    if engine is not None:
+        engine.gatherer.finish()
+    return snapshot(module)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_that_are_edited_in_place_are_noticed(pool: RankPool, world_size: int) -> None:
+    (expected,) = pool.run(1, groups_edited_in_place, False)
+    for found in pool.run(world_size, groups_edited_in_place, True):
+        torch.testing.assert_close(found, expected)

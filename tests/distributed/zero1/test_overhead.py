@@ -40,6 +40,8 @@ def calls_in_a_step(tensors: int, cap: float) -> tuple[int, int]:
     original = _undecorated(torch.optim.AdamW).__code__
     for _ in range(4):
         step()
+    # Whether parameters are still in flight when forward reads them, which takes calls, is a matter of time.
+    engine.gatherer.finish()
     sys.setprofile(count)
     step()
     sys.setprofile(None)
@@ -57,10 +59,11 @@ def _undecorated(cls: type[Optimizer]) -> Any:
 TEN_TENSORS = 64 * 10 / 2**20
 
 
-@pytest.mark.parametrize(("cap", "calls"), [(8.0, 20), (TEN_TENSORS, 36)], ids=["one bucket", "ten tensors a bucket"])
-def test_a_parameter_more_costs_few_calls(pool: RankPool, cap: float, calls: int) -> None:
-    few, _ = pool.run(2, calls_in_a_step, 100, cap)[0]
-    many, _ = pool.run(2, calls_in_a_step, 300, cap)[0]
+@pytest.mark.parametrize(("cap", "calls"), [(8.0, 2), (TEN_TENSORS, 16)], ids=["one bucket", "ten tensors a bucket"])
+def test_a_parameter_more_costs_few_calls(own_pool: RankPool, cap: float, calls: int) -> None:
+    # In processes of its own: while anything is in flight that another test has left, every module's call is looked at.
+    few, _ = own_pool.run(2, calls_in_a_step, 100, cap)[0]
+    many, _ = own_pool.run(2, calls_in_a_step, 300, cap)[0]
     assert (many - few) / 200 <= calls
 
 

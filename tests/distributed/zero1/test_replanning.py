@@ -313,3 +313,27 @@ def test_a_scalar_parameters_count_of_steps_stays_where_it_is(device: str, moves
     described = _describe(optimizer, Move(cast(Any, slot), cast(Any, slot)))
     assert described["momentum"].dtype == torch.float32
     assert (described["step"].dtype is None) == moves_as_a_value
+
+
+def messages_before_the_third_step(idle: bool) -> int:
+    """Small messages that planning anew takes, of a module that fits into one bucket."""
+    module = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    engine = make_engine(module, torch.optim.Adam(module.parameters()), bucket_cap_mb=8.0)
+    for _ in range(2):
+        engine.prepare_forward()
+        hidden = torch.ones(2, 4)
+        for layer in list(module)[: 2 if idle else 3]:
+            hidden = layer(hidden)
+        engine.optimizers[0].zero_grad()
+        backward(engine, hidden.sum())
+        engine.optimizers[0].step()
+    before = engine.reducer.control.traffic.small_reductions
+    engine.prepare_forward()
+    # What is in flight would have modules of the next test ask about their parameters.
+    engine.gatherer.finish()
+    return engine.reducer.control.traffic.small_reductions - before
+
+
+def test_one_small_bucket_is_planned_anew_only_to_leave_out_what_is_not_used(pool: RankPool) -> None:
+    assert pool.run(2, messages_before_the_third_step, False) == [0, 0]
+    assert pool.run(2, messages_before_the_third_step, True) == [2, 2]

@@ -52,6 +52,24 @@ class SavesMore(Momentum):
         return {**super().state_dict(), "more": 1}
 
 
+class LooksAhead(Momentum):
+    """As sharpness-aware ones do: the closure must bring the gradient of another place."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        places = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=0.05 / norm.item())
+            parameter.grad = None
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.copy_(place)
+        return loss if any(parameter.grad is None for parameter in parameters) else super().step()
+
+
 class HasTrainOnly(Momentum):
     def train(self) -> None: ...
 
@@ -60,6 +78,29 @@ def replaced_step(parameters: Any) -> Optimizer:
     optimizer = sgd(parameters)
     optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
     return optimizer
+
+
+def replaced_zero_grad(parameters: Any) -> Optimizer:
+    optimizer = sgd(parameters)
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    return optimizer
+
+
+class HasAProperty(Momentum):
+    @property
+    def zero_grad(self) -> Any:  # type: ignore[override]
+        return super().zero_grad
+
+
+class Delegates(Optimizer):
+    """Wraps another optimizer, and is none itself but by name."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = sgd(parameters)
+        self.defaults, self.state, self.param_groups = self.base.defaults, self.base.state, self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
 
 
 def scheduled(cls: Any) -> Callable[[Any], Optimizer]:
@@ -76,7 +117,8 @@ def torchs(cls: Any) -> Callable[[Any], Optimizer]:
 
 
 ALONE = "depends on the others"
-UNTRIED = "could not be tried out"
+UNTRIED = "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"
+UNMOVED = "moved nothing"
 # Sorted: workers that share the tests must collect them in one order.
 ELEMENTWISE = sorted(ELEMENTWISE_OPTIMIZERS, key=lambda cls: cls.__name__)
 # Optimizer, choice, partition, and words of the reason where there is none.
@@ -101,6 +143,9 @@ TREATMENTS: dict[str, tuple[Callable[[Any], Any], PartitionChoice, str | None, s
     "its own list": (KeepsItsOwnList, "auto", None, ALONE),
     "mixes what it loads": (MixesWhatItLoads, "auto", None, ALONE),
     "uncopyable": (Uncopyable, "auto", None, UNTRIED),
+    "moves when it has a second gradient": (LooksAhead, "auto", None, UNMOVED),
+    "closure twice": (ClosureTwice, "auto", None, "closure more than once"),
+    "closure twice, cut": (ClosureTwice, "element", None, "closure more than once"),
     # A promise: that of its user, who knows better.
     "global norm, promised": (GlobalNorm, "parameter", "parameter", ""),
     "uncopyable, promised": (Uncopyable, "parameter", "parameter", ""),
@@ -112,8 +157,13 @@ TREATMENTS: dict[str, tuple[Callable[[Any], Any], PartitionChoice, str | None, s
         for name, make, reason in (
             ("no torch optimizer", OddOptimizer, "no torch.optim.Optimizer"),
             ("replaced step", replaced_step, "`step` was replaced"),
+            ("replaced zero_grad", replaced_zero_grad, "`zero_grad` was replaced"),
+            ("a property", HasAProperty, "`zero_grad` was replaced"),
+            ("no base", Delegates, "does not call `Optimizer.__init__`"),
             ("modes", HasModes, "`train` and `eval`"),
-            ("saves more", SavesMore, "saves its state"),
+            ("LBFGS", torch.optim.LBFGS, "needs a closure"),
+            ("closure without default", torchs(NeedsItsClosure), "needs a closure"),
+            ("saves more", SavesMore, "`state_dict` of its own"),
         )
     },
 }
@@ -124,20 +174,14 @@ def test_decisions(name: str) -> None:
     make, choice, partition, reason = TREATMENTS[name]
     decision = decide_sharding(make(linear().parameters()), choice)
     assert decision.partition == partition
-    assert reason in decision.reason and bool(decision.reason) is (partition is None)
+    assert reason in decision.reason and bool(decision.reason) is bool(decision.remedy) is (partition is None)
+    # Only what cannot be tried may be promised; and what a promise says stands beside it.
+    assert ("partition='parameter'" in decision.remedy) is (reason == UNTRIED)
+    assert "SAM" in decision.remedy or reason != UNTRIED
 
 
 REFUSALS: dict[str, tuple[Callable[[Any], Optimizer], PartitionChoice, list[str]]] = {
-    "LBFGS": (torch.optim.LBFGS, "auto", ["LBFGS evaluates its closure more than once", "strategy='ddp'"]),
-    "LBFGS, promised": (torch.optim.LBFGS, "parameter", ["LBFGS evaluates its closure more than once"]),
     "SparseAdam": (lambda p: torch.optim.SparseAdam(list(p)), "auto", ["SparseAdam", "sparse=False", "'ddp'"]),
-    "closure without default": (
-        lambda p: NeedsItsClosure(p, lr=0.1),
-        "auto",
-        ["NeedsItsClosure evaluates its closure", "`step()` works without a closure"],
-    ),
-    "closure twice": (ClosureTwice, "auto", ["ClosureTwice evaluates its closure more than once", "'ddp'"]),
-    "closure twice, cut": (ClosureTwice, "element", ["ClosureTwice evaluates its closure more than once"]),
     "a matrix cut": (
         torch.optim.Adafactor,
         "element",

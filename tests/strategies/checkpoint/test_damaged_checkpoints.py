@@ -78,10 +78,10 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     ),
     "gone": ("full", lambda p: p.unlink(), r"Checkpoint file not found: .*full\.ckpt"),
     "a newer format": ("full", changed(newer), r"saved by a newer lightning-parstrat \(its format is 99.*pip install"),
-    "too few optimizers": (
+    "too many optimizers": (
         "full",
-        changed(lambda c: c["optimizer_states"].clear()),
-        r"state of 0 optimizers, and the module has 1",
+        changed(lambda c: c["optimizer_states"].append(c["optimizer_states"][0])),
+        r"state of 2 optimizers, and the module has 1",
     ),
     "another shape": (
         "full",

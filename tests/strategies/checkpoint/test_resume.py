@@ -233,3 +233,18 @@ def resumed_twice(folder: str, arguments: dict[str, Any]) -> tuple[bool, bool]:
 @pytest.mark.parametrize("arguments", [pytest.param({}, marks=pytest.mark.slow), SHARDED], ids=["full", "sharded"])
 def test_resuming_twice_is_resuming_once(pool: RankPool, tmp_path: Path, arguments: dict[str, Any]) -> None:
     assert pool.run(2, resumed_twice, str(tmp_path), arguments) == [(True, True)] * 2
+
+
+def progress_saved(folder: str, kind: str | None) -> dict[str, Any]:
+    """How Lightning's loop over epochs counts, in the checkpoint of an epoch that the end of training has cut."""
+    chosen = "ddp" if kind is None else strategy(kind)
+    saving = ModelCheckpoint(folder, "{epoch}", enable_version_counter=False, save_on_train_epoch_end=True)
+    trainer = make_trainer(chosen, callbacks=[saving], max_steps=2, enable_checkpointing=True)
+    trainer.fit(Dropping(), shuffled())
+    return torch.load(saving.best_model_path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"]
+
+
+@pytest.mark.parametrize("kind", ["ZeRO1Strategy", "TunedDDPStrategy"])
+def test_an_epoch_that_was_cut_short_is_saved_as_under_ddp(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    (expected,) = pool.run(1, progress_saved, str(tmp_path / "ddp"), None)
+    assert pool.run(1, progress_saved, str(tmp_path / kind), kind) == [expected]

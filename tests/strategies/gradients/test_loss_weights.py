@@ -10,15 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_parstrat import TunedDDPStrategy
 from tests.comparing import distance
 from tests.pool import RankPool
+from tests.strategies import zoo
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches, windows_of
 from tests.strategies.gradients.trainings import WEIGHTS, differences, fit, kinds_of, ranks_batches, strategy
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import largest_difference, make_trainer, train, zero1
 
 BATCHES = 8
 
@@ -203,3 +207,80 @@ def distances_from_truth(kind: str, accumulate: int) -> tuple[float, float]:
 def test_weights_cost_no_precision_in_bf16(pool: RankPool, kind: str, accumulate: int) -> None:
     for ours, stock in pool.run(2, distances_from_truth, kind, accumulate):
         assert 0 < ours <= 2 * stock
+
+
+class LooksAtTheLoss(torch.optim.SGD):
+    """Cannot do without its closure, and keeps what that has come to."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.losses: list[float] = []
+
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        loss = closure()
+        self.losses.append(float(loss))
+        super().step()
+        return loss
+
+
+def losses_for_the_optimizer(kind: str, weighted: bool) -> tuple[list[float], list[tuple[float, float]]]:
+    """What the optimizer was told, and this rank's losses with their weights."""
+    module = Masked() if weighted else Regression()
+    module.optimizer = LooksAtTheLoss
+    own: list[tuple[float, float]] = []
+    module.on_train_batch_end = lambda out, batch, _: own.append((float(out["loss"]), batch.weight))  # type: ignore
+    trainer = fit(module, strategy(kind), BATCHES)
+    return trainer.strategy.optimizers[0].losses, own
+
+
+@pytest.mark.parametrize("kind", ["ddp_tuned", "zero1"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_optimizer_that_needs_the_loss_gets_its_mean_over_ranks(pool: RankPool, kind: str, weighted: bool) -> None:
+    ranks = pool.run(2, losses_for_the_optimizer, kind, weighted)
+    pairs = zip(*(own for _, own in ranks), strict=True)
+    expected = [
+        sum(weight * loss for loss, weight in pair if weight) / sum(weight for _, weight in pair) for pair in pairs
+    ]
+    for told, _ in ranks:
+        assert told == pytest.approx(expected, rel=1e-6)
+
+
+class OwnPreBackward(Precision):
+    """Of a user, who sees no need to ask the base class."""
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return tensor
+
+
+class OwnPostBackward(Precision):
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return tensor.detach()
+
+
+class WeighedByLength(zoo.MLP):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        kept = 1 + (batch_idx + dist.get_rank()) % 4
+        return {"loss": self.compute_loss(batch[:kept]), "loss_weight": float(kept)}
+
+
+def beside_the_usual_plugin(name: str, plugin: type[Precision], accumulate: int) -> float:
+    runs = [
+        train(WeighedByLength, by_flag(name), accumulate_grad_batches=accumulate, precision=precision)
+        for precision in (None, plugin())
+    ]
+    return largest_difference(*runs)
+
+
+def by_flag(name: str) -> Any:
+    return TunedDDPStrategy() if name == "ddp_tuned" else zero1()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("plugin", [OwnPreBackward, OwnPostBackward])
+@pytest.mark.parametrize("name", ["ddp_tuned", "zero1_custom"])
+def test_a_precision_plugin_of_the_users_changes_nothing(
+    pool: RankPool, name: str, plugin: type[Precision], accumulate: int
+) -> None:
+    assert pool.run(2, beside_the_usual_plugin, name, plugin, accumulate) == [0.0, 0.0]

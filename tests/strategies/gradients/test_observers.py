@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, Mod
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from tests.comparing import worst
@@ -186,6 +187,16 @@ def test_full_gradients_shows_them_on_demand(pool: RankPool, world_size: int) ->
     assert worst(pool.run(world_size, on_demand)) <= 2e-5
 
 
+class Averaging(Callback):
+    """Keeps an average of the weights, which has nothing to do with gradients."""
+
+    def __init__(self) -> None:
+        self.average = AveragedModel(zoo.MLP().net)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.average.update_parameters(pl_module.net)
+
+
 def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[bool]:
     class Peek(zoo.MLP):
         visible: list[bool] = []  # noqa: RUF012  (made anew with the class in every call)
@@ -209,6 +220,7 @@ def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[boo
         (False, [Watcher()], False),
         (True, [], True),
         ("auto", [Watcher()], True),
+        ("auto", [Averaging()], False),
     ],
 )
 def test_gradients_are_freed_unless_someone_may_look(
@@ -257,6 +269,7 @@ class QuietCheckpoint(ModelCheckpoint):
             ],
         ),
         (zoo.MLP, [LambdaCallback(on_after_backward=print)], ["LambdaCallback.on_after_backward"]),
+        (zoo.MLP, [Averaging()], []),
         (Noisy, [], ["Noisy.on_before_optimizer_step"]),
         (zoo.Adversarial, [], ["manual optimization"]),
         (Histograms, [], ["Histograms.on_train_epoch_end"]),

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -227,3 +228,14 @@ def test_hooks_see_the_gradient_of_the_big_batch(pool: RankPool, kind: str, weig
     for after_backward, before_step in pool.run(2, gradients_seen, kind, weighted):
         assert after_backward <= 2e-6
         assert before_step <= 2e-6
+
+
+def backwards_of_strategy(kind: str) -> int:
+    with mock.patch.object(Strategy, "backward", autospec=True, side_effect=Strategy.backward) as called:
+        fit(Regression(), strategy(kind), BATCHES)
+    return called.call_count
+
+
+@pytest.mark.parametrize("kind", ["ddp_tuned", "zero1"])
+def test_every_backward_goes_through_lightnings_strategy(pool: RankPool, kind: str) -> None:
+    assert pool.run(1, backwards_of_strategy, kind) == [BATCHES]

@@ -60,6 +60,7 @@ JOBS = {
     "with a task per node": {**ASKED_FOR_BY_NTASKS, **variables(2, 2, 1)},
     "of the right size": {**ASKED_FOR_BY_NTASKS, **variables(2, 4, 2)},
     "of an interactive shell": {**ASKED_FOR_BY_NTASKS, "SLURM_JOB_NAME": "interactive"},
+    "whose variables were set by hand": {**ASKED_FOR_BY_NTASKS, **variables(2, 2, 1), "SLURM_JOB_ID": ""},
 }
 # The strategies are objects or names; the first four are ours.
 TRAINERS = f"""
@@ -86,6 +87,8 @@ said = {{}}
 for name, variables in {JOBS!r}.items():
     os.environ.pop("SLURM_NTASKS_PER_NODE", None)
     os.environ.update(variables)
+    if not os.environ["SLURM_JOB_ID"]:
+        del os.environ["SLURM_JOB_ID"]
     said[name] = {{
         "zero1_custom": build("zero1_custom"),
         "ddp_tuned": build("DDP_tuned_find_unused_parameters_true"),
@@ -132,6 +135,6 @@ def test_other_sizes_are_refused_when_the_trainer_is_built(said: dict[str, dict[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["of the right size", "of an interactive shell"])
+@pytest.mark.parametrize("job", ["of the right size", "of an interactive shell", "whose variables were set by hand"])
 def test_healthy_jobs_are_left_alone(said: dict[str, dict[str, str]], job: str) -> None:
     assert set(said[job].values()) == {"built"}

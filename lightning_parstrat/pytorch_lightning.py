@@ -1,0 +1,103 @@
+"""The strategies and the callback for programs that import ``pytorch_lightning`` instead of ``lightning``.
+
+Lightning is published under two names: the same source, but other classes, and a Trainer takes no strategy that is
+derived from the other's. So the modules in ``strategies/`` are executed a second time under this package, with other
+names in their imports of Lightning and of each other. Files, lines and cached bytecode are those that are there.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import find_spec, spec_from_file_location
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lightning_parstrat._namespaces import PUBLIC, public_class
+
+if TYPE_CHECKING:
+    from pytorch_lightning import callbacks, strategies
+
+    from lightning_parstrat.strategies import ddp, zero1
+    from lightning_parstrat.strategies.gradients import grad_norm_monitor
+
+    # To a type checker they are of both namespaces: they have our arguments, and the Trainer takes them.
+    class GradNormMonitor(grad_norm_monitor.GradNormMonitor, callbacks.Callback):  # type: ignore[misc]
+        """As :class:`lightning_parstrat.GradNormMonitor`."""
+
+    class TunedDDPStrategy(ddp.TunedDDPStrategy, strategies.DDPStrategy):  # type: ignore[misc]
+        """As :class:`lightning_parstrat.TunedDDPStrategy`."""
+
+    class ZeRO1Strategy(zero1.ZeRO1Strategy, strategies.DDPStrategy):  # type: ignore[misc]
+        """As :class:`lightning_parstrat.ZeRO1Strategy`."""
+
+
+__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy"]
+
+# A package without a folder: no other finder can find a module in it, and execute it with its names as they are.
+__path__: list[str] = []
+
+_ORIGINAL = f"{__package__}.strategies"
+_RENAMED = {
+    "lightning.fabric": "lightning_fabric",
+    "lightning.pytorch": "pytorch_lightning",
+    _ORIGINAL: f"{__name__}.strategies",
+}
+
+
+def renamed(name: str) -> str:
+    """What a module of Lightning's, or of our strategies', is called in the other namespace; any other name as it is.
+
+    Args:
+        name: Dotted; what follows a module's name stays.
+    """
+    for original, other in _RENAMED.items():
+        if name == original or name.startswith(f"{original}."):
+            return other + name.removeprefix(original)
+    return name
+
+
+class _Loader(SourceFileLoader):
+    """Loads a module from its file or its cached bytecode, and replaces names in what it imports."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        code = super().get_code(fullname)
+        return None if code is None else _with_renamed_imports(code)
+
+
+class _Finder(MetaPathFinder):
+    """Finds this package's modules where the original ones are."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not f"{fullname}.".startswith(f"{__name__}.strategies."):
+            return None
+        original = find_spec(_ORIGINAL + fullname.removeprefix(f"{__name__}.strategies"))
+        if original is None or original.origin is None:
+            return None
+        spec = spec_from_file_location(fullname, original.origin, loader=_Loader(fullname, original.origin))
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec.submodule_search_locations = []
+        return spec
+
+
+def _with_renamed_imports(code: CodeType) -> CodeType:
+    # Of all names in bytecode, only those of imported modules have dots.
+    return code.replace(
+        co_names=tuple(map(renamed, code.co_names)),
+        co_consts=tuple(_with_renamed_imports(one) if isinstance(one, CodeType) else one for one in code.co_consts),
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return public_class(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.meta_path.append(_Finder())

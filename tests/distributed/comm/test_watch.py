@@ -1,0 +1,344 @@
+"""Ranks that wait long say for whom, and where those are; calls that not all ranks make mix nothing up."""
+
+import ctypes
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_parstrat.distributed.comm import watch as watch_module
+from lightning_parstrat.distributed.comm.agreement import RunningAgreement, all_gather_object
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.liveness import Liveness, MissingRanksError
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.comm.watch import Times, begin_watch, end_watch, met, watching
+from lightning_parstrat.distributed.torch_compat import default_store
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.distributed.engines import adamw, backward, make_engine, perceptron, squared_error
+from tests.pool import RankPool
+
+SOON = Times(said_after=(0.4, 1.2, 60.0), look=0.05, answers=1.0)
+
+
+class Lines(logging.Handler):
+    """What this rank has said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def watched(name: str, times: Times, act: Callable[[int, Lines], Any]) -> tuple[Any, list[str], list[str]]:
+    """What ``act`` returns, what was said, and the threads that are left."""
+    lines = Lines()
+    watch_module.log.addHandler(lines)
+    watch_module.TIMES = times
+    try:
+        begin_watch(Liveness(name), "zero1_custom")
+        result = act(dist.get_rank(), lines)
+        end_watch("ended its training", wait=True)
+    finally:
+        end_watch()
+        watch_module.TIMES = Times()
+        watch_module.log.removeHandler(lines)
+    return result, lines.said, _watching_threads()
+
+
+def _watching_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if "watch" in thread.name]
+
+
+def stays_away(until: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not until() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def has_key(name: str) -> Callable[[], bool]:
+    store = default_store()
+    return lambda: bool(store.check([name]))
+
+
+def idiom(name: str, times: Times, late: list[int], seconds: float) -> tuple[Any, list[str], list[str]]:
+    """Some ranks come to ``state_dict()`` only when another one has said that it waits."""
+    module = perceptron()
+    optimizer = adamw(module.parameters())
+    engine = make_engine(module, optimizer)
+    backward(engine, squared_error(module, dist.get_rank()))
+    optimizer.step()
+    heard = f"heard/{name}"
+
+    def act(rank: int, lines: Lines) -> Any:
+        if rank in late:
+            began = time.monotonic()
+            stays_away(has_key(heard))
+            assert time.monotonic() - began < seconds
+        else:
+            threading.Thread(target=tells, args=(lines, heard), daemon=True).start()
+        state = optimizer.state_dict()["state"]
+        return {key: value["exp_avg"].sum().item() for key, value in state.items()}
+
+    return watched(name, times, act)
+
+
+def tells(lines: Lines, key: str) -> None:
+    store = default_store().clone()
+    stays_away(lambda: bool(lines.said))
+    if lines.said:
+        store.set(key, "heard")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "late", "who"),
+    [
+        (2, [1], "rank 1 is in"),
+        (2, [0], "rank 0 is in"),
+        (3, [1], "rank 1 is in"),
+        (3, [1, 2], "ranks 1, 2 are in"),
+    ],
+)
+def test_a_rank_that_waits_names_who_has_not_come_and_where_it_is(
+    pool: RankPool, world_size: int, late: list[int], who: str
+) -> None:
+    found = pool.run(world_size, idiom, f"idiom {world_size} {late}", SOON, late, 10.0)
+    said = [line for _, lines, _ in found for line in lines]
+    asker = next(rank for rank in range(world_size) if rank not in late)
+    # One of those that wait asks for all.
+    assert len(said) == 1, said
+    assert said[0].startswith(f"zero1_custom, rank {asker}: `optimizer.state_dict()` has waited ") or world_size == 3
+    assert f"All ranks must take part, but {who} `stays_away` (test_watch.py, line " in said[0]
+    assert said[0].endswith("Call it on all ranks, and save what it returns on rank 0.")
+    states = [state for state, _, _ in found]
+    assert states[0] and all(state == states[0] for state in states) and all(v == v for v in states[0].values())
+    assert [threads for _, _, threads in found] == [[]] * world_size
+
+
+def shows_gradients(engine: ShardedDataParallel) -> None:
+    with engine.full_gradients():
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.requires_grad]
+        assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+
+
+def adds_a_group(engine: ShardedDataParallel) -> None:
+    engine.optimizers[0].add_param_group({"params": [engine.module.added]})
+    assert len(engine.buckets) == 6
+
+
+CALLS = {"full_gradients()": shows_gradients, "optimizer.add_param_group()": adds_a_group}
+
+
+def one_is_late(name: str, what: str) -> tuple[Any, list[str], list[str]]:
+    module = perceptron()
+    # Beside the optimizer until it is added.
+    module.added = nn.Parameter(torch.ones(7), requires_grad=False)
+    optimizer = adamw([parameter for parameter in module.parameters() if parameter.requires_grad])
+    module.added.requires_grad_(what == "optimizer.add_param_group()")
+    engine = make_engine(module, optimizer)
+    backward(engine, squared_error(module, dist.get_rank()))
+    heard = f"heard/{name}"
+
+    def act(rank: int, lines: Lines) -> None:
+        if rank == 0:
+            threading.Thread(target=tells, args=(lines, heard), daemon=True).start()
+        else:
+            stays_away(has_key(heard))
+        CALLS[what](engine)
+
+    try:
+        return watched(name, SOON, act)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_other_calls_of_the_engine_are_watched(pool: RankPool, what: str) -> None:
+    (_, said, threads), by_1 = pool.run(2, one_is_late, what, what)
+    assert len(said) == 1 and f"`{what}` has waited " in said[0] and "rank 1 is in `stays_away`" in said[0]
+    assert by_1 == (None, [], []) and threads == []
+
+
+def waits_for_collective(name: str, does_not_answer: bool) -> tuple[Any, list[str], list[str]]:
+    """Rank 0 waits within Gloo; rank 1 is late, in C code that holds Python's lock or in another collective."""
+    groups, heard = process_groups(), f"heard/{name}"
+
+    def act(rank: int, lines: Lines) -> None:
+        if rank == 0:
+            threading.Thread(target=tells_and_reduces, args=(lines, heard), daemon=True).start()
+        elif does_not_answer:
+            # `PyDLL` keeps the lock.
+            ctypes.PyDLL(None).usleep(2_500_000)
+            stays_away(has_key(heard))
+        else:
+            dist.all_reduce(torch.ones(1), group=groups.gradients)
+        with watching("`trainer.save_checkpoint()`"):
+            dist.barrier(group=groups.control)
+
+    def tells_and_reduces(lines: Lines, key: str) -> None:
+        tells(lines, key)
+        if not does_not_answer:
+            dist.all_reduce(torch.ones(1), group=groups.gradients)
+
+    return watched(name, SOON, act)
+
+
+@pytest.mark.parametrize(
+    ("does_not_answer", "where"),
+    [
+        (False, r"but rank 1 is in `\w+` \(\w+\.py, line \d+\), called from `act` \(test_watch\.py, line \d+\)\.$"),
+        (True, r"but rank 1 does not answer \(ended, or stuck\)\.$"),
+    ],
+)
+def test_where_the_host_waits_in_c_it_asks_and_answers(pool: RankPool, does_not_answer: bool, where: str) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, f"c {does_not_answer}", does_not_answer)
+    assert said and re.search(where, said[0]), said
+    assert said_by_1 == []
+
+
+def ends_while_another_waits(name: str) -> str:
+    module = perceptron()
+    optimizer = adamw(module.parameters())
+    make_engine(module, optimizer)
+    store = default_store()
+    timeout = store.timeout
+
+    def act(rank: int, lines: Lines) -> str:
+        if rank == 1:
+            end_watch("ended its training by ValueError")
+            return "ended"
+        store.set_timeout(timedelta(seconds=2))
+        try:
+            optimizer.state_dict()
+        except MissingRanksError as error:
+            return str(error)
+        finally:
+            store.set_timeout(timeout)
+        return "did not wait"
+
+    return watched(name, SOON, act)[0]
+
+
+def test_a_rank_that_has_ended_is_named_and_so_does_the_error_of_the_timeout(pool: RankPool) -> None:
+    error, _ = pool.run(2, ends_while_another_waits, "ended")
+    assert error.startswith("Not all ranks have come to `optimizer.state_dict()`. zero1_custom, rank 0: ")
+    assert "but rank 1 has ended its training by ValueError. Call it on all ranks" in error
+
+
+def saves_after_training(name: str) -> tuple[Any, list[str], list[str]]:
+    module = perceptron()
+    optimizer = adamw(module.parameters())
+    make_engine(module, optimizer)
+    heard = f"heard/{name}"
+
+    def act(rank: int, lines: Lines) -> int:
+        end_watch("ended its training", wait=True)
+        if rank == 0:
+            threading.Thread(target=tells, args=(lines, heard), daemon=True).start()
+        else:
+            stays_away(has_key(heard))
+        return len(optimizer.state_dict()["param_groups"])
+
+    return watched(name, SOON, act)
+
+
+def test_after_training_it_is_watched_as_long_as_somebody_waits(pool: RankPool) -> None:
+    (groups, said, threads), by_1 = pool.run(2, saves_after_training, "after training")
+    assert groups == 1 and by_1 == (1, [], []) and threads == []
+    assert len(said) == 1 and "but rank 1 has ended its training. Call it on all ranks" in said[0]
+
+
+def comes_at_another_point(name: str) -> str:
+    """Rank 1 goes on to the next control message, which does not wait, before it comes."""
+    module = perceptron()
+    optimizer = adamw(module.parameters())
+    make_engine(module, optimizer)
+    agreement = RunningAgreement(make_collectives(process_groups().control, torch.device("cpu")))
+
+    def act(rank: int, lines: Lines) -> str:
+        if rank == 1:
+            agreement.ask(7)
+        try:
+            optimizer.state_dict()
+        except RuntimeError as error:
+            if rank == 0:
+                agreement.ask(3)
+            return f"{error} {agreement.answer()}"
+        return "mixed up"
+
+    return watched(name, SOON, act)[0]
+
+
+def test_what_comes_at_different_points_is_an_error_and_nothing_is_mixed_up(pool: RankPool) -> None:
+    for error in pool.run(2, comes_at_another_point, "apart"):
+        assert "was called by all ranks, but at different points of the training" in error and error.endswith(" 7")
+
+
+class Counted(PrefixStore):
+    """Counts requests of this process."""
+
+    requests: ClassVar[list[str]] = []
+
+    def __init__(self, prefix: str, store: Any) -> None:
+        super().__init__(prefix, store)
+        self.made_of = prefix, store
+
+    def clone(self) -> "Counted":
+        prefix, store = self.made_of
+        return Counted(prefix, store.clone())
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    def request(self: Counted, *arguments: Any) -> Any:
+        Counted.requests.append(name)
+        return getattr(PrefixStore, name)(self, *arguments)
+
+    return request
+
+
+for _name in ("add", "check", "compare_set", "delete_key", "get", "multi_get", "multi_set", "set", "wait"):
+    setattr(Counted, _name, _counted(_name))
+
+
+def trains_without_waiting(name: str) -> list[str]:
+    group = process_groups().control
+    watch_module.PrefixStore = Counted  # type: ignore[misc]
+    Counted.requests.clear()
+
+    def act(rank: int, lines: Lines) -> list[str]:
+        for _ in range(20):
+            with watching("a step"):
+                all_gather_object(rank, group)
+                time.sleep(0.05)
+        return list(Counted.requests)
+
+    try:
+        return watched(name, SOON, act)[0]
+    finally:
+        watch_module.PrefixStore = PrefixStore  # type: ignore[misc]
+
+
+def test_nothing_is_sent_while_nobody_waits_long(pool: RankPool) -> None:
+    assert pool.run(2, trains_without_waiting, "quiet") == [["wait"]] * 2
+
+
+def test_alone_nothing_is_watched(pool: RankPool) -> None:
+    assert pool.run(1, alone) == [([], [])]
+
+
+def alone() -> tuple[list[str], list[str]]:
+    with met("`optimizer.state_dict()`", process_groups().control):
+        pass
+    threads: list[list[str]] = []
+    _, said, left = watched("alone", SOON, lambda rank, lines: threads.append(_watching_threads()))
+    return said, [*threads[0], *left]

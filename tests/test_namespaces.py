@@ -1,0 +1,278 @@
+"""Programs on `pytorch_lightning` have the strategies, too: the same source, executed under other names."""
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning
+from lightning.pytorch import Trainer
+
+import lightning_parstrat
+from lightning_parstrat import pytorch_lightning as other_package
+from tests.scripts import run_script
+
+ROOT = Path(lightning_parstrat.__file__).parent
+OURS = {"lightning.pytorch": "lightning_parstrat", "pytorch_lightning": "lightning_parstrat.pytorch_lightning"}
+"""By package of Lightning's; the second one executes the modules of the first."""
+BOTH = pytest.mark.parametrize(
+    "lightning", [pytest.param("lightning.pytorch", marks=pytest.mark.slow), *list(OURS)[1:]]
+)
+"""What the second one can do, the first one has many other tests of."""
+TOPS = {"lightning.pytorch": ("lightning",), "pytorch_lightning": ("pytorch_lightning", "lightning_fabric")}
+
+
+def other_than(lightning: str) -> str:
+    return next(name for name in OURS if name != lightning)
+
+
+QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+
+
+# What is imported.
+
+
+@BOTH
+def test_one_of_the_two_packages_is_enough(tmp_path: Path, lightning: str) -> None:
+    """Every module of ours can be imported, and a Trainer made, where the other one is not installed."""
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "strategies").rglob("*.py")]
+    ours = OURS[lightning]
+    script = f"""
+import importlib, inspect, pickle, sys
+for top in {TOPS[other_than(lightning)]}:
+    sys.modules[top] = None  # importing it is an ImportError
+from {lightning} import Trainer
+for name, cls in (("zero1_custom", "ZeRO1Strategy"), ("ddp_tuned", "TunedDDPStrategy"), ("ddp_zero1", "ZeRO1Strategy")):
+    strategy = Trainer(strategy=name, accelerator="cpu", devices=1, {QUIET}).strategy
+    print(type(strategy).__module__, type(strategy).__name__)
+    import lightning_parstrat
+    assert getattr(lightning_parstrat, cls) is getattr(importlib.import_module("{ours}"), cls) is type(strategy)
+    assert f"class {{cls}}" in inspect.getsource(type(strategy))
+    assert pickle.loads(pickle.dumps(type(strategy))) is type(strategy)
+for name in {modules}:
+    importlib.import_module(f"{ours}.{{name.removesuffix('.__init__')}}")
+for name in ("inspect", "plan", "doctor", "consolidate", "slurm"):
+    importlib.import_module(f"lightning_parstrat.cli.{{name}}")
+loaded = {{name for name, module in sys.modules.items() if module is not None}}
+print("others:", sorted(n for n in loaded if n.startswith({tuple(f"{top}." for top in TOPS[other_than(lightning)])})))
+print("modules:", sum(name.startswith("{ours}.strategies.") for name in loaded))
+"""
+    printed = run_script(script, tmp_path).splitlines()
+    assert f"{ours}.strategies.zero1 ZeRO1Strategy" in printed and f"{ours}.strategies.ddp TunedDDPStrategy" in printed
+    assert "others: []" in printed
+    # Packages are among them, but for `strategies` itself.
+    assert f"modules: {len(modules) - 1}" in printed
+
+
+def lightnings_imports(tree: ast.Module) -> list[str]:
+    """What a file imports of Lightning's in a form that the second package does not replace."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [
+                alias.name for alias in node.names if alias.name.split(".")[0] in ("lightning", "lightning_parstrat")
+            ]
+        elif isinstance(node, ast.ImportFrom) and node.module == "lightning":
+            found += [f"from lightning import {alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "lightning_parstrat":
+            found += [
+                f"from lightning_parstrat import {alias.name}" for alias in node.names if alias.name == "strategies"
+            ]
+    return found
+
+
+def test_strategies_import_in_a_form_that_can_be_renamed() -> None:
+    assert {
+        str(path.relative_to(ROOT)): found
+        for path in (ROOT / "strategies").rglob("*.py")
+        if (found := lightnings_imports(ast.parse(path.read_text())))
+    } == {}
+    breach = "import lightning\nimport lightning.pytorch as pl\nfrom lightning import fabric"
+    assert lightnings_imports(ast.parse("from lightning.pytorch import x")) == []
+    assert len(lightnings_imports(ast.parse(breach))) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "renamed"),
+    [
+        ("lightning.pytorch", "pytorch_lightning"),
+        ("lightning.pytorch.strategies.ddp", "pytorch_lightning.strategies.ddp"),
+        ("lightning.fabric.plugins", "lightning_fabric.plugins"),
+        ("lightning_parstrat.strategies.zero1", "lightning_parstrat.pytorch_lightning.strategies.zero1"),
+        ("lightning_parstrat.distributed.zero1", "lightning_parstrat.distributed.zero1"),
+        ("lightning.pytorch_tools", "lightning.pytorch_tools"),
+        ("lightning", "lightning"),
+        ("pytorch", "pytorch"),
+    ],
+)
+def test_names_of_modules_are_renamed_and_no_others(name: str, renamed: str) -> None:
+    assert other_package.renamed(name) == renamed
+
+
+def test_the_second_package_lists_and_gives_its_public_names() -> None:
+    assert {"GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy"} <= set(dir(other_package))
+    assert issubclass(other_package.ZeRO1Strategy, pytorch_lightning.strategies.DDPStrategy)
+    assert issubclass(other_package.GradNormMonitor, pytorch_lightning.Callback)
+    with pytest.raises(AttributeError, match="has no attribute 'Zero1Strategy'"):
+        other_package.Zero1Strategy  # noqa: B018
+    with pytest.raises(ModuleNotFoundError):
+        __import__("lightning_parstrat.pytorch_lightning.strategies.zero2")
+
+
+# Training.
+
+TRAINING = """
+import sys
+import torch
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
+from lightning_parstrat.pytorch_lightning import GradNormMonitor, ZeRO1Strategy
+
+
+class Module(BoringModel):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+
+class WithMonitor(ZeRO1Strategy):
+    "A user's own."
+
+
+def train(strategy, **arguments):
+    torch.manual_seed(0)
+    module = Module()
+    data = torch.utils.data.DataLoader(RandomDataset(32, 48), batch_size=4)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, limit_val_batches=0, gradient_clip_val=0.1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **arguments,
+    )
+    trainer.fit(module, data)
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+if __name__ == "__main__":
+    expected = train("ddp_fork")
+    for name in sys.argv[1:]:
+        found = train(name)
+        assert found.isfinite().all()
+        print("distance", name, (found - expected).abs().max().item())
+    instance = WithMonitor(bucket_cap_mb=0.001, start_method="fork")
+    print("distance instance", (train(instance, callbacks=[GradNormMonitor()]) - expected).abs().max().item())
+    assert "lightning.pytorch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["zero1_custom_fork", "ddp_tuned_fork", "ddp_zero1_notebook"], id="forked"),
+        pytest.param(["zero1_custom_spawn", "ddp_tuned_spawn"], id="spawned", marks=pytest.mark.slow),
+    ],
+)
+def test_a_trainer_of_the_other_package_trains_as_its_ddp_does(tmp_path: Path, names: list[str]) -> None:
+    printed = run_script(TRAINING, tmp_path, names)
+    distances = dict(re.findall(r"^distance (\S+) (\S+)$", printed, flags=re.MULTILINE))
+    assert set(distances) == {*names, "instance"}
+    assert all(float(distance) <= 1e-6 for distance in distances.values()), distances
+    # Its base class's hooks are nobody's who looks at gradients.
+    assert "gradients stay visible" not in printed
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_is_resumed_under_the_other(tmp_path: Path) -> None:
+    script = """
+import importlib, itertools, sys
+import torch
+
+def train(package, ours, steps, resumed=None, saved=None, **arguments):
+    lightning = importlib.import_module(package)
+    demos = importlib.import_module(f"{package}.demos.boring_classes")
+    strategies = importlib.import_module(ours)
+
+    class Module(demos.BoringModel):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+    torch.manual_seed(0)
+    module = Module()
+    data = torch.utils.data.DataLoader(demos.RandomDataset(32, 48), batch_size=4)
+    strategy = strategies.ZeRO1Strategy(**arguments)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_epochs=steps, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(module, data, ckpt_path=resumed)
+    if saved:
+        trainer.save_checkpoint(saved)
+    return trainer.global_step, [parameter.detach().clone() for parameter in module.parameters()]
+
+namespaces = PAIRS
+for (writer, loader), format in itertools.product((namespaces, namespaces[::-1]), ("full", "sharded")):
+    path = f"{writer[1]}-{format}.ckpt"
+    train(*writer, 1, saved=path, checkpoint_format=format)
+    step, found = train(*loader, 2, resumed=path)
+    expected_step, expected = train(*loader, 2)
+    assert step == expected_step == 24, step
+    assert all(map(torch.equal, found, expected)), (found, expected)
+    print("resumed", path)
+"""
+    printed = run_script(script.replace("PAIRS", str(list(OURS.items()))), tmp_path)
+    assert printed.count("resumed ") == 4
+
+
+# The wrong one.
+
+
+@pytest.mark.parametrize("lightning", OURS)
+@pytest.mark.parametrize("name", ["ZeRO1Strategy", "TunedDDPStrategy"])
+def test_the_wrong_trainer_refuses_and_says_what_to_write(lightning: str, name: str) -> None:
+    packages = {"lightning.pytorch": lightning_parstrat, "pytorch_lightning": other_package}
+    trainers = {"lightning.pytorch": Trainer, "pytorch_lightning": pytorch_lightning.Trainer}
+    kind: Any = getattr(packages[other_than(lightning)], name)
+    for cls in (kind, type("Mine", (kind,), {})):
+        with pytest.raises(ValueError, match="invalid strategy name") as caught:
+            trainers[lightning](strategy=cls(), accelerator="cpu")
+        line = re.search(f"for {lightning}, write `(.*?)`", str(caught.value))
+        assert line is not None, caught.value
+        found: dict[str, Any] = {}
+        exec(line[1], found)
+        assert isinstance(trainers[lightning](strategy=found[name](), accelerator="cpu").strategy, found[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lightning", OURS)
+def test_a_monitor_of_the_other_package_monitors(tmp_path: Path, lightning: str) -> None:
+    script = f"""
+from {lightning} import Trainer
+from {lightning}.demos.boring_classes import BoringModel
+from {OURS[other_than(lightning)]}.strategies.gradients.grad_norm_monitor import GradNormMonitor
+trainer = Trainer(strategy="zero1_custom", accelerator="cpu", devices=1, max_steps=2, log_every_n_steps=1,
+    limit_val_batches=0, callbacks=[GradNormMonitor()], {QUIET})
+trainer.fit(BoringModel())
+print("norm:", trainer.callback_metrics["grad_norm"].item() > 0)
+"""
+    assert "norm: True" in run_script(script, tmp_path)
+
+
+# Command lines.
+
+
+@pytest.mark.parametrize("lightning", ["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.slow)])
+def test_a_command_line_knows_the_short_names(tmp_path: Path, lightning: str) -> None:
+    script = f"""
+import sys
+from {lightning}.cli import LightningCLI
+from {lightning}.demos.boring_classes import BoringModel
+if __name__ == "__main__":
+    assert "zero1_custom" not in sys.argv and not any("parstrat" in word for word in sys.argv)
+    trainer = LightningCLI(BoringModel, run=False, save_config_callback=None).trainer
+    print("strategy:", type(trainer.strategy).__module__, trainer.strategy._policy.bucket_cap_mb)
+    print("callbacks:", [type(callback).__module__ for callback in trainer.callbacks])
+    print("other:", {other_than(lightning)!r} in sys.modules)
+"""
+    ours = OURS[lightning]
+    short = ["--trainer.strategy=ZeRO1Strategy", "--trainer.strategy.bucket_cap_mb=4"]
+    arguments = ["--trainer.accelerator=cpu", *short, "--trainer.callbacks+=GradNormMonitor"]
+    printed = run_script(script, tmp_path, arguments).splitlines()
+    assert f"strategy: {ours}.strategies.zero1 4.0" in printed
+    assert f"{ours}.strategies.gradients.grad_norm_monitor" in next(line for line in printed if "callbacks:" in line)
+    assert "other: False" in printed
