@@ -51,8 +51,12 @@ def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
     """
     # For schedulers, whose wrapper of `step` this may stand in for.
     note_step_called(self)
-    with sharding_of(self).permit_step():
+    sharding = sharding_of(self)
+    before, sharding.may_step = sharding.may_step, True
+    try:
         return _step_between_hooks(self, *args, **kwargs)
+    finally:
+        sharding.may_step = before
 
 
 def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -204,15 +204,6 @@ class OptimizerSharding:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""
         self.reducer.finish(self.buckets)
 
-    @contextmanager
-    def permit_step(self) -> Iterator[None]:
-        """Within it, the class's ``step`` is called by the optimizer's own."""
-        before, self.may_step = self.may_step, True
-        try:
-            yield
-        finally:
-            self.may_step = before
-
     def step(
         self,
         optimizer: Optimizer,

@@ -73,11 +73,10 @@ class Reductions:
         self._in_flight: list[_Reduction] = []
         self._not_waited_for: deque[Work] = deque()
 
-    @torch.no_grad()
     def launch(self, bucket: GradientBucket, how: Launch) -> None:
         """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
         self._hold_back()
-        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"):
+        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad():
             self._in_flight.append(self._send(bucket, how))
         self._not_waited_for.append(self._in_flight[-1].work)
 

@@ -5,6 +5,7 @@ is, on every rank, with averaged gradients in ``param.grad``.
 """
 
 import copy
+import functools
 import inspect
 import random
 import sys
@@ -116,9 +117,14 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
 def needs_closure(optimizer: Optimizer) -> bool:
     """Whether its ``step`` cannot do without a closure, as that of LBFGS, which looks at the loss again and again."""
     cls = type(optimizer)
-    step = getattr(cls, "step", None)
+    return issubclass(cls, torch.optim.LBFGS) or _insists_on_closure(getattr(cls, "step", None))
+
+
+# Asked in every step; reading a signature takes longer than some steps do.
+@functools.lru_cache
+def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
     closure = None if step is None else inspect.signature(step).parameters.get("closure")
-    return issubclass(cls, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _replaced_method(optimizer: Optimizer) -> str | None:

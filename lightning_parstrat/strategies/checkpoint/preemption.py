@@ -98,13 +98,13 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
 
 
 class SavesWhenPreempted(BetweenBatches):
-    """Notes signals, and saves between batches. The strategies put it before the user's callbacks.
+    """Notes signals, and saves between batches; notes where training can resume. Comes before the user's callbacks.
 
     Collective in every ``on_train_batch_start``: a non-blocking all-reduce of 4 bytes on the host.
 
     Args:
         control: Carries the ranks' agreement.
-        resume_points: Notes where training resumes; must come before this among the callbacks.
+        resume_points: Is told of batches and epochs.
         requeue_signal: The signal at which a Slurm job is to be saved and requeued; None where there is no such job.
             SIGTERM means to save and end: Slurm requeues by itself where it wants to.
         wait_for_saves: Returns when what was saved is on the disk.
@@ -173,11 +173,22 @@ class SavesWhenPreempted(BetweenBatches):
         leave_out_sigterm_broadcast(self._loop)
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the start of an epoch."""
+        self._resume_points.begin_epoch()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the end of an epoch, before other callbacks save."""
+        self._resume_points.epoch_has_ended = True
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Learns whether any rank got a signal, unless gradients are being accumulated: a checkpoint lacks them."""
         self._window_is_open = window_is_open(trainer)
+        self._resume_points.end_batch(trainer, self._window_is_open)
         if self._window_is_open:
             return
         self._signal_of_any_rank = self._agreement.answer()
@@ -191,6 +202,7 @@ class SavesWhenPreempted(BetweenBatches):
 
         Everything that belongs to the last batch has happened: hooks, validation, the end of the epoch.
         """
+        self._resume_points.epoch_has_ended = False
         if self._window_is_open:
             return
         asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0

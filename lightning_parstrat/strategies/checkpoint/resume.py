@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.strategies.lightning_compat import BetweenBatches, count_one_step_less, window_is_open
+from lightning_parstrat.strategies.lightning_compat import count_one_step_less
 
 RNG = "rng"
 """The key of the states of random number generators, among this package's entries of a checkpoint."""
@@ -34,7 +33,7 @@ class ResumePoint(NamedTuple):
     micro_batches: int = 0
 
 
-class ResumePoints(BetweenBatches):
+class ResumePoints:
     """Notes moments at which a training can resume, for checkpoints that are saved at other moments. Not collective.
 
     A checkpoint does not hold gradients. One that is saved in the middle of an accumulation window is set back to the
@@ -49,27 +48,13 @@ class ResumePoints(BetweenBatches):
         """Whether no batch has begun since an epoch ended, be it because training did."""
         self._point: ResumePoint | None = None
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def begin_epoch(self) -> None:
         """Notes the start of an epoch, before its loaders draw random numbers."""
         self._point = ResumePoint(rng_state(), None)
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Notes that an epoch goes on."""
-        self.epoch_has_ended = False
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the end of an epoch, before other callbacks save."""
-        self.epoch_has_ended = True
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Notes the end of a window, or counts a batch in it, before other callbacks save."""
-        if not window_is_open(trainer):
+        if not window_is_open:
             self._point = None
             # Copying the loaders' states costs time; without accumulation no save falls into a window.
             if trainer.accumulate_grad_batches > 1:

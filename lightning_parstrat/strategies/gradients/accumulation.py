@@ -179,7 +179,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if self._preemption is not None:
             # Not before: programs count, copy and compare their callbacks where they begin.
             self._remove_callbacks()
-            trainer.callbacks[:0] = [self._resume_points, self._preemption]
+            trainer.callbacks.insert(0, self._preemption)
             self._preemption.take_over_sigterm(trainer)
         draws_batches = is_param_in_hook_signature(
             self._training_module.training_step, "dataloader_iter", explicit=True
@@ -264,7 +264,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
                 " weighed by it.",
             )
         if not self._accumulates:
-            self._window_scale = functools.cache(self._scale_of_window)
+            self._window_scale = _Once(self._scale_of_window)
         return factor
 
     def _end_backward(self) -> None:
@@ -280,7 +280,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         """
         waits = self._window.backwards and self._window_scale is None and not self._accumulates
         if waits and self._training_module.automatic_optimization:
-            self._window_scale = functools.cache(self._scale_of_window)
+            self._window_scale = _Once(self._scale_of_window)
             self._reduce_local_gradients()
             self._scale_reduced_gradients()
 
@@ -415,12 +415,25 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def _remove_callbacks(self) -> None:
         # In place: tuners put lists of their own there for a while, and look into them afterwards.
         callbacks = self._training_module.trainer.callbacks
-        callbacks[:] = [one for one in callbacks if one is not self._preemption and one is not self._resume_points]
+        callbacks[:] = [one for one in callbacks if one is not self._preemption]
 
     def _say_once(self, say: Callable[[str], None], message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             say(f"{self.flag}: {message}")
+
+
+class _Once:
+    """Calls a function once, when first asked; ``functools.cache`` would do the same, with 30 calls to set it up."""
+
+    def __init__(self, ask: GradientScale) -> None:
+        self._ask = ask
+        self._answer: float | None = None
+
+    def __call__(self) -> float:
+        if self._answer is None:
+            self._answer = self._ask()
+        return self._answer
 
 
 class HeldSchedulers:
