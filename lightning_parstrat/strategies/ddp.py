@@ -132,7 +132,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         # Only now: until then these are what the strategy was given, for whoever asks.
         self._ddp_kwargs["gradient_as_bucket_view"] = self._gradient_as_bucket_view
         super().configure_ddp()
-        self._trained = TrainedParameters(self._ddp, self._control)
+        self._trained = TrainedParameters(self._ddp, self._messages)
         self._begin_with_reducer()
 
     def _begin_with_reducer(self) -> None:

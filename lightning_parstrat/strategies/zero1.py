@@ -154,7 +154,13 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
         node = f"{socket.gethostname()} {self.node_rank}"
         self._engine = ShardedDataParallel(
-            self._training_module, _trained(optimizers), self._policy, self._groups, node, self._kept_plan()
+            self._training_module,
+            _trained(optimizers),
+            self._policy,
+            self._groups,
+            node,
+            self._kept_plan(),
+            self._messages,
         )
         self._broadcast_buffers_next = True
         if self._in_training:

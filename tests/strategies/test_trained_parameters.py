@@ -399,7 +399,7 @@ def test_a_strategy_fits_twice_and_leaves_no_hooks(pool: RankPool) -> None:
 
 
 class CountsMessages(Callback):
-    """Small reductions by the end of each step, of those that only this work is done with."""
+    """Small reductions by the end of each step, with those of everything that rides in the control messages."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -417,12 +417,13 @@ def messages(name: str, trainer: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "trainer", "expected"),
     [
-        # One, and two more where gradients are averaged beside the reducer or it is made anew.
-        ("unfrozen before a batch", {}, [1, 1, 1, 2, 2, 2, 1, 1, 1, 1]),
-        ("unfrozen before a batch, unused are found", {}, [1, 1, 1, 2, 2, 1, 1, 1, 1, 1]),
-        ("frozen", {}, [1, 1, 1, 1, 1, 2, 1, 1, 1, 1]),
-        ("a teacher", {}, [1] * 10),
-        ("a teacher", BY_TWO, [0, 1] * 5),
+        # The first asks whether losses have weights. One more where gradients are averaged beside the reducer, and
+        # where it is made anew.
+        ("unfrozen before a batch", {}, [2, 1, 1, 2, 2, 2, 1, 1, 1, 1]),
+        ("unfrozen before a batch, unused are found", {}, [2, 1, 1, 2, 2, 1, 1, 1, 1, 1]),
+        ("frozen", {}, [2, 1, 1, 1, 1, 2, 1, 1, 1, 1]),
+        ("a teacher", {}, [2] + [1] * 9),
+        ("a teacher", BY_TWO, [1, 1] + [0, 1] * 4),
     ],
 )
 def test_a_step_without_a_change_sends_one_message(

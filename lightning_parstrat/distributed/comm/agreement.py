@@ -1,4 +1,4 @@
-"""Agreement between ranks: values of any kind, flags, extremes, and numbers that are reduced in the background."""
+"""Agreement between ranks that the host waits for: values of any kind, flags and extremes."""
 
 import hashlib
 from collections.abc import Sequence
@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.profiling import marked
 
 
@@ -34,67 +33,6 @@ def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
     dist.gather_object(value, values, group=group, group_dst=0)
     return values or []
-
-
-class RunningAgreement:
-    """The largest of all ranks' numbers, asked for now and answered later.
-
-    Collective: all ranks must call :meth:`ask` equally often. A question is a non-blocking all-reduce of 4 bytes on the
-    host, whose latency grows with the logarithm of the world size.
-
-    Args:
-        control: Its group works on host memory.
-    """
-
-    def __init__(self, control: Collectives) -> None:
-        self._control = control
-        self._asked: tuple[Tensor, Work] | None = None
-
-    def ask(self, number: int) -> None:
-        """Sends this rank's number. The answer to the previous question must have been taken."""
-        sent = torch.tensor(number, dtype=torch.int32)
-        self._asked = sent, self._control.all_reduce(sent, op=dist.ReduceOp.MAX)
-
-    def answer(self) -> int:
-        """The largest number of the last question; 0 before anything was asked. Waits for the ranks to ask, too."""
-        if self._asked is None:
-            return 0
-        (received, work), self._asked = self._asked, None
-        with marked("lightning_parstrat: agree between ranks"):
-            work.wait()
-        return int(received)
-
-
-class RunningComparison:
-    """Whether all ranks have the same number, asked for now and answered later.
-
-    Collective: all ranks must call :meth:`ask` equally often. A question is a non-blocking all-reduce of 16 bytes on
-    the host, whose latency grows with the logarithm of the world size.
-
-    Args:
-        control: Its group works on host memory.
-    """
-
-    def __init__(self, control: Collectives) -> None:
-        self._control = control
-        self._asked: tuple[Tensor, Work] | None = None
-        self._alike = True
-
-    def ask(self, number: int) -> None:
-        """Sends this rank's number. :meth:`is_alike` must have answered the previous question."""
-        # The smallest is minus the largest negative: one all-reduce by MAX gives both.
-        sent = torch.tensor([number, -number], dtype=torch.int64)
-        self._asked = sent, self._control.all_reduce(sent, op=dist.ReduceOp.MAX)
-
-    def is_alike(self) -> bool:
-        """The answer to the last question, also when called again; waits for the ranks to ask, too. Not collective."""
-        if self._asked is not None:
-            (received, work), self._asked = self._asked, None
-            with marked("lightning_parstrat: agree between ranks"):
-                work.wait()
-            largest, negative = received.tolist()
-            self._alike = largest == -negative
-        return self._alike
 
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:

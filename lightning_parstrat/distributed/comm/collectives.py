@@ -123,12 +123,17 @@ class Collectives(ABC):
         """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients."""
         if self.world_size == 1:
             return DONE
-        self.traffic.small_reductions += 1
-        self._small_reductions.number += 1
+        self.count_small_reduction()
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
         # What `dist.all_reduce` comes to, after six times as many calls of Python.
         return as_work(self.group.allreduce([tensor], how))
+
+    def count_small_reduction(self) -> None:
+        """Takes note of a small message that all ranks send, and put together."""
+        if self.world_size > 1:
+            self.traffic.small_reductions += 1
+            self._small_reductions.number += 1
 
     @abstractmethod
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work: ...
@@ -146,7 +151,7 @@ _SMALL_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Counter]" = we
 
 
 def small_reductions_of(group: dist.ProcessGroup) -> int:
-    """How many :meth:`Collectives.all_reduce` this rank has launched by the group: where all are, the same on all."""
+    """How many small reductions this rank has launched by the group: where all are, the same on all."""
     counter = _SMALL_REDUCTIONS.get(group)
     return 0 if counter is None else counter.number
 

@@ -21,12 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import (
-    RunningComparison,
     all_gather_object,
     any_rank_for_each,
     extremes_over_ranks,
 )
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.ddp.comm_hooks import forget_buckets
@@ -63,8 +63,7 @@ class TrainedParameters:
     """Averages the gradients of all parameters that are trained, not only of those that the reducer was made for.
 
     A backward that sends gradients costs a look at what every module holds (0.1 to 0.2 microseconds for each module
-    and each parameter), and one non-blocking all-reduce of 16 bytes on the host, whose latency grows with the logarithm
-    of the number of ranks. Nobody waits for it before the next such backward, unless there is a parameter beside those
+    and each parameter), and one control message, for which it does not wait, unless there is a parameter beside those
     that the reducer sends: then the ranks agree first that all of them have it.
 
     A reducer that finds unused parameters never waits in vain, and ranks may use different ones: what is unfrozen
@@ -73,13 +72,13 @@ class TrainedParameters:
 
     Args:
         ddp: The wrapper, before its first step.
-        control: Its group works on host memory.
+        messages: Carry what the ranks compare.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, control: Collectives) -> None:
+    def __init__(self, ddp: DistributedDataParallel, messages: ControlMessages) -> None:
         self._ddp = ddp
-        self._control = control
-        self._comparison = RunningComparison(control)
+        self._messages = messages
+        self._message: ControlMessage | None = None
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._caps = bucket_caps(ddp)
         self._note_sent(*parameters_for_reducer(ddp))
@@ -117,7 +116,7 @@ class TrainedParameters:
         before, self._numbers_before = self._numbers_before, numbers
         # Whoever freezes parts by turns in every step would have it made anew in every step.
         lasts = any(numbers) if self._finds_unused else len(numbers) == 1 and 0 not in numbers and numbers == before
-        if not lasts or not self._comparison.is_alike():
+        if not lasts or not self._is_alike():
             return False
         return self._exchange({*self._sent, *joining}.difference(self._change.idle))
 
@@ -155,9 +154,9 @@ class TrainedParameters:
         number = self._number_of(change)
         self._numbers.add(number)
         self._joining.update(change.beside)
-        self._comparison.ask(number)
+        self._message = self._messages.launch(number=number)
         # Other ranks do not know of a change that they do not have: only what all of them have may be sent.
-        if change.beside and self._comparison.is_alike():
+        if change.beside and self._is_alike():
             self._average(change.beside)
 
     def settle(self) -> None:
@@ -166,8 +165,15 @@ class TrainedParameters:
         Raises:
             DifferentParametersError: They have not.
         """
-        if not self._comparison.is_alike():
+        if not self._is_alike():
             _raise_difference(self._trained(), self._control)
+
+    def _is_alike(self) -> bool:
+        return self._message is None or self._message.wait().is_alike
+
+    @property
+    def _control(self) -> Collectives:
+        return self._messages.control
 
     @contextmanager
     def as_sent(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Weights of micro-batches: what each loss is multiplied by, and the total over all ranks that it is divided by.
 
-The ranks meet once in the first step of a training (do all of them give weights, and of what size?) and once in every
-step after that, for the total; each time 24 bytes on the control group.
+The ranks meet once in the first step of a training (do all of them give weights, and of what size?). From then on the
+total travels in the step's control message; weights that are on a GPU take a small all-reduce of their own.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_parstrat.core.accumulation import reference_weight
-from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages, WeightSum
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.torch_compat import sparse_parts
 
@@ -30,14 +30,6 @@ class WindowWeight(NamedTuple):
     reference: float
 
 
-class _Sum(NamedTuple):
-    """What all ranks' weights add up to: the weights, how many there were, and how many ranks got none."""
-
-    weight: float
-    given: float
-    faults: float
-
-
 class LossWeights:
     """Turns a window's sum of gradients into their weighted mean.
 
@@ -45,12 +37,14 @@ class LossWeights:
     for weights that are there, but in the training's first step; the total is wanted after backward has been queued.
 
     Args:
-        control: Adds up weights; its group works on host memory.
+        messages: Carry the sums of weights.
     """
 
-    def __init__(self, control: Collectives) -> None:
+    def __init__(self, messages: ControlMessages) -> None:
         self.reference = 1.0
-        self._control = control
+        self._messages = messages
+        messages.weigh = self._said
+        self._wait_for_device = False
         self._used: bool | None = None
         self._reference_known = False
         self._window: dict[int, float | _HostCopy] = {}
@@ -89,7 +83,7 @@ class LossWeights:
             )
         value = self._read(weight)
         if not self._reference_known:
-            self._agree(float(value), weight is not None)
+            self._agree(value, weight is not None)
         if not self._used:
             return None
         self._window[micro_batch] = value
@@ -98,41 +92,61 @@ class LossWeights:
         return value / self.reference
 
     def total(self) -> WindowWeight:
-        """The sum of the window's weights over all ranks. Collective. The next window's reference follows it.
+        """The sum of the window's weights over all ranks. The next window's reference follows it.
+
+        Call it when the window's control message has been launched; collective where weights are on a GPU.
 
         Raises:
             InconsistentWeightsError: A weight on any rank was negative, not finite or missing; raised on all ranks.
         """
-        summed = self._sum_over_ranks(sum(map(float, self._window.values())), float(len(self._window)))
+        own_message = self._wait_for_device
+        summed = self._sum_over_ranks(self._of_window())[0] if own_message else self._messages.latest().weights
+        self._check(summed)
         total = WindowWeight(summed.weight, self.reference)
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / summed.given)
         return total
 
-    def _agree(self, weight: float, given: bool) -> None:
-        """Finds out whether micro-batches have weights, and their size once any is not 0."""
-        summed = self._sum_over_ranks(weight, float(given))
-        ranks = self._control.world_size
+    def _agree(self, weight: "float | _HostCopy", given: bool) -> None:
+        """Finds out whether micro-batches have weights, whether on a GPU, and their size once any is not 0."""
+        ranks = self._messages.control.world_size
+        own = self._with_faults(float(weight), float(given))
+        summed, on_devices = self._sum_over_ranks(own, isinstance(weight, _HostCopy))
+        self._check(summed)
         if 0 < summed.given < ranks:
             raise InconsistentWeightsError(
                 f"`training_step` returned a `loss_weight` on {summed.given:.0f} of {ranks} ranks; this one"
                 f" {'did' if given else 'did not'}. Return it on all ranks, 0 where there is nothing to learn from."
             )
+        self._wait_for_device = on_devices > 0
         self._used = given
         self._reference_known = not given or summed.weight > 0
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / ranks)
 
-    def _sum_over_ranks(self, weight: float, given: float) -> _Sum:
-        values = torch.tensor([weight, given, 0.0 if self._fault is None else 1.0], dtype=torch.float64)
+    def _said(self) -> WeightSum:
+        """What rides in a message."""
+        return self._of_window() if self._used and not self._wait_for_device else WeightSum()
+
+    def _of_window(self) -> WeightSum:
+        return self._with_faults(sum(map(float, self._window.values())), float(len(self._window)))
+
+    def _with_faults(self, weight: float, given: float) -> WeightSum:
+        return WeightSum(weight, given, 0.0 if self._fault is None else 1.0)
+
+    def _sum_over_ranks(self, own: WeightSum, on_device: bool = False) -> tuple[WeightSum, float]:
+        """The sum, and how many ranks have weights on a GPU."""
+        values = torch.tensor([*own, on_device], dtype=torch.float64)
         with marked("lightning_parstrat: sum loss weights over ranks"):
-            self._control.all_reduce(values).wait()
-        summed = _Sum(*values.tolist())
+            self._messages.control.all_reduce(values).wait()
+        *summed, on_devices = values.tolist()
+        return WeightSum(*summed), on_devices
+
+    def _check(self, summed: WeightSum) -> None:
         if summed.faults:
             raise InconsistentWeightsError(self._fault or "Another rank got a `loss_weight` that is none; see there.")
         if not math.isfinite(summed.weight):
             raise InconsistentWeightsError("The `loss_weight`s of all ranks add up to more than a float can hold.")
-        return summed
 
     def _read(self, weight: Any) -> "float | _HostCopy":
         """A weight as a number; one that is none counts 0, and is an error on all ranks when they next meet."""

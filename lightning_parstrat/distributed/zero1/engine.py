@@ -29,6 +29,7 @@ from lightning_parstrat.core.tensor_trees import with_own_storage
 from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.watch import met
@@ -79,6 +80,7 @@ class ShardedDataParallel:
         groups: The process groups.
         node: What this rank's node is called; by default by its host name.
         plan: The plan of an earlier training of the same module, see :meth:`plan`.
+        messages: Carry flags of gradients; by default messages of its own.
 
     Raises:
         ValueError: Something cannot be sharded; the message says what and what to do.
@@ -92,6 +94,7 @@ class ShardedDataParallel:
         groups: ProcessGroups,
         node: str | None = None,
         plan: Sequence[Sequence[str]] = (),
+        messages: ControlMessages | None = None,
     ) -> None:
         self.module = module
         self.policy = policy
@@ -101,10 +104,11 @@ class ShardedDataParallel:
         parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
         check_parameters(module, parameters)
         device = parameters[0].device if parameters else torch.device("cpu")
-        control = make_collectives(groups.control, torch.device("cpu"))
+        messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
+        control = messages.control
         self.topology = topology_of_ranks(node or socket.gethostname(), control)
         gradients = make_collectives(groups.gradients, device, self.topology)
-        self.reducer = GradientReducer(gradients, control, policy.max_inflight_buckets)
+        self.reducer = GradientReducer(gradients, messages, policy.max_inflight_buckets)
         self.gatherer = ParameterGatherer(
             make_collectives(groups.parameters, device, self.topology), streams_of(device)
         )

@@ -2,8 +2,9 @@
 
 Every rank reduce-scatters the same buckets in the same order, whatever order its gradients arrive in. A bucket leaves
 as soon as all gradients it expects have arrived and its predecessors have left. What autograd has not delivered by the
-end of backward is settled by one small all-reduce of flags: buckets that no rank touched are not sent, and a gradient
-that came after its bucket had left (or unexpectedly) makes all ranks send that bucket once more and add the result.
+end of backward is settled by flags in the step's control message: buckets that no rank touched are not sent, and a
+gradient that came after its bucket had left (or unexpectedly) makes all ranks send that bucket once more and add the
+result.
 
 Two rounds, both in index order, keep the ranks in step:
 
@@ -18,15 +19,12 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work
-from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
@@ -37,17 +35,10 @@ IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 More than one, because the optimizers of a GAN take turns."""
 
 
-class _Agreement(NamedTuple):
-    """Flags of all ranks in flight, combined by maximum: gradients per parameter, leftovers per bucket, expectation."""
-
-    flags: Tensor
-    work: Work
-
-
 class _Backward:
     """One backward that reduces gradients, from its announcement until all ranks know what came of it.
 
-    Its phases: announced (``graph_task`` is None), running, and agreeing (``agreement`` is there). The reducer drops it
+    Its phases: announced (``graph_task`` is None), running, and agreeing (``message`` is there). The reducer drops it
     when it is settled; whoever finds it running after backward has returned knows that an exception ended it.
 
     Attributes:
@@ -58,11 +49,12 @@ class _Backward:
         sent: All buckets that have been sent; what is sent of one again is added.
         settles_at_end: Whether backward itself waits for the other ranks' flags.
         graph_task: Autograd's number for it; None until its first gradient is there.
-        agreement: The flags, from the end of backward on.
+        message: What all ranks say of their gradients, from the end of backward on: a flag for each parameter that has
+            got one and for each bucket that has some left over, and a number for what was expected.
     """
 
     # One is made for every step.
-    __slots__ = ("agreement", "graph_task", "launched", "missing", "queue", "scale", "sent", "settles_at_end")
+    __slots__ = ("graph_task", "launched", "message", "missing", "queue", "scale", "sent", "settles_at_end")
 
     def __init__(
         self, scale: GradientScale, missing: Mapping[GradientBucket, int] | None = None, settles_at_end: bool = False
@@ -74,7 +66,7 @@ class _Backward:
         self.sent: set[GradientBucket] = set()
         self.settles_at_end = settles_at_end
         self.graph_task: int | None = None
-        self.agreement: _Agreement | None = None
+        self.message: ControlMessage | None = None
 
     @property
     def waiting(self) -> Sequence[GradientBucket]:
@@ -86,18 +78,18 @@ class GradientReducer:
     """Reduces the gradients of bucketed parameters to the shards of their owners.
 
     Collective: all ranks must run the same sequence of synchronised backwards and of :meth:`finish` calls. A backward
-    costs one reduce-scatter per touched bucket and one all-reduce of 4 bytes per parameter and bucket.
+    costs one reduce-scatter per touched bucket and one control message with a bit per parameter and bucket.
 
     Args:
         collectives: Carry the gradients.
-        control: Carries the flags; its group works on host memory.
+        messages: Carry the flags.
         max_inflight: How many buckets may be in flight before backward waits. With such a bound every rank sends all
             buckets that are expected, also those of which no rank turns out to have a gradient.
     """
 
-    def __init__(self, collectives: Collectives, control: Collectives, max_inflight: int | None = None) -> None:
+    def __init__(self, collectives: Collectives, messages: ControlMessages, max_inflight: int | None = None) -> None:
         self.reductions = Reductions(collectives, max_inflight)
-        self.control = control
+        self._messages = messages
         self.buckets: list[GradientBucket] = []
         self.exposes_gradients = False
         self.collects_unannounced = False
@@ -112,6 +104,11 @@ class GradientReducer:
     def collectives(self) -> Collectives:
         """What carries the gradients."""
         return self.reductions.collectives
+
+    @property
+    def control(self) -> Collectives:
+        """What carries agreements of the hosts."""
+        return self._messages.control
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -173,7 +170,7 @@ class GradientReducer:
         if self.clock is not None:
             self.clock.note(slot.parameter)
         backward = self._backward
-        if backward is None or backward.agreement is not None:
+        if backward is None or backward.message is not None:
             # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
             return
         if backward.graph_task is None:
@@ -219,37 +216,30 @@ class GradientReducer:
         arrived = [slot.arrived or slot in left for slot in self._slots]
         waiting, with_left = set(backward.waiting), {slot.bucket for slot in left}
         left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
-        # A maximum of a number and of its negative shows whether all ranks have the same one.
-        # Shifted, so that both fit into 32 bits.
-        expectation = zlib.crc32(bytes([slot.expected for slot in self._slots])) >> 2
-        # Gloo reduces no booleans.
-        flags = torch.tensor([*arrived, *left_over, expectation, -expectation], dtype=torch.int32)
-        with marked("zero1_custom: send flags of used parameters"):
-            backward.agreement = _Agreement(flags, self.control.all_reduce(flags, op=dist.ReduceOp.MAX))
+        expectation = zlib.crc32(bytes([slot.expected for slot in self._slots]))
+        backward.message = self._messages.launch(bytes([*arrived, *left_over]), expectation)
 
     def _end_backward(self) -> None:
         """Ends the last backward, if nothing has yet: collective, but for one that an exception had ended."""
         backward, self._backward = self._backward, None
         if backward is None:
             return
-        if backward.agreement is None:
+        if backward.message is None:
             # Its memory must outlive the transfers.
             self.reductions.set_aside(backward)
         else:
-            self._settle(backward, backward.agreement)
+            self._settle(backward, backward.message)
 
-    def _settle(self, backward: _Backward, agreement: _Agreement) -> None:
+    def _settle(self, backward: _Backward, message: ControlMessage) -> None:
         """Learns which parameters any rank has used, and sends what any rank has gradients for."""
-        with marked("zero1_custom: wait for flags of used parameters"):
-            agreement.work.wait()
-        flags: list[int] = agreement.flags.tolist()
-        if flags[-2] != -flags[-1]:
+        heard = message.wait()
+        if not heard.is_alike:
             raise RuntimeError(
                 "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
                 " ranks when backward begins."
             )
-        # The flags of buckets and the expectation follow those of parameters.
-        for slot, used in zip(self._slots, flags, strict=False):
+        # The flags of buckets follow those of parameters.
+        for slot, used in zip(self._slots, heard.flags, strict=False):
             slot.reduced = bool(used)
             slot.used = slot.used or slot.reduced
             if slot.trainable:
@@ -259,7 +249,7 @@ class GradientReducer:
         for bucket in backward.waiting:
             if any(slot.reduced for slot in bucket.slots):
                 self._launch(backward, bucket)
-        left_over = flags[len(self._slots) : -2]
+        left_over = heard.flags[len(self._slots) :]
         for bucket, needed in zip(self.buckets, left_over, strict=True):
             if needed:
                 self._launch(backward, bucket)
@@ -288,7 +278,7 @@ class GradientReducer:
     def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
         """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
 
-        One small all-reduce, and a reduce-scatter for each of ``buckets`` in which any rank has some.
+        One control message, and a reduce-scatter for each of ``buckets`` in which any rank has some.
 
         Args:
             buckets: Those to look into.
@@ -345,7 +335,7 @@ class GradientReducer:
     def close(self) -> None:
         """Ends what was never stepped, and lets go of all parameters. Collective, but after a backward that raised."""
         # In the middle of a backward the ranks may have launched different buckets: nobody can wait for those.
-        if self._backward is None or self._backward.agreement is not None:
+        if self._backward is None or self._backward.message is not None:
             self.complete()
         self.abandon()
 

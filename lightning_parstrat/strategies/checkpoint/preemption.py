@@ -1,9 +1,8 @@
 """A training that is preempted saves at the end of a batch; a Slurm job is requeued and resumes there.
 
 Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
-or of another save. Here the handler only notes the signal. Between batches the ranks agree, by 4 bytes that are sent
-while the next batch is trained, whether any of them got a signal, and all save after the same batch. That batch ends an
-accumulation window, so that no gradient is lost.
+or of another save. Here the handler only notes the signal. Each step's control message tells all ranks whether any of
+them got one, and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
 """
 
 import os
@@ -24,8 +23,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_parstrat.distributed.comm.agreement import RunningAgreement
-from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
 from lightning_parstrat.strategies.lightning_compat import (
     BetweenBatches,
@@ -39,7 +37,7 @@ from lightning_parstrat.strategies.lightning_compat import (
     window_is_open,
 )
 
-# Ordered: ranks agree on the maximum, and where both signals have come, requeueing wins.
+# Bits, as ranks may have got different signals. Where both have come, requeueing wins.
 _TERMINATE, _REQUEUE = 1, 2
 _SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 120.0
 
@@ -100,10 +98,10 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
 class SavesWhenPreempted(BetweenBatches):
     """Notes signals, and saves between batches; notes where training can resume. Comes before the user's callbacks.
 
-    Collective in every ``on_train_batch_start``: a non-blocking all-reduce of 4 bytes on the host.
+    Collective in every ``on_train_batch_end`` that ends a window: a control message where none was sent in it.
 
     Args:
-        control: Carries the ranks' agreement.
+        messages: Carry the signals.
         resume_points: Is told of batches and epochs.
         requeue_signal: The signal at which a Slurm job is to be saved and requeued; None where there is no such job.
             SIGTERM means to save and end: Slurm requeues by itself where it wants to.
@@ -112,16 +110,16 @@ class SavesWhenPreempted(BetweenBatches):
 
     def __init__(
         self,
-        control: Collectives,
+        messages: ControlMessages,
         resume_points: ResumePoints,
         requeue_signal: signal.Signals | None,
         wait_for_saves: Callable[[], None],
     ) -> None:
-        self._agreement = RunningAgreement(control)
+        self._messages = messages
         self._resume_points = resume_points
         self._requeue_signal = requeue_signal
         self._wait_for_saves = wait_for_saves
-        self._own_signal = 0
+        self._messages_answered = 0
         self._signal_of_any_rank = 0
         self._window_is_open = False
         self._loop: Any = None
@@ -151,7 +149,7 @@ class SavesWhenPreempted(BetweenBatches):
             self._loop = None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._own_signal = max(self._own_signal, _REQUEUE if signum == self._requeue_signal else _TERMINATE)
+        self._messages.signal |= _REQUEUE if signum == self._requeue_signal else _TERMINATE
         users = self._handler_of_user(signum)
         if users is not None:
             users(signum, frame)
@@ -165,7 +163,7 @@ class SavesWhenPreempted(BetweenBatches):
         """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
         # A signal may have come before, during the sanity check for instance.
         if trainer.received_sigterm:
-            self._own_signal = _TERMINATE
+            self._messages.signal |= _TERMINATE
             forget_sigterm(trainer)
         self.listen(signal.SIGTERM)
         self._loop = trainer.fit_loop.epoch_loop
@@ -191,7 +189,11 @@ class SavesWhenPreempted(BetweenBatches):
         self._resume_points.end_batch(trainer, self._window_is_open)
         if self._window_is_open:
             return
-        self._signal_of_any_rank = self._agreement.answer()
+        if self._messages.launched == self._messages_answered:
+            # No backward has sent gradients, of which a message tells.
+            self._messages.launch()
+        self._messages_answered = self._messages.launched
+        self._signal_of_any_rank = self._messages.latest().signal
         if self._signal_of_any_rank:
             # Noted now: when it is saved, the loaders have already fetched the next batch.
             self._resume_points.note(trainer)
@@ -208,11 +210,10 @@ class SavesWhenPreempted(BetweenBatches):
         asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
         if asked_to:
             # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.
-            self._own_signal = 0
+            self._messages.signal = 0
             self._save(trainer)
-            if asked_to == _TERMINATE or self._requeue(trainer):
+            if not asked_to & _REQUEUE or self._requeue(trainer):
                 self._end()
-        self._agreement.ask(self._own_signal)
 
     def _save(self, trainer: Trainer) -> None:
         for logger in trainer.loggers:

@@ -144,7 +144,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         warn_of_untried_versions()
         self._end_training()
         control = self._control
-        self._window, self._weights = AccumulationWindow(), LossWeights(control)
+        self._window, self._weights = AccumulationWindow(), LossWeights(self._messages)
         self._window_scale, self._skipped_steps = None, 0
         self._said.clear()
         self._clipper = GradientClipper(
@@ -167,7 +167,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def _prepare_for_signals(self) -> None:
         trainer = self._training_module.trainer
         requeue_signal = signal_to_requeue_at(trainer)
-        self._preemption = SavesWhenPreempted(self._control, self._resume_points, requeue_signal, self.wait_for_saves)
+        self._preemption = SavesWhenPreempted(self._messages, self._resume_points, requeue_signal, self.wait_for_saves)
         if requeue_signal is not None:
             self._preemption.listen(requeue_signal)
 

@@ -23,6 +23,7 @@ from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
 from lightning_parstrat.distributed.comm.process_groups import control_group, world_size
 from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch
@@ -50,11 +51,12 @@ class RanksStrategy(DDPStrategy):
     flag: str
     """The name it is registered under, with which messages begin."""
 
-    _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness"})
+    _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness", "_known_messages"})
     """Attributes that belong to one training and its ranks, and are None outside of it."""
 
     def __init__(self, **kwargs: Any) -> None:
         self._known_liveness: Liveness | None = None
+        self._known_messages: ControlMessages | None = None
         self._ended = _ENDED
         super().__init__(**kwargs)
 
@@ -138,6 +140,9 @@ class RanksStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Tells ranks that wait for this one that it has ended."""
+        if self._known_messages is not None:
+            self._known_messages.close()
+            self._known_messages = None
         end_watch(self._ended, wait=self._ended == _ENDED)
         self._ended = _ENDED
         super().teardown()
@@ -171,6 +176,13 @@ class RanksStrategy(DDPStrategy):
     @property
     def _control(self) -> Collectives:
         return make_collectives(control_group(self._timeout), torch.device("cpu"))
+
+    @property
+    def _messages(self) -> ControlMessages:
+        """The control messages of this training. Collective where there are none yet."""
+        if self._known_messages is None:
+            self._known_messages = ControlMessages(self._control)
+        return self._known_messages
 
 
 class WrapperlessDDPStrategy(DDPStrategy):

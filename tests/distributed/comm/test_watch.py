@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_parstrat.distributed.comm import watch as watch_module
-from lightning_parstrat.distributed.comm.agreement import RunningAgreement, all_gather_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import Liveness, MissingRanksError
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.watch import Times, begin_watch, end_watch, met, watching
@@ -263,17 +264,18 @@ def comes_at_another_point(name: str) -> str:
     module = perceptron()
     optimizer = adamw(module.parameters())
     make_engine(module, optimizer)
-    agreement = RunningAgreement(make_collectives(process_groups().control, torch.device("cpu")))
+    messages = ControlMessages(make_collectives(process_groups().control, torch.device("cpu")))
+    messages.signal = 1 + dist.get_rank()
 
     def act(rank: int, lines: Lines) -> str:
         if rank == 1:
-            agreement.ask(7)
+            messages.launch()
         try:
             optimizer.state_dict()
         except RuntimeError as error:
             if rank == 0:
-                agreement.ask(3)
-            return f"{error} {agreement.answer()}"
+                messages.launch()
+            return f"{error} {messages.latest().signal}"
         return "mixed up"
 
     return watched(name, SOON, act)[0]
@@ -281,7 +283,7 @@ def comes_at_another_point(name: str) -> str:
 
 def test_what_comes_at_different_points_is_an_error_and_nothing_is_mixed_up(pool: RankPool) -> None:
     for error in pool.run(2, comes_at_another_point, "apart"):
-        assert "was called by all ranks, but at different points of the training" in error and error.endswith(" 7")
+        assert "was called by all ranks, but at different points of the training" in error and error.endswith(" 3")
 
 
 class Counted(PrefixStore):

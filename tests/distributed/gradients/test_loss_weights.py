@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError, LossWeights
+from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError, LossWeights, WindowWeight
 from tests.pool import RankPool
 
 CPU = torch.device("cpu")
@@ -29,21 +29,37 @@ class Step(NamedTuple):
     """Of this rank so far, after every micro-batch and after the total."""
 
 
-def control() -> Collectives:
-    return make_collectives(process_groups().control, CPU)
+def control_messages() -> ControlMessages:
+    return ControlMessages(make_collectives(process_groups().control, CPU))
+
+
+class Weighed:
+    """Weights, and the messages that they ride in: one is launched before every total."""
+
+    def __init__(self) -> None:
+        self.messages = control_messages()
+        self.weights = LossWeights(self.messages)
+
+    @property
+    def sent(self) -> int:
+        return self.messages.control.traffic.small_reductions
+
+    def total(self) -> WindowWeight:
+        self.messages.launch()
+        return self.weights.total()
 
 
 def weigh(steps: Steps) -> list[Step]:
-    collectives, found = control(), []
-    weights, rank = LossWeights(collectives), dist.get_rank()
+    weighed, found = Weighed(), []
+    weights, rank = weighed.weights, dist.get_rank()
     for step in steps:
         weights.begin_window()
         factors, reductions = [], []
         for number, micro_batch in enumerate(step):
             factors.append(weights.add(number, micro_batch[rank]))
-            reductions.append(collectives.traffic.small_reductions)
-        total = tuple(weights.total())
-        found.append(Step(factors, total, [*reductions, collectives.traffic.small_reductions]))
+            reductions.append(weighed.sent)
+        total = tuple(weighed.total())
+        found.append(Step(factors, total, [*reductions, weighed.sent]))
     assert weights.used
     return found
 
@@ -120,7 +136,8 @@ def test_whatever_is_a_number_is_a_weight(pool: RankPool, weight: Any) -> None:
 
 
 def replaced_and_forgotten() -> None:
-    weights = LossWeights(control())
+    weighed = Weighed()
+    weights = weighed.weights
     ranks, rank = dist.get_world_size(), dist.get_rank()
     assert not weights.used
     assert weights.add(1, 4) == 1.0
@@ -128,14 +145,14 @@ def replaced_and_forgotten() -> None:
     # A closure evaluated again, with another batch even.
     assert weights.add(2, 100 * rank) == 25 * rank
     assert weights.add(2, 12) == 3.0
-    assert weights.total() == (16 * ranks, 4.0)
+    assert weighed.total() == (16 * ranks, 4.0)
     assert weights.reference == 8.0
     weights.begin_window()
     assert weights.add(1, 2) == 0.25
-    assert weights.total() == (2 * ranks, 8.0)
+    assert weighed.total() == (2 * ranks, 8.0)
     weights.begin_window()
     # A step to which this rank adds nothing, nor another.
-    assert weights.total() == (0.0, 2.0)
+    assert weighed.total() == (0.0, 2.0)
     assert weights.reference == 2.0
 
 
@@ -145,13 +162,13 @@ def test_the_same_micro_batch_again_replaces_and_a_new_window_forgets(pool: Rank
 
 
 def never_weighed(micro_batches: int) -> list[int]:
-    collectives = control()
-    weights, sent = LossWeights(collectives), []
+    weighed, sent = Weighed(), []
+    weights = weighed.weights
     for number in range(micro_batches):
         weights.begin_window()
         assert weights.add(number % 2, None) is None
         assert not weights.used
-        sent.append(collectives.traffic.small_reductions)
+        sent.append(weighed.sent)
     return sent
 
 
@@ -162,16 +179,16 @@ def test_trainings_without_weights_ask_once_and_never_again(pool: RankPool, worl
 
 def failure(steps: Steps) -> tuple[str, str]:
     """Where the error came, and its message."""
-    weights = LossWeights(control())
+    weighed = Weighed()
     where = "nowhere"
     try:
         for number, step in enumerate(steps):
-            weights.begin_window()
+            weighed.weights.begin_window()
             for micro_batch, by_rank in enumerate(step):
                 where = f"step {number}, micro-batch {micro_batch}"
-                weights.add(micro_batch, by_rank[dist.get_rank()])
+                weighed.weights.add(micro_batch, by_rank[dist.get_rank()])
             where = f"step {number}, total"
-            weights.total()
+            weighed.total()
     except InconsistentWeightsError as error:
         return where, str(error)
     return "nowhere", ""
@@ -240,16 +257,15 @@ def test_a_weight_that_is_missing_is_an_error_on_all_ranks(
 
 
 def appears(ranks: list[int]) -> str:
-    collectives = control()
-    weights = LossWeights(collectives)
-    weights.add(0, None)
-    sent = collectives.traffic.small_reductions
+    weighed = Weighed()
+    weighed.weights.add(0, None)
+    sent = weighed.sent
     try:
-        weights.add(1, 1.0 if dist.get_rank() in ranks else None)
+        weighed.weights.add(1, 1.0 if dist.get_rank() in ranks else None)
     except InconsistentWeightsError as error:
         return str(error)
     finally:
-        assert collectives.traffic.small_reductions == sent
+        assert weighed.sent == sent
     return ""
 
 

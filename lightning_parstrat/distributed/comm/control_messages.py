@@ -1,0 +1,241 @@
+"""One small message a step: what the hosts know by the end of a backward, put together over all ranks.
+
+It is launched when a backward that sends gradients has ended, travels beside them, and is waited for when the step
+needs it. What all ranks have to know by then rides in it, so that it costs no message of its own.
+"""
+
+import operator
+import struct
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial, reduce
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parstrat.core.rounds import exchange_rounds
+from lightning_parstrat.distributed.comm.collectives import Collectives, as_work
+from lightning_parstrat.distributed.comm.exchange import ExchangedWork, ExchangeThread, Transfers
+from lightning_parstrat.distributed.profiling import marked
+
+
+class WeightSum(NamedTuple):
+    """Weights of losses, added up.
+
+    Attributes:
+        weight: The sum.
+        given: How many weights are in it.
+        faults: How many ranks were given something that is no weight.
+    """
+
+    weight: float = 0.0
+    given: float = 0.0
+    faults: float = 0.0
+
+
+class Said(NamedTuple):
+    """What one rank says, or several have said together.
+
+    Attributes:
+        flags: A byte for each, 1 where any of them has set it and 0 elsewhere.
+        number: What the first of them has named.
+        is_alike: Whether all of them have named the same number.
+        signal: All bits that any of them has set.
+        weights: Over all of them.
+    """
+
+    flags: bytes
+    number: int
+    is_alike: bool
+    signal: int
+    weights: WeightSum
+
+
+class ControlMessages:
+    """Sends the messages of a training, one after the other. Collective: all ranks launch equally many.
+
+    A message has a bit for each flag, and 34 bytes. :func:`exchange_rounds` says how many of them a rank sends, and
+    what is done where the number of ranks is no power of two. Between two, three or four ranks the backend's threads
+    see it through; for more there is a thread of ours, which goes from round to round while the host computes.
+
+    Args:
+        control: Its group works on host memory.
+    """
+
+    def __init__(self, control: Collectives) -> None:
+        self.control = control
+        self.signal = 0
+        """What this rank says in every message: 8 bits."""
+        self.weigh: Callable[[], WeightSum] = WeightSum
+        """What this rank adds to a message, asked for when it is launched."""
+        self.launched = 0
+        """How many messages so far."""
+        self._latest: ControlMessage | None = None
+        self._rounds = exchange_rounds(control.rank, control.world_size)
+        self._thread = None if self._rounds.is_one_exchange else ExchangeThread("control messages")
+        # A training that has failed may have left messages on their way: they are not taken for one of the next.
+        self._tag = _FIRST_TAG + _TRAININGS.get(control.group, 0)
+        _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
+
+    def launch(self, flags: bytes = b"", number: int = 0) -> "ControlMessage":
+        """Says what this rank knows, and begins to hear what the others do. Collective; returns at once.
+
+        Args:
+            flags: A byte of 0 or 1 for each, equally many on all ranks.
+            number: To be compared, of 63 bits and a sign.
+
+        Returns:
+            The message, to be waited for.
+        """
+        self.launched += 1
+        self.control.count_small_reduction()
+        said = Said(flags, number, True, self.signal, self.weigh())
+        with marked("lightning_parstrat: send control message"):
+            self._latest = ControlMessage(self._exchange(said), self._thread)
+        return self._latest
+
+    def latest(self) -> Said:
+        """What all ranks have said in the latest message; waits for it. There must have been one."""
+        if self._latest is None:
+            raise AssertionError("no control message has been launched")
+        return self._latest.wait()
+
+    def close(self) -> None:
+        """Call when a training has ended, however it did. Not collective."""
+        if self._latest is not None and not self._latest.has_arrived:
+            _LEFT.append(self._latest)
+        self._latest = None
+
+    def _exchange(self, said: Said) -> Generator[Transfers, None, Said]:
+        """Yields transfers that are to be waited for before it goes on; returns what all ranks have said."""
+        rounds = self._rounds
+        if rounds.left_to is not None:
+            answer = _Room(said)
+            yield self._transfers(said, send_to=[rounds.left_to], receive={rounds.left_to: answer})
+            return answer.read()
+        if rounds.speaks_for is not None:
+            room = _Room(said)
+            yield self._transfers(said, send_to=[], receive={rounds.speaks_for: room})
+            said = _together([said, room.read()])
+        for group in rounds.groups:
+            rooms = {rank: _Room(said) for rank in group if rank != self.control.rank}
+            yield self._transfers(said, send_to=rooms, receive=rooms)
+            # In the order of ranks: sums come out the same on all of them.
+            said = _together([rooms[rank].read() if rank in rooms else said for rank in group])
+        if rounds.speaks_for is not None:
+            yield self._transfers(said, send_to=[rounds.speaks_for], receive={})
+        return said
+
+    def _transfers(self, said: Said, send_to: Iterable[int], receive: Mapping[int, "_Room"]) -> Transfers:
+        group, sent = self.control.group, _tensor(_written(said))
+        received = [as_work(group.recv([room.tensor], rank, self._tag)) for rank, room in receive.items()]
+        sends = [as_work(group.send([sent], rank, self._tag)) for rank in send_to]
+        return Transfers([*received, *sends], sent, *(room.tensor for room in receive.values()))
+
+
+_FIRST_TAG = 16
+"""Above those of exchanges of chunks."""
+
+_TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
+_LEFT: list["ControlMessage"] = []
+"""What nobody has waited for: memory must outlive transfers, and a backend need not know when those have ended."""
+
+
+class ControlMessage:
+    """A message on its way.
+
+    Args:
+        exchange: Yields what is to be waited for, and returns what all ranks have said.
+        thread: Sees it through, where there is more than one thing to wait for.
+    """
+
+    def __init__(self, exchange: Generator[Transfers, None, Said], thread: ExchangeThread | None) -> None:
+        self._exchange = exchange
+        self._pending: Transfers | None = None
+        self._heard: Said | None = None
+        self._seen_through: ExchangedWork | None = None
+        self._go_on()
+        if thread is not None and self._heard is None:
+            self._seen_through = ExchangedWork()
+            thread.run(self._seen_through, partial(self._see_through, self._seen_through))
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether it has been waited for, or a thread has."""
+        return self._heard is not None
+
+    def wait(self) -> Said:
+        """What all ranks have said; also when asked again.
+
+        Raises:
+            RuntimeError: A rank has ended, or has not sent its message in time.
+        """
+        if self._heard is None:
+            with marked("lightning_parstrat: wait for control message"):
+                if self._seen_through is None:
+                    self._see_through()
+                else:
+                    self._seen_through.wait()
+        if self._heard is None:
+            raise AssertionError("a control message has ended without an answer")
+        return self._heard
+
+    def _see_through(self, work: ExchangedWork | None = None) -> None:
+        while self._pending is not None:
+            self._pending.wait()
+            self._go_on()
+        if work is not None:
+            work.finish()
+
+    def _go_on(self) -> None:
+        try:
+            self._pending = next(self._exchange)
+        except StopIteration as ended:
+            self._pending, self._heard = None, ended.value
+
+
+class _Room:
+    """Where a message of the same length as ``said`` is received."""
+
+    def __init__(self, said: Said) -> None:
+        self._flags = len(said.flags)
+        self._bytes = bytearray(_HEADER.size + (self._flags + 7) // 8)
+        self.tensor = _tensor(self._bytes)
+
+    def read(self) -> Said:
+        number, is_alike, signal, *weights = _HEADER.unpack_from(self._bytes)
+        bits = int.from_bytes(self._bytes[_HEADER.size :], "big")
+        flags = f"{bits:0{self._flags}b}".encode().translate(_TO_FLAG) if self._flags else b""
+        return Said(flags, number, is_alike, signal, WeightSum(*weights))
+
+
+_HEADER = struct.Struct("<q?B3d")
+_TO_DIGIT, _TO_FLAG = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"\0\1")
+
+
+def _written(said: Said) -> bytearray:
+    header = _HEADER.pack(said.number, said.is_alike, said.signal, *said.weights)
+    # By digits, as Python then does it in C: there may be thousands.
+    bits = int(said.flags.translate(_TO_DIGIT), 2) if said.flags else 0
+    return bytearray(header + bits.to_bytes((len(said.flags) + 7) // 8, "big"))
+
+
+def _tensor(content: bytearray) -> Tensor:
+    """Its memory, as a 1-D uint8 tensor."""
+    return torch.frombuffer(content, dtype=torch.uint8)
+
+
+def _together(said: Sequence[Said]) -> Said:
+    """What several have said, as one."""
+    first = said[0]
+    flags = reduce(operator.or_, (int.from_bytes(one.flags, "big") for one in said))
+    return Said(
+        flags.to_bytes(len(first.flags), "big"),
+        first.number,
+        all(one.is_alike and one.number == first.number for one in said),
+        reduce(operator.or_, (one.signal for one in said)),
+        WeightSum(*map(sum, zip(*(one.weights for one in said), strict=True))),
+    )

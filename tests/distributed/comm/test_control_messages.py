@@ -1,0 +1,107 @@
+"""Control messages: what all ranks hear is what they have said together, whatever their number."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_parstrat.core.rounds import exchange_rounds
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages, Said, WeightSum
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from tests.pool import RankPool
+
+ROUNDS = 5
+
+
+def control_messages() -> ControlMessages:
+    return ControlMessages(make_collectives(process_groups().control, torch.device("cpu")))
+
+
+def flags_of(rank: int, number: int, flags: int) -> bytes:
+    return bytes((place + number) % 7 == rank for place in range(flags))
+
+
+def exchanged(flags: int, late: bool) -> list[Said]:
+    messages, rank, heard = control_messages(), dist.get_rank(), []
+    for number in range(ROUNDS):
+        messages.signal = 1 << rank % 8 if number % 2 else 0
+        messages.weigh = lambda number=number: WeightSum(0.1 * (rank + 1) + number, rank, number == rank)
+        message = messages.launch(flags_of(rank, number, flags), 5 if number < 3 else 5 + (rank == 1))
+        if not late:
+            heard.append(message.wait())
+            assert messages.latest() is heard[-1] and message.wait() is heard[-1]
+        else:
+            heard.append(message)
+    return [message.wait() for message in heard] if late else heard
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["one by one", "many on their way"])
+@pytest.mark.parametrize("flags", [0, 1, 8, 300])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+def test_all_ranks_hear_what_they_have_said_together(pool: RankPool, world_size: int, flags: int, late: bool) -> None:
+    by_rank = pool.run(world_size, exchanged, flags, late)
+    # To the bit: what hosts decide by it must be the same everywhere.
+    assert all(heard == by_rank[0] for heard in by_rank)
+    ranks = range(world_size)
+    for number, heard in enumerate(by_rank[0]):
+        said = [flags_of(rank, number, flags) for rank in ranks]
+        assert heard.flags == bytes(max(column) for column in zip(*said, strict=True))
+        assert heard.is_alike is (number < 3 or world_size == 1)
+        assert heard.signal == (sum(1 << rank for rank in ranks) if number % 2 else 0)
+        weight = sum(0.1 * (rank + 1) + number for rank in ranks)
+        assert heard.weights == (pytest.approx(weight, rel=1e-15), sum(ranks), number in ranks)
+
+
+def counted() -> tuple[int, int]:
+    messages = control_messages()
+    for _ in range(3):
+        messages.launch(b"\1" * 20).wait()
+    return messages.launched, messages.control.traffic.small_reductions
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_messages_are_counted(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, counted) == [(3, 3 * (world_size > 1))] * world_size
+
+
+def goes_on_meanwhile() -> list[bool]:
+    """Whether `launch` returns, and the message is seen through, while nobody waits for it."""
+    messages, rank = control_messages(), dist.get_rank()
+    began = time.monotonic()
+    if rank == 0:
+        time.sleep(0.5)
+    message = messages.launch()
+    returned = time.monotonic() - began < 0.4 or rank == 0
+    deadline = time.monotonic() + 20
+    while not message.has_arrived and messages._thread is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    arrived = message.has_arrived or messages._thread is None
+    message.wait()
+    return [returned, arrived]
+
+
+@pytest.mark.parametrize("world_size", [2, 5, 6])
+def test_the_host_goes_on_and_a_thread_sees_rounds_through(pool: RankPool, world_size: int) -> None:
+    assert pool.run(world_size, goes_on_meanwhile) == [[True, True]] * world_size
+    threads = [not exchange_rounds(rank, world_size).is_one_exchange for rank in range(world_size)]
+    assert any(threads) is (world_size > 4)
+
+
+def left_and_begun_anew() -> list[Any]:
+    """Rank 0 has said something that nobody else has when a training fails; the next one is not mixed up with it."""
+    failed, rank = control_messages(), dist.get_rank()
+    if rank == 0:
+        failed.signal = 4
+        failed.launch(b"\1\1")
+    failed.close()
+    messages = control_messages()
+    messages.signal = 1
+    heard = messages.launch(bytes([rank == 1, 0])).wait()
+    return [heard.flags, heard.signal]
+
+
+def test_what_a_failed_training_has_left_is_not_taken_for_a_message_of_the_next(pool: RankPool) -> None:
+    assert pool.run(3, left_and_begun_anew) == [[b"\1\0", 1]] * 3
