@@ -154,8 +154,8 @@ FAULTS = (
     Fault(
         "a rank knows of its own weights alone",
         "distributed/gradients/loss_weights.py",
-        "self._control.all_reduce(values).wait()",
-        "pass",
+        "else self._messages.latest().weights",
+        "else self._of_window()",
         ("tests/distributed/gradients/test_loss_weights.py",),
     ),
     Fault(

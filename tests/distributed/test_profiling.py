@@ -11,8 +11,8 @@ from tests.pool import RankPool
 
 IN_ORDER = (
     "zero1_custom: reduce-scatter gradients of bucket 0",
-    "zero1_custom: send flags of used parameters",
-    "zero1_custom: wait for flags of used parameters",
+    "lightning_parstrat: send control message",
+    "lightning_parstrat: wait for control message",
     "zero1_custom: wait for gradients of bucket 0",
     "zero1_custom: agree on the norm of gradients",
     "zero1_custom: step bucket 0",

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
+from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -393,12 +395,12 @@ def test_loaders_that_change_with_the_epoch_are_compared_again_and_let_go(pool: 
 def count_reductions(make: Callable[..., Any], lengths: Lengths) -> tuple[int, list[Any]]:
     """How many an epoch took, and whether the loader was touched."""
     loader = make(*lengths[dist.get_rank()])
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        seen = fit(
-            "zero1", loader, observe=lambda trainer: trainer.train_dataloader is loader and type(loader) is DataLoader
-        )
-    reductions = sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")
-    return reductions, seen.observed
+    groups = process_groups(default_pg_timeout)
+    before = sum(map(small_reductions_of, groups))
+    seen = fit(
+        "zero1", loader, observe=lambda trainer: trainer.train_dataloader is loader and type(loader) is DataLoader
+    )
+    return sum(map(small_reductions_of, groups)) - before, seen.observed
 
 
 def test_equal_lengths_cost_nothing_per_batch(pool: RankPool) -> None:
@@ -408,10 +410,9 @@ def test_equal_lengths_cost_nothing_per_batch(pool: RankPool) -> None:
         assert make is unsized or few[1][1] == [True]
         return (many[0][0] - few[0][0]) / 4
 
-    # The engine's own flags, and whether any rank was told to end, which Lightning's loop asks no more; where the end
-    # is unknown, each batch asks for one more.
-    assert per_batch(sized) == 2
-    assert per_batch(unsized) == 3
+    # One message with all that the ranks tell each other; where the end is unknown, each batch asks for one more.
+    assert per_batch(sized) == 1
+    assert per_batch(unsized) == 2
 
 
 def save_and_resume(strategy: str, sized_loader: bool, lengths: Lengths, path: str) -> Outcome:

@@ -169,13 +169,15 @@ def test_collectives_and_bytes_per_step_equal_the_formulas(pool: RankPool, world
     counters = pool.run(world_size, traffic_of_a_training, accumulate)
     for counter in counters:
         several = int(world_size > 1)
-        # One scalar for the norm, one vector of flags.
+        # One scalar for the norm, one control message.
         full_step = (*counter.formula, several, several)
         silent = (0,) * 6
         expected = [full_step if (index + 1) % accumulate == 0 else silent for index in range(10)]
         # Before the third step buckets are planned anew: the times are agreed upon, and the plan.
         third = expected[2 * accumulate]
         expected[2 * accumulate] = (*third[:-1], third[-1] + 2 * several)
+        # The first backward of all asks whether losses have weights.
+        expected[0] = (*expected[0][:-1], expected[0][-1] + several)
         assert counter.steps == expected
         assert (counter.formula[0] > 1) == (world_size > 1)
 

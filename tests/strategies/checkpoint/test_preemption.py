@@ -84,27 +84,27 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path, strategy: str) -> None:
     results = pool.run(2, train_in_job, str(tmp_path), strategy, signal.SIGUSR1, 1, True)
-    assert results == [([], 143, True, 5)] * 2
+    assert results == [([], 143, True, 4)] * 2
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
-    assert saved["global_step"] == 5 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
+    assert saved["global_step"] == 4 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
 
 
 def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGTERM, 1, True)
-    assert results == [([], 143, True, 5)] * 2
+    assert results == [([], 143, True, 4)] * 2
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists() and not (tmp_path / "asked").exists()
 
 
 def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 3, True)
-    # Told in the second window of three, agreed at its end, and saved at that of the third.
-    assert results == [([], 143, True, 3)] * 2
+    # Told in the second window of three, agreed and saved at its end.
+    assert results == [([], 143, True, 2)] * 2
 
 
 def test_where_slurm_does_not_requeue_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
     results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 1, False)
-    assert results == [(list(range(5, 10)), None, True, 10)] * 2
+    assert results == [(list(range(4, 10)), None, True, 10)] * 2
 
 
 def test_outside_of_slurm_sigusr1_is_the_programs(pool: RankPool) -> None:

@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
+from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches, windows_of
@@ -235,29 +237,12 @@ def test_the_norm_is_a_scalar_equal_on_all_ranks_where_anybody_asked(
 
 
 def reductions(kind: str, arguments: dict[str, Any], choice: str) -> tuple[int, int]:
-    """All-reduces that Python has launched, and those of them on the group of gradients."""
-    chosen = strategy(kind, nonfinite_grads=choice)
-    count = 0
-    original = dist.all_reduce
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return original(*args, **kwargs)
-
-    traffic: list[int] = []
-
-    class Counts(Regression):
-        def on_train_batch_end(self, *_: Any) -> None:
-            if kind != "ddp_tuned":
-                traffic.append(chosen._engine.reducer.collectives.traffic.small_reductions)
-
-    dist.all_reduce = counted
-    try:
-        fit(Counts(), chosen, BATCHES, **arguments)
-    finally:
-        dist.all_reduce = original
-    return count, traffic[-1] if traffic else 0
+    """Small reductions of a training, and those of them on the group of gradients."""
+    groups = process_groups(default_pg_timeout)
+    before = [small_reductions_of(group) for group in groups]
+    fit(Regression(), strategy(kind, nonfinite_grads=choice), BATCHES, **arguments)
+    sent = [small_reductions_of(group) - earlier for group, earlier in zip(groups, before, strict=True)]
+    return sum(sent), sent[groups.index(groups.gradients)]
 
 
 @pytest.mark.parametrize(
