@@ -10,7 +10,6 @@ A step taken so is refused; of the other methods it cannot be told.
 """
 
 import functools
-import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from lightning_parstrat.distributed.zero1.state_dict import StateByShard, load_s
 
 def _of_class(optimizer: Optimizer, name: str) -> Any:
     """What ``optimizer`` would find without methods of its own; a test's mock, which is not bound, among it."""
-    found = inspect.getattr_static(type(optimizer), name)
+    found = next(vars(base)[name] for base in type(optimizer).__mro__ if name in vars(base))
     return found.__get__(optimizer) if hasattr(found, "__get__") else found
 
 
