@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_parstrat.core.cost_model import CostFit, fit_alpha_beta
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 
 _SIZES = (2**14, 2**16, 2**18, 2**20, 2**22)
 _REPETITIONS = 3
@@ -72,11 +73,13 @@ def _cost(
     collective: Callable[[Tensor], object], buffers: Sequence[Tensor], nbytes: Sequence[int], control: Collectives
 ) -> CostFit:
     taken: list[tuple[int, float]] = []
+    messages = ControlMessages(control)
     first = (buffers[0], nbytes[0])
     # Round by round, not size by size: a disturbance then hits all sizes alike.
     for buffer, size in (first, *list(zip(buffers, nbytes, strict=True)) * _REPETITIONS):
-        # A barrier: without it, the time that others wait for a late rank would count as the wire's.
-        control.all_reduce(torch.zeros(1)).wait()
+        # A barrier: without it, the time that others wait for a late rank would count as the wire's. Not a ring's,
+        # which lets one rank go half a round before the next: the maximum below would add that to every size.
+        messages.launch().wait()
         began = time.perf_counter()
         collective(buffer)
         if buffer.device.type == "cuda":

@@ -90,6 +90,7 @@ class PairwiseCollectives(Collectives):
             tag: All exchanges of one tag are launched by one thread, so that both sides launch them in the same order.
         """
         transfers: list[ChunkTransfer] = []
+        sent = between_nodes = 0
         place = ranks.index(self.rank)
         for step in range(1, len(ranks)):
             target, source = ranks[(place + step) % len(ranks)], ranks[(place - step) % len(ranks)]
@@ -100,8 +101,10 @@ class PairwiseCollectives(Collectives):
                     transfers.append(ChunkTransfer(False, real_view(chunk), source))
             for chunk in outgoing(target):
                 if chunk.numel():
-                    self._count(counted_as, chunk, target)
+                    sent += chunk.nbytes
+                    between_nodes += 0 if self.topology.share_node(self.rank, target) else chunk.nbytes
                     transfers.append(ChunkTransfer(True, real_view(chunk), target))
+        self._count(counted_as, sent, between_nodes)
         return self._start(transfers, tag)
 
     def _start(self, transfers: Sequence["ChunkTransfer"], tag: int) -> list[Work]:
@@ -109,12 +112,11 @@ class PairwiseCollectives(Collectives):
         # What `dist.isend` and `dist.irecv` come to, after ten times as many calls of Python.
         return [as_work((group.send if sends else group.recv)([chunk], peer, tag)) for sends, chunk, peer in transfers]
 
-    def _count(self, counter: str, chunk: Tensor, target: int) -> None:
+    def _count(self, counter: str, sent: int, between_nodes: int) -> None:
         # A thread may launch the second level of one exchange while the main thread launches the first of the next.
         with self._counting:
-            setattr(self.traffic, counter, getattr(self.traffic, counter) + chunk.nbytes)
-            if not self.topology.share_node(self.rank, target):
-                self.traffic.between_nodes_bytes += chunk.nbytes
+            setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
+            self.traffic.between_nodes_bytes += between_nodes
 
 
 class ChunkTransfer(NamedTuple):
