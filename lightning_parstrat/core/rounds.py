@@ -10,11 +10,13 @@ class Rounds(NamedTuple):
     """What one rank does; everything is done in the order of the attributes.
 
     Attributes:
+        rank: This one.
         left_to: Who speaks for this rank, which takes part in no round; None for most ranks.
         speaks_for: A rank that is spoken for by this one; None for most ranks.
         groups: Of each round the ranks that tell each other all that they have heard so far, this one among them.
     """
 
+    rank: int
     left_to: int | None
     speaks_for: int | None
     groups: tuple[tuple[int, ...], ...]
@@ -52,14 +54,14 @@ def exchange_rounds(rank: int, world_size: int) -> Rounds:
     for size in sizes:
         taking_part *= size
     if rank >= taking_part:
-        return Rounds(rank - taking_part, None, ())
+        return Rounds(rank, rank - taking_part, None, ())
     groups, stride = [], 1
     for size in sizes:
         first = rank - rank // stride % size * stride
         groups.append(tuple(range(first, first + size * stride, stride)))
         stride *= size
     counterpart = rank + taking_part
-    return Rounds(None, counterpart if counterpart < world_size else None, tuple(groups))
+    return Rounds(rank, None, counterpart if counterpart < world_size else None, tuple(groups))
 
 
 def _factors(world_size: int) -> list[int]:

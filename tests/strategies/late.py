@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat import ZeRO1Strategy
-from lightning_parstrat.distributed.comm.collectives import Work
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.read_guard import InFlightParameter
 from tests.strategies.parity import zero1
 

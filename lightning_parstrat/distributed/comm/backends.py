@@ -8,9 +8,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.collectives import DONE, Collectives, Work, as_work, real_view
-from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives, SummedChunks, Transfers
+from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
+from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives, SummedChunks
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
+from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
 
 
 def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: Topology | None = None) -> Collectives:

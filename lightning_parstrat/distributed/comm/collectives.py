@@ -8,23 +8,16 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.core.topology import Topology
-
-
-class Work(Protocol):
-    """A collective in flight."""
-
-    def wait(self) -> object:
-        """Blocks this thread (on CUDA, the current stream) until the result may be read. May be called again."""
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once. Where a backend cannot tell, it says no."""
+from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange, Together
+from lightning_parstrat.distributed.comm.work import DONE, Work, as_work
 
 
 @dataclass
@@ -67,6 +60,8 @@ class Collectives(ABC):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.topology = topology or Topology.flat(self.world_size)
+        self.rounds = exchange_rounds(self.rank, self.world_size)
+        """Who exchanges small messages with whom."""
         self._small_reductions = _SMALL_REDUCTIONS.setdefault(group, _Counter())
         self.traffic = Traffic()
 
@@ -120,10 +115,16 @@ class Collectives(ABC):
         return range(0, buffer.numel() + 1, buffer.numel() // self.world_size) if bounds is None else bounds
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
-        """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients."""
+        """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients.
+
+        What lies on the host is exchanged in rounds, the first of which begins now; the others are gone through by
+        whoever waits.
+        """
         if self.world_size == 1:
             return DONE
         self.count_small_reduction()
+        if tensor.device.type == "cpu":
+            return _SmallReduction(RoundsExchange(self.group, self.rounds, tensor, _TOGETHER[op], _TAG), tensor)
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
         # What `dist.all_reduce` comes to, after six times as many calls of Python.
@@ -150,33 +151,36 @@ class _Counter:
 _SMALL_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Counter]" = weakref.WeakKeyDictionary()
 
 
+class _SmallReduction:
+    """Leaves what comes of an exchange in ``tensor``."""
+
+    def __init__(self, exchange: RoundsExchange, tensor: Tensor) -> None:
+        self._exchange = exchange
+        self._tensor = tensor
+
+    def wait(self) -> None:
+        if not self._exchange.has_ended:
+            self._tensor.copy_(self._exchange.wait())
+
+    def is_completed(self) -> bool:
+        return self._exchange.has_ended
+
+
+_TAG = 8
+"""Of small reductions: above those of exchanged chunks."""
+
+_TOGETHER: dict[dist.ReduceOp.RedOpType, Together] = {
+    dist.ReduceOp.SUM: lambda values: reduce(torch.add, values),
+    dist.ReduceOp.MAX: lambda values: reduce(torch.maximum, values),
+}
+
+
 def small_reductions_of(group: dist.ProcessGroup) -> int:
     """How many small reductions this rank has launched by the group: where all are, the same on all."""
     counter = _SMALL_REDUCTIONS.get(group)
     return 0 if counter is None else counter.number
 
 
-class Done:
-    """A collective that had nothing to do."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-    def is_completed(self) -> bool:
-        """Says yes."""
-        return True
-
-
-DONE: Work = Done()
-
-
 def real_view(tensor: Tensor) -> Tensor:
     """The tensor, or its components if it is complex: not all backends take complex tensors, and sums are the same."""
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
-
-
-def as_work(work: Work | None) -> Work:
-    """What torch returns for an asynchronous collective."""
-    if work is None:
-        raise AssertionError("torch returned no handle for an asynchronous collective: this rank is not in the group")
-    return work

@@ -7,7 +7,7 @@ needs it. What all ranks have to know by then rides in it, so that it costs no m
 import operator
 import struct
 import weakref
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import NamedTuple
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.core.rounds import exchange_rounds
-from lightning_parstrat.distributed.comm.collectives import Collectives, as_work
-from lightning_parstrat.distributed.comm.exchange import ExchangedWork, ExchangeThread, Transfers
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
 from lightning_parstrat.distributed.profiling import marked
 
 
@@ -56,9 +56,10 @@ class Said(NamedTuple):
 class ControlMessages:
     """Sends the messages of a training, one after the other. Collective: all ranks launch equally many.
 
-    A message has a bit for each flag, and 34 bytes. :func:`exchange_rounds` says how many of them a rank sends, and
-    what is done where the number of ranks is no power of two. Between two, three or four ranks the backend's threads
-    see it through; for more there is a thread of ours, which goes from round to round while the host computes.
+    A message has a bit for each flag, and 34 bytes. :func:`~lightning_parstrat.core.rounds.exchange_rounds` says how
+    many of them a rank sends, and what is done where the number of ranks is no power of two. Between two, three or four
+    ranks the backend's threads see it through; for more there is a thread of ours, which goes from round to round while
+    the host computes.
 
     Args:
         control: Its group works on host memory.
@@ -73,8 +74,7 @@ class ControlMessages:
         self.launched = 0
         """How many messages so far."""
         self._latest: ControlMessage | None = None
-        self._rounds = exchange_rounds(control.rank, control.world_size)
-        self._thread = None if self._rounds.is_one_exchange else ExchangeThread("control messages")
+        self._thread = None if control.rounds.is_one_exchange else ExchangeThread("control messages")
         # A training that has failed may have left messages on their way: they are not taken for one of the next.
         self._tag = _FIRST_TAG + _TRAININGS.get(control.group, 0)
         _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
@@ -93,7 +93,10 @@ class ControlMessages:
         self.control.count_small_reduction()
         said = Said(flags, number, True, self.signal, self.weigh())
         with marked("lightning_parstrat: send control message"):
-            self._latest = ControlMessage(self._exchange(said), self._thread)
+            exchange = RoundsExchange(
+                self.control.group, self.control.rounds, _written(said), partial(_together, len(flags)), self._tag
+            )
+            self._latest = ControlMessage(exchange, len(flags), self._thread)
         return self._latest
 
     def latest(self) -> Said:
@@ -108,35 +111,9 @@ class ControlMessages:
             _LEFT.append(self._latest)
         self._latest = None
 
-    def _exchange(self, said: Said) -> Generator[Transfers, None, Said]:
-        """Yields transfers that are to be waited for before it goes on; returns what all ranks have said."""
-        rounds = self._rounds
-        if rounds.left_to is not None:
-            answer = _Room(said)
-            yield self._transfers(said, send_to=[rounds.left_to], receive={rounds.left_to: answer})
-            return answer.read()
-        if rounds.speaks_for is not None:
-            room = _Room(said)
-            yield self._transfers(said, send_to=[], receive={rounds.speaks_for: room})
-            said = _together([said, room.read()])
-        for group in rounds.groups:
-            rooms = {rank: _Room(said) for rank in group if rank != self.control.rank}
-            yield self._transfers(said, send_to=rooms, receive=rooms)
-            # In the order of ranks: sums come out the same on all of them.
-            said = _together([rooms[rank].read() if rank in rooms else said for rank in group])
-        if rounds.speaks_for is not None:
-            yield self._transfers(said, send_to=[rounds.speaks_for], receive={})
-        return said
-
-    def _transfers(self, said: Said, send_to: Iterable[int], receive: Mapping[int, "_Room"]) -> Transfers:
-        group, sent = self.control.group, _tensor(_written(said))
-        received = [as_work(group.recv([room.tensor], rank, self._tag)) for rank, room in receive.items()]
-        sends = [as_work(group.send([sent], rank, self._tag)) for rank in send_to]
-        return Transfers([*received, *sends], sent, *(room.tensor for room in receive.values()))
-
 
 _FIRST_TAG = 16
-"""Above those of exchanges of chunks."""
+"""Above those of exchanged chunks and of small reductions."""
 
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
@@ -148,24 +125,24 @@ class ControlMessage:
     """A message on its way.
 
     Args:
-        exchange: Yields what is to be waited for, and returns what all ranks have said.
-        thread: Sees it through, where there is more than one thing to wait for.
+        exchange: Has begun.
+        flags: How many the message has.
+        thread: Goes through the exchange while the host goes on; None where whoever waits does that as well.
     """
 
-    def __init__(self, exchange: Generator[Transfers, None, Said], thread: ExchangeThread | None) -> None:
+    def __init__(self, exchange: RoundsExchange, flags: int, thread: ExchangeThread | None) -> None:
         self._exchange = exchange
-        self._pending: Transfers | None = None
+        self._flags = flags
         self._heard: Said | None = None
         self._seen_through: ExchangedWork | None = None
-        self._go_on()
-        if thread is not None and self._heard is None:
+        if thread is not None:
             self._seen_through = ExchangedWork()
-            thread.run(self._seen_through, partial(self._see_through, self._seen_through))
+            thread.run(self._seen_through, partial(_see_through, exchange, self._seen_through))
 
     @property
     def has_arrived(self) -> bool:
         """Whether it has been waited for, or a thread has."""
-        return self._heard is not None
+        return self._exchange.has_ended
 
     def wait(self) -> Said:
         """What all ranks have said; also when asked again.
@@ -175,67 +152,48 @@ class ControlMessage:
         """
         if self._heard is None:
             with marked("lightning_parstrat: wait for control message"):
-                if self._seen_through is None:
-                    self._see_through()
-                else:
+                if self._seen_through is not None:
                     self._seen_through.wait()
-        if self._heard is None:
-            raise AssertionError("a control message has ended without an answer")
+                self._heard = _read(self._exchange.wait(), self._flags)
         return self._heard
 
-    def _see_through(self, work: ExchangedWork | None = None) -> None:
-        while self._pending is not None:
-            self._pending.wait()
-            self._go_on()
-        if work is not None:
-            work.finish()
 
-    def _go_on(self) -> None:
-        try:
-            self._pending = next(self._exchange)
-        except StopIteration as ended:
-            self._pending, self._heard = None, ended.value
-
-
-class _Room:
-    """Where a message of the same length as ``said`` is received."""
-
-    def __init__(self, said: Said) -> None:
-        self._flags = len(said.flags)
-        self._bytes = bytearray(_HEADER.size + (self._flags + 7) // 8)
-        self.tensor = _tensor(self._bytes)
-
-    def read(self) -> Said:
-        number, is_alike, signal, *weights = _HEADER.unpack_from(self._bytes)
-        bits = int.from_bytes(self._bytes[_HEADER.size :], "big")
-        flags = f"{bits:0{self._flags}b}".encode().translate(_TO_FLAG) if self._flags else b""
-        return Said(flags, number, is_alike, signal, WeightSum(*weights))
+def _see_through(exchange: RoundsExchange, work: ExchangedWork) -> None:
+    exchange.wait()
+    work.finish()
 
 
 _HEADER = struct.Struct("<q?B3d")
 _TO_DIGIT, _TO_FLAG = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"\0\1")
 
 
-def _written(said: Said) -> bytearray:
+def _written(said: Said) -> Tensor:
     header = _HEADER.pack(said.number, said.is_alike, said.signal, *said.weights)
     # By digits, as Python then does it in C: there may be thousands.
     bits = int(said.flags.translate(_TO_DIGIT), 2) if said.flags else 0
-    return bytearray(header + bits.to_bytes((len(said.flags) + 7) // 8, "big"))
-
-
-def _tensor(content: bytearray) -> Tensor:
-    """Its memory, as a 1-D uint8 tensor."""
+    content = bytearray(header + bits.to_bytes((len(said.flags) + 7) // 8, "big"))
     return torch.frombuffer(content, dtype=torch.uint8)
 
 
-def _together(said: Sequence[Said]) -> Said:
-    """What several have said, as one."""
+def _read(message: Tensor, flags: int) -> Said:
+    content = message.numpy().tobytes()
+    number, is_alike, signal, *weights = _HEADER.unpack_from(content)
+    bits = int.from_bytes(content[_HEADER.size :], "big")
+    flags_set = f"{bits:0{flags}b}".encode().translate(_TO_FLAG) if flags else b""
+    return Said(flags_set, number, is_alike, signal, WeightSum(*weights))
+
+
+def _together(flags: int, messages: Sequence[Tensor]) -> Tensor:
+    """What several have said, as one message."""
+    said = [_read(message, flags) for message in messages]
     first = said[0]
-    flags = reduce(operator.or_, (int.from_bytes(one.flags, "big") for one in said))
-    return Said(
-        flags.to_bytes(len(first.flags), "big"),
-        first.number,
-        all(one.is_alike and one.number == first.number for one in said),
-        reduce(operator.or_, (one.signal for one in said)),
-        WeightSum(*map(sum, zip(*(one.weights for one in said), strict=True))),
+    any_set = reduce(operator.or_, (int.from_bytes(one.flags, "big") for one in said))
+    return _written(
+        Said(
+            any_set.to_bytes(flags, "big"),
+            first.number,
+            all(one.is_alike and one.number == first.number for one in said),
+            reduce(operator.or_, (one.signal for one in said)),
+            WeightSum(*map(sum, zip(*(one.weights for one in said), strict=True))),
+        )
     )

@@ -4,9 +4,7 @@ Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the
 whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node.
 """
 
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -17,7 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work, as_work, real_view
+from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
 
 Chunks = Callable[[int], Sequence[Tensor]]
 """The chunks that go to a rank, or come from it; both sides list the same ones in the same order."""
@@ -127,37 +126,6 @@ class ChunkTransfer(NamedTuple):
     peer: int
 
 
-class Transfers:
-    """Several transfers that are waited for as one; keeps the memory they use alive."""
-
-    def __init__(self, transfers: Sequence[Work], *memory: Tensor) -> None:
-        self._transfers: Sequence[Work] = transfers
-        self._memory: tuple[Tensor, ...] = memory
-        self._error: RuntimeError | None = None
-
-    def wait(self) -> None:
-        """Blocks until all are done.
-
-        Raises:
-            RuntimeError: One of them has failed, for instance because another rank has ended. A second call raises at
-                once, where Gloo would block until the timeout on transfers that had already completed.
-        """
-        if self._error is not None:
-            raise RuntimeError(f"An exchange between ranks has failed before: {self._error}") from self._error
-        try:
-            for transfer in self._transfers:
-                transfer.wait()
-        except RuntimeError as error:
-            self._error = error
-            raise
-        # This object may be held for longer than the buffers should live.
-        self._transfers, self._memory = (), ()
-
-    def is_completed(self) -> bool:
-        """Whether all are done, as far as the backend can tell."""
-        return all(transfer.is_completed() for transfer in self._transfers)
-
-
 class SummedChunks:
     """Sums chunks once they have arrived, in rank order, so that the sum does not depend on which rank owns it.
 
@@ -223,74 +191,3 @@ def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
         total.copy_(first)
     for chunk in others:
         total.add_(chunk)
-
-
-class ExchangedWork:
-    """An exchange that a thread completes; whoever waits for it gets the thread's exception."""
-
-    def __init__(self) -> None:
-        # Held until the exchange has ended. An `Event` takes ten times as long, in every step.
-        self._running = threading.Lock()
-        self._running.acquire()
-        self._error: BaseException | None = None
-
-    def wait(self) -> None:
-        """Blocks until the exchange has ended.
-
-        Raises:
-            RuntimeError: It failed, for instance because another rank has ended.
-        """
-        with self._running:
-            pass
-        if self._error is not None:
-            raise RuntimeError(f"An exchange between ranks failed: {self._error}") from self._error
-
-    def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return not self._running.locked()
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Releases those who wait. To be called once."""
-        self._error = error
-        self._running.release()
-
-
-_Task = tuple[ExchangedWork, Callable[[], None]]
-
-
-class ExchangeThread:
-    """Runs what follows exchanges in a thread, one after the other, for as long as this object lives.
-
-    Args:
-        name: The thread's, shown by debuggers and profilers.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._tasks: queue.SimpleQueue[_Task | None] | None = None
-
-    def run(self, work: ExchangedWork, action: Callable[[], None]) -> None:
-        """Calls ``action`` after those of earlier calls; if it raises, ``work`` has failed."""
-        if self._tasks is None:
-            # Started on first use: many collectives only carry small messages and need no thread. A SimpleQueue, as its
-            # `put` is reentrant: the finalizer may call it within a garbage collection.
-            self._tasks = queue.SimpleQueue()
-            # A daemon: an exchange with a rank that has ended must not keep this process alive. It gets only the queue:
-            # a reference to this object would keep both alive for ever.
-            threading.Thread(target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True).start()
-            weakref.finalize(self, self._tasks.put, None)
-        self._tasks.put((work, action))
-
-
-# Grad mode belongs to a thread, and a new one records gradients.
-@torch.no_grad()
-def _run_tasks(tasks: "queue.SimpleQueue[_Task | None]") -> None:
-    while (task := tasks.get()) is not None:
-        work, action = task
-        try:
-            action()
-        # Any exception: a work that is never finished would block the thread that waits for it for ever.
-        except BaseException as error:
-            work.finish(error)
-        # While the thread waits for its next task, its variables must not keep the buffers of the last alive.
-        del task, work, action

@@ -15,15 +15,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.collectives import Work
-from lightning_parstrat.distributed.comm.exchange import (
-    ExchangedWork,
-    ExchangeThread,
-    PairwiseCollectives,
-    Transfers,
-    split,
-    sum_in_order,
-)
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work
 
 _SECOND_LEVEL_OF_REDUCTION, _SECOND_LEVEL_OF_GATHER = 1, 2
 """Tags of what threads launch; the caller launches the first levels. Gloo matches messages of one tag by their order,

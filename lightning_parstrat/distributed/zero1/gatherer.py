@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import Streams
+from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark, unmark

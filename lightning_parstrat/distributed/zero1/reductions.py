@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ShownMean
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, take_where_changed

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import CudaStreams, HostStreams, streams_of
+from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool

@@ -14,9 +14,10 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.exchange import ExchangedWork, ExchangeThread, PairwiseCollectives
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.comparing import distance
 from tests.pool import RankPool

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.backends import NativeCollectives
-from lightning_parstrat.distributed.comm.collectives import Work
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.comparing import distance
 from tests.distributed.engines import Log, backward, log_reductions, make_engine
