@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import amount, import_class, table
+from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import ShardingPolicy
@@ -61,7 +62,7 @@ def make_parser() -> ArgumentParser:
     add("--bandwidth", type=str | None, help="of a node's link, such as 100Gbit; shows how long sending takes")
     add("--calibration", type=str | None, metavar="FILE", help="output of `doctor --json`, instead of --bandwidth")
     add("--compute-seconds", type=PositiveFloat | None, help="time of one process's step alone, to predict step times")
-    add("--bucket-cap-mb", type=PositiveFloat, default=ShardingPolicy().bucket_cap_mb, help="as in ZeRO1Strategy")
+    add("--bucket-cap-mb", type=PositiveFloat | None, help="as in ZeRO1Strategy (default: by ranks and model)")
     add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -78,7 +79,11 @@ def run(arguments: Namespace, program: list[str]) -> int:
     cluster = _cluster(arguments)
     memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory")
     module = _read_module(Path(arguments.config), arguments.model)
-    estimates = _estimates(module, cluster, round(arguments.bucket_cap_mb * 2**20))
+    policy = ShardingPolicy(bucket_cap_mb=arguments.bucket_cap_mb or "auto")
+    model_bytes = sum(one.numel * one.itemsize for one in module.parameters)
+    # Memory is planned for GPUs as a rule, and hardly depends on it.
+    cap_bytes = policy.bucket_cap_bytes(model_bytes, assumed_wire(cluster.world_size, "cuda"))
+    estimates = _estimates(module, cluster, cap_bytes)
     room = None if memory is None else memory * (1 - arguments.reserve)
     choice, why = recommend(estimates, room, cluster, arguments.compute_seconds)
     if arguments.json:

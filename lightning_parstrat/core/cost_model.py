@@ -49,6 +49,22 @@ class AlphaBeta:
         return self.latency_seconds + self.seconds_per_byte * nbytes
 
 
+_BYTES_IN_LATENCY = {"cuda": 700 * 2**10, "cpu": 32 * 2**10}
+"""What travels, for each rank, in the time that it adds to the latency of a ring: NCCL's model of nodes of 8 H100, and
+Gloo's messages of 40 microseconds at some 1 GB/s."""
+
+
+def assumed_wire(world_size: int, device_type: str) -> AlphaBeta:
+    """What a reduce-scatter is taken to cost before any was measured: latency and bandwidth in proportion only.
+
+    Args:
+        world_size: Number of ranks.
+        device_type: Of the gradients: "cuda" or "cpu".
+    """
+    in_latency = _BYTES_IN_LATENCY.get(device_type, _BYTES_IN_LATENCY["cuda"])
+    return AlphaBeta(latency_seconds=float(in_latency * world_size), seconds_per_byte=1.0)
+
+
 class CostFit(NamedTuple):
     """A model, and how far its predictions are from what was measured, relative to the latter.
 

@@ -9,7 +9,33 @@ from collections.abc import Hashable, Sequence
 
 from lightning_parstrat.core.bucketing import optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
-from lightning_parstrat.core.layout import ParameterSpec, group_by_cap
+from lightning_parstrat.core.layout import ParameterSpec, group_by_cap, take_small_along
+
+_SMALLEST_CAP, _LARGEST_CAP = 2**23, 2**29
+"""Smaller buckets save next to nothing at the ends of a step, and each costs the host time; what is larger has the
+forward wait for too much at its beginning."""
+
+
+def default_bucket_cap(model_bytes: int, wire: AlphaBeta) -> int:
+    """How large buckets should be, by the model and by what the wire takes, which grows with the number of ranks.
+
+    Buckets of S bytes, of P in all, each pay the latency: P / S * alpha. Nothing hides the last of backward, nor the
+    first of forward: S * beta. The sum of the two is least at ``sqrt(P * alpha / beta)``. The page of measurements has
+    what that comes to from 2 to 1,024 ranks.
+
+    Args:
+        model_bytes: What is reduced in a step.
+        wire: What a large reduce-scatter takes over these ranks.
+
+    Returns:
+        Bytes: the power of two up to that root, from 8 to 512 MiB, and no more than half of the model, so that two
+        buckets take no more memory than gradients do under DDP. A power of two, so that measured again, a wire that is
+        a little different mostly gives the same plan.
+    """
+    latency, per_byte = wire.latency_seconds, wire.seconds_per_byte
+    best = math.sqrt(model_bytes * latency / per_byte) if per_byte else math.inf
+    bounded = max(int(min(best, model_bytes / 2, _LARGEST_CAP)), _SMALLEST_CAP)
+    return 1 << (bounded.bit_length() - 1)
 
 
 def group_by_readiness(
@@ -38,11 +64,14 @@ def group_by_readiness(
             by_cap = group_by_cap([parameters[index] for index in members], cap_bytes)
             groups += [[members[position] for position in bucket] for bucket in by_cap]
             continue
-        sizes = [parameters[index].numel * parameters[index].itemsize for index in members]
-        ready = [ready_seconds[index] for index in members]
+        joined = take_small_along([parameters[index].nbytes for index in members], cap_bytes)
+        together = [[members[position] for position in positions] for positions in joined]
+        sizes = [sum(parameters[index].nbytes for index in indices) for indices in together]
+        ready = [ready_seconds[indices[-1]] for indices in together]
         # The fewest: each collective also costs the host time, which the model of the wire does not count.
         stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes, fewest=True)
-        groups += [members[start:stop] for start, stop in zip((0, *stops), stops, strict=False)]
+        for start, stop in zip((0, *stops), stops, strict=False):
+            groups.append([index for indices in together[start:stop] for index in indices])
     # Reductions launch in this order, and a bucket can go when its last gradient is ready. Positions break ties, so
     # that all ranks sort alike.
     return sorted(groups, key=lambda bucket: (ready_seconds[bucket[-1]], bucket[-1]))

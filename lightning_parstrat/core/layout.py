@@ -42,6 +42,11 @@ class ParameterSpec:
             product *= size
         return product
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * self.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutPolicy:
@@ -181,19 +186,67 @@ def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLay
 
 
 def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
-    """Groups the positions of parameters, in their order, so that no bucket of several exceeds the cap."""
+    """Groups the positions of parameters, in their order, so that no bucket of several exceeds the cap.
+
+    But for what :func:`take_small_along` has put together.
+    """
     closed: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
+    by_group: dict[Hashable, list[int]] = {}
     for index, spec in enumerate(parameters):
-        size = spec.numel * spec.itemsize
-        if spec.group in open_buckets and open_bytes[spec.group] + size > cap_bytes:
-            closed.append(open_buckets.pop(spec.group))
-        if spec.group not in open_buckets:
-            open_buckets[spec.group], open_bytes[spec.group] = [], 0
-        open_buckets[spec.group].append(index)
-        open_bytes[spec.group] += size
+        by_group.setdefault(spec.group, []).append(index)
+    inseparable: list[list[int]] = []
+    for members in by_group.values():
+        joined = take_small_along([parameters[index].nbytes for index in members], cap_bytes)
+        inseparable += [[members[position] for position in together] for together in joined]
+    for together in sorted(inseparable):
+        group = parameters[together[0]].group
+        size = sum(parameters[index].nbytes for index in together)
+        if group in open_buckets and open_bytes[group] + size > cap_bytes:
+            closed.append(open_buckets.pop(group))
+        if group not in open_buckets:
+            open_buckets[group], open_bytes[group] = [], 0
+        open_buckets[group] += together
+        open_bytes[group] += size
     return closed + list(open_buckets.values())
+
+
+_SMALL = 32
+"""A parameter is small beside one that is so many times as large."""
+
+_LARGE = 2**20
+"""Bytes of a parameter that is worth a bucket of its own; to send less takes as long as to send nothing."""
+
+
+def take_small_along(sizes: Sequence[int], cap_bytes: int) -> list[list[int]]:
+    """Puts small ones together with a large neighbour that exceeds the cap, and so has a bucket of its own.
+
+    Between two large matrices a norm's weights would travel alone, and pay the latency of a collective for a few bytes.
+
+    Args:
+        sizes: Bytes, in the order in which they are to travel.
+        cap_bytes: The largest bucket of several.
+
+    Returns:
+        Positions of what stays together, in order; all that a large one takes along is a thirty-second of it at most.
+    """
+    together: list[list[int]] = []
+    # What the last one may still take along.
+    room = 0
+    for position, size in enumerate(sizes):
+        if room and size <= room:
+            together[-1].append(position)
+            room -= size
+            continue
+        room = size // _SMALL if size > max(cap_bytes, _LARGE) else 0
+        before = together[-1] if together else []
+        if room and len(before) == 1 and sizes[before[0]] <= room:
+            before.append(position)
+            room -= sizes[before[0]]
+        else:
+            together.append([position])
+    return together
 
 
 def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:

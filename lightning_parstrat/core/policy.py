@@ -7,7 +7,10 @@ from typing import Literal, get_args
 import torch
 
 from lightning_parstrat.core.accumulation import PartialWindow
+from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.grouping import default_bucket_cap
 
+BucketCap = float | Literal["auto"]
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
@@ -26,7 +29,8 @@ class ShardingPolicy:
         bucket_order: Whether buckets are planned again by the order and the time in which gradients become ready
             (``"measured"``), or stay in the reverse order of the parameters' registration.
         bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier;
-            larger ones pay the latency of a collective less often.
+            larger ones pay the latency of a collective less often. ``"auto"`` follows the number of ranks, the wire and
+            the model, see :func:`~lightning_parstrat.core.grouping.default_bucket_cap`.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
             rank, which optimizers that work on uncut matrices need; ``"auto"`` chooses by the optimizer.
         expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
@@ -43,7 +47,7 @@ class ShardingPolicy:
         ValueError: A value is not allowed; the message says which are.
     """
 
-    bucket_cap_mb: float = 8.0
+    bucket_cap_mb: BucketCap = "auto"
     bucket_order: BucketOrder = "measured"
     partition: PartitionChoice = "auto"
     expose_gradients: ExposeGradients = "auto"
@@ -56,8 +60,8 @@ class ShardingPolicy:
     def __post_init__(self) -> None:
         cap = self.bucket_cap_mb
         number = isinstance(cap, (int, float)) and not isinstance(cap, bool) and math.isfinite(cap) and cap > 0
-        if not number:
-            raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8.")
+        if not number and cap != "auto":
+            raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8, or 'auto'.")
         _check_choices(self, partition=PartitionChoice, bucket_order=BucketOrder)
         for name in ("expose_gradients", "master_weights"):
             value = getattr(self, name)
@@ -78,9 +82,15 @@ class ShardingPolicy:
                 " master_weights=False forgoes. Leave master_weights='auto', or gather_dtype=None."
             )
 
-    @property
-    def bucket_cap_bytes(self) -> int:
-        """The cap in bytes, at least one."""
+    def bucket_cap_bytes(self, model_bytes: int, wire: AlphaBeta) -> int:
+        """The cap in bytes, at least one.
+
+        Args:
+            model_bytes: What is reduced in a step.
+            wire: What a reduce-scatter takes, as measured or assumed.
+        """
+        if self.bucket_cap_mb == "auto":
+            return default_bucket_cap(model_bytes, wire)
         return max(1, int(self.bucket_cap_mb * 2**20))
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:

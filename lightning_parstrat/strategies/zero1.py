@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import (
+    BucketCap,
     BucketOrder,
     ExposeGradients,
     MasterWeights,
@@ -46,8 +47,9 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     bytes travel as under DDP. Unused parameters need no flag.
 
     Args:
-        bucket_cap_mb: Size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready; smaller buckets
-            overlap better, larger ones pay latency less often. It is the largest size: see ``bucket_order``.
+        bucket_cap_mb: The largest size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready;
+            smaller buckets overlap better, larger ones pay latency less often, which grows with the number of ranks.
+            ``"auto"`` follows from both, and from the model: 8 MiB on a few CPUs, up to 512 on a thousand GPUs.
         bucket_order: ``"measured"``: after two steps buckets are planned anew, by when each gradient was ready and by
             what the wire takes. ``"registration"``: they stay in the reverse order of registration and as large as
             they may be, so that two trainings have the same plan without a checkpoint.
@@ -85,7 +87,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     def __init__(
         self,
-        bucket_cap_mb: float = 8.0,
+        bucket_cap_mb: BucketCap = "auto",
         bucket_order: BucketOrder = "measured",
         partition: PartitionChoice = "auto",
         expose_gradients: ExposeGradients = "auto",

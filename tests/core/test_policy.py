@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.policy import GradientPolicy, ShardingPolicy
 
 
@@ -34,7 +35,7 @@ def test_allowed_partitions(partition: Any) -> None:
     [(8, 8388608), (0.5, 524288), (1e-9, 1), (1 / 2**20, 1), (2.5, 2621440), (1e6, 10**6 * 2**20)],
 )
 def test_the_cap_is_in_mebibytes_and_at_least_a_byte(bucket_cap_mb: float, expected: int) -> None:
-    cap = ShardingPolicy(bucket_cap_mb=bucket_cap_mb).bucket_cap_bytes
+    cap = ShardingPolicy(bucket_cap_mb=bucket_cap_mb).bucket_cap_bytes(10**12, assumed_wire(1024, "cuda"))
     assert cap == expected
     assert isinstance(cap, int)
 

@@ -11,28 +11,47 @@ from lightning_parstrat.core.cost_model import CostFit, fit_alpha_beta
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 
-_SIZES = (2**14, 2**16, 2**18, 2**20, 2**22)
+_SIZES = tuple(4**power for power in range(7, 14))
+"""16 KiB to 64 MiB."""
+
+_SIZES_FITTED = 5
+_LONG_ENOUGH = 5e-3
 _REPETITIONS = 3
 
 
-def reduce_scatter_cost(collectives: Collectives, control: Collectives, device: torch.device) -> CostFit:
-    """Latency and seconds per byte of a reduce-scatter on the slowest rank. Collective; sends some 20 MB.
+def reduce_scatter_cost(
+    collectives: Collectives, control: Collectives, device: torch.device, model_bytes: int
+) -> CostFit:
+    """Latency and seconds per byte of large reduce-scatters on the slowest rank. Collective.
 
-    Nothing computes meanwhile, so this is what the wire can do, not what is left of it during a backward that shares
-    the processor.
+    Sizes grow until one takes some milliseconds: on a slow wire some 20 MB are sent, on a fast one some 250. What NCCL
+    sends in small messages travels by another protocol, of less latency and a fraction of the bandwidth, and says
+    nothing of buckets. Nothing computes meanwhile, so this is what the wire can do, not what is left of it during a
+    backward that shares the processor.
 
     Args:
         collectives: To be measured; none of its collectives may be in flight.
         control: Its group works on host memory.
         device: Device of the gradients.
+        model_bytes: What is reduced in a step; nothing larger is sent.
     """
-    per_rank = [-(-nbytes // 4 // collectives.world_size) for nbytes in _SIZES]
-    buffers = [torch.zeros(numel * collectives.world_size, device=device) for numel in per_rank]
+
+    def buffer_of(nbytes: int) -> Tensor:
+        return torch.zeros(-(-nbytes // 4 // collectives.world_size) * collectives.world_size, device=device)
 
     def reduce_scatter(buffer: Tensor) -> None:
         shard = torch.empty(buffer.numel() // collectives.world_size, device=device)
         collectives.reduce_scatter(buffer, shard).wait()
 
+    buffers: list[Tensor] = []
+    for size in _SIZES:
+        if len(buffers) >= _SIZES_FITTED and size > model_bytes:
+            break
+        buffers = [*buffers[1 - _SIZES_FITTED :], buffer_of(size)]
+        # The first of a size opens connections and allocates.
+        slowest = max(_seconds_on_slowest(reduce_scatter, [buffers[-1]] * 2, control)[1:])
+        if len(buffers) == _SIZES_FITTED and slowest > _LONG_ENOUGH:
+            break
     return _cost(reduce_scatter, buffers, [buffer.nbytes for buffer in buffers], control)
 
 
@@ -72,22 +91,28 @@ def all_reduce_cost(group: dist.ProcessGroup, control: Collectives, buffers: Map
 def _cost(
     collective: Callable[[Tensor], object], buffers: Sequence[Tensor], nbytes: Sequence[int], control: Collectives
 ) -> CostFit:
-    taken: list[tuple[int, float]] = []
-    messages = ControlMessages(control)
-    first = (buffers[0], nbytes[0])
-    # Round by round, not size by size: a disturbance then hits all sizes alike.
-    for buffer, size in (first, *list(zip(buffers, nbytes, strict=True)) * _REPETITIONS):
+    # Round by round, not size by size: a disturbance then hits all sizes alike. Once more at first, which connects.
+    order = [0, *list(range(len(buffers))) * _REPETITIONS]
+    slowest = _seconds_on_slowest(collective, [buffers[index] for index in order], control)
+    return fit_alpha_beta(zip((nbytes[index] for index in order[1:]), slowest[1:], strict=True))
+
+
+def _seconds_on_slowest(
+    collective: Callable[[Tensor], object], buffers: Sequence[Tensor], control: Collectives
+) -> list[float]:
+    """How long each takes. The maximum over ranks: a collective is as slow as its slowest rank, and all must know."""
+    messages, taken = ControlMessages(control), []
+    for buffer in buffers:
         # A barrier: without it, the time that others wait for a late rank would count as the wire's. Not a ring's,
-        # which lets one rank go half a round before the next: the maximum below would add that to every size.
+        # which lets one rank go half a round before the next.
         messages.launch().wait()
         began = time.perf_counter()
         collective(buffer)
         if buffer.device.type == "cuda":
             # On CUDA, `wait` only makes the stream wait.
             torch.cuda.synchronize(buffer.device)
-        taken.append((size, time.perf_counter() - began))
-    # Not the first, which opens connections. The maximum: a collective is as slow as its slowest rank, and all ranks
-    # must fit the same times to come to the same plan.
-    slowest = torch.tensor([seconds for _, seconds in taken[1:]], dtype=torch.float64)
+        taken.append(time.perf_counter() - began)
+    slowest = torch.tensor(taken, dtype=torch.float64)
     control.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
-    return fit_alpha_beta(zip((size for size, _ in taken[1:]), slowest.tolist(), strict=True))
+    seconds: list[float] = slowest.tolist()
+    return seconds

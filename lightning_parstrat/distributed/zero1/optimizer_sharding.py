@@ -272,11 +272,15 @@ class OptimizerSharding:
         known = self._groups(optimizer)
         if self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
             return [_Part(buckets, known.stand_ins)]
-        groups = known.by_bucket
-        parts = [_Part([bucket], [by_bucket.get(bucket, []) for by_bucket in groups]) for bucket in buckets]
-        if any(None in by_bucket for by_bucket in groups):
-            parts.append(_Part([], [by_bucket.get(None, []) for by_bucket in groups]))
-        return parts
+        stepped: list[tuple[list[ParameterBucket], list[GradientBucket | None]]] = [
+            (together, [*together]) for together in _worth_a_call(buckets)
+        ]
+        if any(None in by_bucket for by_bucket in known.by_bucket):
+            stepped.append(([], [None]))
+        return [
+            _Part(sent, [[one for key in keys for one in by_bucket.get(key, [])] for by_bucket in known.by_bucket])
+            for sent, keys in stepped
+        ]
 
     def _send(self, part: "_Part") -> None:
         for bucket in part.buckets:
@@ -302,6 +306,24 @@ class OptimizerSharding:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
         return [bucket for bucket in self.buckets if bucket.has_gradients]
+
+
+_SMALLEST_STEP = 2**20
+"""Bytes of shards that are worth a call of an optimizer: shards shrink with the number of ranks, a call does not."""
+
+
+def _worth_a_call(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBucket]]:
+    """Neighbours that are stepped by one call, so that the number of calls goes by the bytes that a rank steps."""
+    together: list[list[ParameterBucket]] = []
+    room = 0
+    for bucket in buckets:
+        if room > 0:
+            together[-1].append(bucket)
+        else:
+            together.append([bucket])
+            room = _SMALLEST_STEP
+        room -= bucket.layout.numel * bucket.layout.itemsize // bucket.layout.world_size
+    return together
 
 
 class _Part(NamedTuple):

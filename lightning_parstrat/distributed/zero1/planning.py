@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.layout import (
     BucketLayout,
     LayoutPolicy,
@@ -175,9 +176,15 @@ class BucketPlanner:
         self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
     ) -> _Plan:
         policy = LayoutPolicy(
-            world_size=self._control.world_size, bucket_cap_bytes=self._policy.bucket_cap_bytes, partition=partition
+            world_size=self._control.world_size, bucket_cap_bytes=self._cap_bytes(), partition=partition
         )
         return _Plan(specs, plan_buckets(specs, policy, groups))
+
+    def _cap_bytes(self) -> int:
+        """The cap as long as nothing has been measured."""
+        parameters = list(self._names)
+        wire = assumed_wire(self._control.world_size, parameters[0].device.type if parameters else "cpu")
+        return self._policy.bucket_cap_bytes(sum(parameter.nbytes for parameter in parameters), wire)
 
     def _check(self, plans: Sequence[_Plan]) -> None:
         """Compares plans over all ranks, before anything is moved. Collective."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.cost_model import AlphaBeta, assumed_wire
 from lightning_parstrat.core.grouping import group_as_named, group_by_readiness
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.memory import parameter_bytes
@@ -134,7 +134,8 @@ class Replanner:
             return
         buckets = self._sharded_buckets
         with marked("zero1_custom: plan buckets anew"):
-            planned = plan(ready, _ByReadiness(ready, self._policy.bucket_cap_bytes, self._cost()))
+            cost = self._cost()
+            planned = plan(ready, _ByReadiness(ready, self._cap_bytes(cost), cost))
             # The order within a bucket changes nothing.
             before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
             if planned is not None and [set(one.members) for one in planned] != before:
@@ -198,11 +199,20 @@ class Replanner:
         for bucket in old:
             bucket.let_go()
 
+    @property
+    def _model_bytes(self) -> int:
+        return parameter_bytes([bucket.layout for bucket in self._reducer.buckets])
+
+    def _cap_bytes(self, cost: AlphaBeta | None) -> int:
+        collectives, (first, *_) = self._reducer.collectives, self._reducer.buckets
+        wire = assumed_wire(collectives.world_size, first.device.type) if cost is None else cost
+        return self._policy.bucket_cap_bytes(self._model_bytes, wire)
+
     def _cost(self) -> AlphaBeta | None:
-        buckets = self._reducer.buckets
-        if parameter_bytes([bucket.layout for bucket in buckets]) < _SMALLEST_WORTH_TIMING:
+        if self._model_bytes < _SMALLEST_WORTH_TIMING:
             return None
-        wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, buckets[0].device).model
+        device = self._reducer.buckets[0].device
+        wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, device, self._model_bytes).model
         return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
 
 

@@ -157,8 +157,8 @@ def mocked_class() -> None:
     with patch("torch.optim.SGD.step") as step, patch("torch.optim.SGD.zero_grad") as zero_grad:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
-    # Once for each bucket, as torch's own.
-    assert step.call_args_list == [call()] * len(engine.buckets)
+    # Once, as torch's own: small buckets are stepped together.
+    assert len(engine.buckets) > 1 and step.call_args_list == [call()]
     zero_grad.assert_called_once_with(set_to_none=False)
 
 

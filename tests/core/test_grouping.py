@@ -1,0 +1,101 @@
+"""How large buckets are by default, and what small parameters travel with."""
+
+import math
+
+import pytest
+
+from lightning_parstrat.core.cost_model import AlphaBeta, assumed_wire
+from lightning_parstrat.core.grouping import default_bucket_cap, group_by_readiness
+from lightning_parstrat.core.layout import ParameterSpec, group_by_cap, take_small_along
+
+MIB = 2**20
+
+
+def wire(bytes_in_latency: float) -> AlphaBeta:
+    return AlphaBeta(latency_seconds=1e-9 * bytes_in_latency, seconds_per_byte=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model_mib", "mib_in_latency", "expected_mib"),
+    [
+        # Small models, and wires without latency, have the smallest.
+        (1, 1, 8),
+        (10_000, 0, 8),
+        # sqrt(1335 * 48) = 253, sqrt(1335 * 91) = 349.
+        (1335, 48, 128),
+        (1335, 91, 256),
+        (13_500, 26, 512),
+        # No more than half of the model, nor than 512 MiB.
+        (100, 700, 32),
+        (1_000_000, 700, 512),
+    ],
+)
+def test_the_cap_is_a_root_within_bounds(model_mib: int, mib_in_latency: float, expected_mib: int) -> None:
+    assert default_bucket_cap(model_mib * MIB, wire(mib_in_latency * MIB)) == expected_mib * MIB
+
+
+def test_a_wire_of_nothing_but_latency_has_the_largest_that_the_model_allows() -> None:
+    only_latency = AlphaBeta(latency_seconds=1.0, seconds_per_byte=0.0)
+    assert default_bucket_cap(256 * MIB, only_latency) == 128 * MIB
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_the_cap_never_falls_with_ranks_or_model(device_type: str) -> None:
+    ranks = [2**power for power in range(1, 11)]
+    models = [10**power for power in range(5, 12)]
+    caps = [[default_bucket_cap(model, assumed_wire(world, device_type)) for world in ranks] for model in models]
+    assert all(row == sorted(row) for row in caps)
+    assert all(list(column) == sorted(column) for column in zip(*caps, strict=True))
+    assert caps[0][0] == 8 * MIB and caps[-1][-1] > caps[0][0]
+
+
+def test_two_cpus_keep_buckets_of_8_mib() -> None:
+    # 33.6M parameters in fp32, over 1 Gbit/s: a latency of 1 ms and 8 ns a byte.
+    measured = AlphaBeta(latency_seconds=1e-3, seconds_per_byte=8e-9)
+    assert default_bucket_cap(134_000_000, measured) == 8 * MIB
+    assert default_bucket_cap(134_000_000, assumed_wire(2, "cpu")) == 8 * MIB
+
+
+@pytest.mark.parametrize(
+    ("sizes_in_kib", "expected"),
+    [
+        ([], []),
+        ([1, 2, 3], [[0], [1], [2]]),
+        # Norms between matrices, and one before the first.
+        ([8, 90_000, 8, 90_000, 8, 8], [[0, 1, 2], [3, 4, 5]]),
+        # Not more than a thirty-second: 64 KiB of 2 MiB.
+        ([2048, 60, 4, 1], [[0, 1, 2], [3]]),
+        ([65, 2048], [[0], [1]]),
+        # Nobody takes along what is not small, or has no bucket of its own.
+        ([90_000, 90_000], [[0], [1]]),
+        ([1024, 8, 1024], [[0], [1], [2]]),
+    ],
+)
+def test_large_ones_take_small_ones_along(sizes_in_kib: list[int], expected: list[list[int]]) -> None:
+    assert take_small_along([1024 * size for size in sizes_in_kib], cap_bytes=MIB) == expected
+
+
+def test_what_is_small_in_all_has_buckets_of_its_own() -> None:
+    assert take_small_along([1, 1000, 1], cap_bytes=4) == [[0], [1], [2]]
+
+
+def specs(*kib: int) -> list[ParameterSpec]:
+    return [
+        ParameterSpec(name=f"p{index}", shape=(size * 256,), dtype="torch.float32", itemsize=4, group="float32")
+        for index, size in enumerate(kib)
+    ]
+
+
+def test_no_norm_between_matrices_travels_alone() -> None:
+    layer = [16_000, 8, 16_000, 8]
+    parameters = specs(*layer * 4)
+    assert group_by_cap(parameters, 8 * MIB) == [[2 * pair, 2 * pair + 1] for pair in range(8)]
+    ready = [float(index) for index in range(len(parameters))]
+    for cost in (None, wire(1000)):
+        groups = group_by_readiness(parameters, ready, 8 * MIB, cost)
+        assert groups == [[2 * pair, 2 * pair + 1] for pair in range(8)]
+
+
+def test_what_is_never_ready_holds_up_nobody() -> None:
+    parameters = specs(16_000, 8, 16_000)
+    assert group_by_readiness(parameters, [0.0, math.inf, 1.0], 8 * MIB, wire(1000)) == [[0], [2], [1]]
