@@ -2,8 +2,11 @@
 
 import atexit
 import functools
+import os
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -72,9 +75,30 @@ def _process_group(name: str, timeout: timedelta | None, backend: str | None = N
         existing = known.group()
         if existing is not None:
             return existing
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
+    with connections_on_demand():
+        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     _PROCESS_GROUPS[name, timeout] = _KnownGroup(weakref.ref(world), weakref.ref(group))
     return group
+
+
+@contextmanager
+def connections_on_demand() -> Iterator[None]:
+    """Within it, groups of Gloo's connect two ranks when they first have something to send to each other.
+
+    By default each connects every rank with every other one at once: of a few groups of hundreds of ranks, that is more
+    than the files that a process may have open. What the environment says is left. Not collective.
+    """
+    if _CONNECT_ON_DEMAND in os.environ:
+        yield
+        return
+    os.environ[_CONNECT_ON_DEMAND] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_CONNECT_ON_DEMAND, None)
+
+
+_CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"
 
 
 @functools.cache

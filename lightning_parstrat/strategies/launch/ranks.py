@@ -25,7 +25,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
-from lightning_parstrat.distributed.comm.process_groups import control_group, world_size
+from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, control_group, world_size
 from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch
 from lightning_parstrat.strategies.launch.elastic import (
     StartedLauncher,
@@ -112,7 +112,8 @@ class RanksStrategy(DDPStrategy):
             MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
         """
         connect_started(self, self._get_process_group_backend(), self._timeout)
-        super().setup_distributed()
+        with connections_on_demand():
+            super().setup_distributed()
         joined = world_size()
         if joined != self.world_size:
             raise MisconfigurationException(

@@ -1,0 +1,49 @@
+"""Process groups: connections are made for whom there is something to send to, not for all."""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_parstrat.core.rounds import exchange_rounds
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, process_groups
+from tests.pool import RankPool
+
+
+def sockets() -> int:
+    descriptors = Path("/proc/self/fd")
+    return sum(one.is_symlink() and os.readlink(one).startswith("socket:") for one in list(descriptors.iterdir()))
+
+
+def sockets_of_new_groups() -> tuple[int, int]:
+    """How many sockets this rank has more when the groups were made, and when a control message was sent."""
+    before = sockets()
+    groups = process_groups(timedelta(seconds=61))
+    made = sockets()
+    messages = ControlMessages(make_collectives(groups.control, torch.device("cpu")))
+    for _ in range(3):
+        messages.launch().wait()
+    return made - before, sockets() - made
+
+
+@pytest.mark.parametrize("world_size", [2, 6])
+def test_ranks_are_connected_when_they_have_something_to_send(pool: RankPool, world_size: int) -> None:
+    for rank, (made, used) in enumerate(pool.run(world_size, sockets_of_new_groups)):
+        # Each group listens, and its making takes messages of the default one; a full mesh has five for each of three.
+        assert made <= 3 + 3
+        assert used <= exchange_rounds(rank, world_size).messages
+
+
+def test_what_the_environment_says_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+    with connections_on_demand():
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    with connections_on_demand():
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
