@@ -67,7 +67,7 @@ NCCL_TREE_SHARE_IN_NODE = ByProtocol(1 / 3.8, 7 / 9, 1.0)
 NCCL_TREE_SHARE_ACROSS_NODES = ByProtocol(1 / 3.8, 120 / 128, 1.0)
 
 # tuning.cc, treeCorrectionFactor: a tree's share of its bandwidth by size, from 64 bytes, one number for each doubling;
-# the last is not looked up any more (from 512 MiB on a tree has all of it).
+# from 512 MiB on a tree has all of it.
 NCCL_TREE_CORRECTION: dict[Protocol, tuple[float, ...]] = {
     "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
     "LL128": (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
