@@ -82,7 +82,9 @@ class Step(NamedTuple):
         return self.seconds - self.compute_seconds
 
     def __sub__(self, other: "Step") -> "Step":
-        return Step(*(mine - theirs for mine, theirs in zip(self, other, strict=True)))
+        return Step(
+            self.seconds - other.seconds, self.compute_seconds - other.compute_seconds, self.launches - other.launches
+        )
 
 
 def replay(events: Iterable[Event], machine: Machine, networks: Mapping[str, Network]) -> Step:
