@@ -1,6 +1,6 @@
 """What the rule of ``caps.py`` comes to, beside DDP and beside the best cap.
 
-    python -m benchmarks.scale.cap_study
+python -m benchmarks.scale.cap_study
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ def evidence(model: Model, ranks: int, nic_gbs: float = constants.NIC_GBS, caps:
     """
     cluster = Cluster(machine=accelerator(model.itemsize), nic_gbs=nic_gbs)
     wire = wire_of(cluster.network(placed(ranks)))
-    cap = recommended_cap(wire)
+    cap = recommended_cap(model.nbytes, wire)
     recommended = zero1_step(model, ranks, cap, cluster).exposed_seconds
     others = (zero1_step(model, ranks, other, cluster).exposed_seconds for other in caps if other != cap)
     return Evidence(

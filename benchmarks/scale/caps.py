@@ -1,13 +1,13 @@
-"""How large buckets should be, by how many ranks there are and what the wire takes.
+"""How large buckets should be, by the model, the ranks and what the wire takes.
 
-A ring's latency grows with the ranks, so that small buckets pay for it again and again; large ones leave more for the
-end of backward and the beginning of forward, which nothing hides. The rule:
+Buckets of S bytes, of P in all, each pay a ring's latency alpha, which grows with the ranks: P / S * alpha. Nothing
+hides the last of backward, or the first of forward: S * beta. The sum of the two is least at
 
-    cap = the first power of two from alpha / beta on, from 32 MiB to 512 MiB,
+    S = sqrt(P * alpha / beta),
 
-with alpha and beta of the straight line through what large reduce-scatters take. A bucket of alpha / beta bytes travels
-for as long as it has latency: it gets half of the wire's bandwidth, and no bucket of twice the size is twice as fast.
-On nodes of 8 H100 that is 0.7 MiB a rank, so as many MiB as there are ranks, where those are a power of two.
+with alpha and beta of the straight line through what large reduce-scatters take. Where everything is hidden but those
+two, smaller ones would do as well, and where the tensors at the ends are larger, larger ones. ``cap_study.py`` has the
+evidence. On nodes of 8 H100 alpha / beta is 0.7 MiB a rank from 64 ranks on.
 """
 
 import math
@@ -16,7 +16,7 @@ from benchmarks.scale.networks import Network
 from lightning_parstrat.core.cost_model import AlphaBeta, fit_alpha_beta
 
 MIB = 2**20
-SMALLEST = 32 * MIB
+SMALLEST = 8 * MIB
 LARGEST = 512 * MIB
 _SIZES = tuple(2**power for power in range(25, 30))
 """32 to 512 MiB, as large as caps are. Small ones travel by another protocol, LL, whose latency is half of LL128's and
@@ -29,20 +29,29 @@ def wire_of(network: Network) -> AlphaBeta:
 
 
 def recommended_cap(
-    cost: AlphaBeta, *, smallest: int = SMALLEST, largest: int = LARGEST, memory_bound: int | None = None
+    model_bytes: int,
+    cost: AlphaBeta,
+    *,
+    smallest: int = SMALLEST,
+    largest: int = LARGEST,
+    memory_bound: int | None = None,
 ) -> int:
-    """The default cap of zero1_custom's buckets, in bytes.
+    """The default cap of zero1_custom's buckets, in bytes: the power of two up to the root above.
 
     Args:
+        model_bytes: What is reduced in a step.
         cost: What large reduce-scatters take over these ranks.
-        smallest: Where latency is low, larger buckets cost nothing that smaller ones would save.
-        largest: Where latency is high, the beginning of forward waits for a whole bucket.
+        smallest: Fewer bytes save next to nothing at the ends, and each bucket costs the host time.
+        largest: Where nothing is hidden any more, the beginning of forward waits for a whole bucket.
         memory_bound: The most that the memory for a bucket in flight allows; it counts before the others.
 
     Returns:
-        A power of two, unless bounded by another: measured again, a slightly different line gives the same plan.
+        A power of two, unless bounded by another number: measured again, a line that is a little different mostly gives
+        the same plan.
     """
-    wanted = cost.latency_seconds / cost.seconds_per_byte if cost.seconds_per_byte else largest
-    power = 1 << (max(1, math.ceil(wanted)) - 1).bit_length()
+    wanted = largest
+    if cost.seconds_per_byte:
+        wanted = math.isqrt(int(model_bytes * cost.latency_seconds / cost.seconds_per_byte))
+    power = 1 << max(wanted.bit_length() - 1, 0)
     cap = min(max(power, smallest), largest)
     return cap if memory_bound is None else min(cap, memory_bound)

@@ -10,11 +10,12 @@ token, a third of it forward,
 
 each collective by NCCL's model. So 21.5 and 412 are compute alone, of 350M and 6.7G parameters: everything is hidden.
 22.6 at N = 8 is a backward of 14.3 and 168 all-gathers of 8 MiB, 49.5 us each, which outlast a forward of 7.2. Groups
-of 8 add an all-reduce of the shard after each reduce-scatter. The reading let LL be as fast across nodes as Hopper's row
-says, took trees for all all-reduces and left out their correction by size. Here NCCL has its choice and the
-correction, and what no neighbour hides is counted: the last bucket of backward, the first of forward.
+of 8 add an all-reduce of the shard after each reduce-scatter. The reading let LL be as fast across nodes as Hopper's
+row says, took trees for all all-reduces and left out their correction by size. Here LL is as the reading has it, but
+NCCL has its choice and the correction, and what nothing hides is counted: the last bucket of backward, the first of
+forward. Flags are left out.
 
-For 350M the reading has buckets that are full, so tensors are of 1 MiB here; for 7B those of Llama, 258 buckets at 8 MiB.
+For 350M the reading's buckets are full, so tensors are of 1 MiB here; for 7B they are Llama's, in 258 buckets of 8 MiB.
 """
 
 from collections.abc import Iterator

@@ -142,7 +142,7 @@ class Row(NamedTuple):
 
 def row(model: Model, ranks: int, cluster: Cluster) -> Row:
     """Everything that is compared; some 70 replays."""
-    cap = recommended_cap(wire_of(cluster.network(placed(ranks))))
+    cap = recommended_cap(model.nbytes, wire_of(cluster.network(placed(ranks))))
 
     def with_flags(flags: Literal["ring", "doubling"]) -> Step:
         sending = Cluster(machine=cluster.machine, nic_gbs=cluster.nic_gbs, host_cpu=cluster.host_cpu, flags=flags)
