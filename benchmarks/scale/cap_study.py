@@ -15,7 +15,17 @@ from benchmarks.scale.synthetic import MIB, Model, even_model, gpt2_medium, llam
 
 
 class Evidence(NamedTuple):
-    """Exposed seconds of a step; ``replanned`` and ``recommended`` have the cap of the rule."""
+    """Exposed seconds of a step.
+
+    Attributes:
+        ranks: GPUs.
+        half_bytes: alpha / beta of the wire.
+        cap_bytes: The rule's.
+        ddp: Of DDP with its default buckets.
+        recommended: With the rule's cap, and buckets filled up to it.
+        replanned: With the rule's cap, and buckets planned anew from when gradients are ready.
+        bound: The least over all caps, with either plan.
+    """
 
     ranks: int
     half_bytes: float
@@ -41,21 +51,23 @@ def evidence(model: Model, ranks: int, nic_gbs: float = constants.NIC_GBS, caps:
         model: The tensors.
         ranks: GPUs.
         nic_gbs: What the network interface of each carries, in GB/s.
-        caps: Those that the bound is taken over; the rule's is one of them.
+        caps: Those that the bound is taken over, besides the rule's.
     """
     cluster = Cluster(machine=accelerator(model.itemsize), nic_gbs=nic_gbs)
     wire = wire_of(cluster.network(placed(ranks)))
     cap = recommended_cap(model.nbytes, wire)
-    recommended = zero1_step(model, ranks, cap, cluster).exposed_seconds
-    others = (zero1_step(model, ranks, other, cluster).exposed_seconds for other in caps if other != cap)
+
+    def exposed(cap_bytes: int, replanned: bool) -> float:
+        return zero1_step(model, ranks, cap_bytes, cluster, replanned=replanned).exposed_seconds
+
     return Evidence(
         ranks,
         wire.latency_seconds / wire.seconds_per_byte,
         cap,
         ddp_step(model, ranks, cluster).exposed_seconds,
-        recommended,
-        zero1_step(model, ranks, cap, cluster, replanned=True).exposed_seconds,
-        min([recommended, *others]),
+        exposed(cap, replanned=False),
+        exposed(cap, replanned=True),
+        min(exposed(other, replanned) for other in {cap, *caps} for replanned in (False, True)),
     )
 
 
