@@ -49,9 +49,8 @@ def recommended_cap(
         A power of two, unless bounded by another number: measured again, a line that is a little different mostly gives
         the same plan.
     """
-    wanted = largest
-    if cost.seconds_per_byte:
-        wanted = math.isqrt(int(model_bytes * cost.latency_seconds / cost.seconds_per_byte))
+    half_bytes = cost.latency_seconds / cost.seconds_per_byte if cost.seconds_per_byte else math.inf
+    wanted = int(min(math.sqrt(model_bytes * half_bytes), largest))
     power = 1 << max(wanted.bit_length() - 1, 0)
     cap = min(max(power, smallest), largest)
     return cap if memory_bound is None else min(cap, memory_bound)

@@ -3,7 +3,7 @@
 "tuning.cc" is ``src/graph/tuning.cc`` of NCCL 2.30.7 (github.com/NVIDIA/nccl, tag v2.30.7-1): the numbers by which NCCL
 itself estimates a collective before it chooses an algorithm and a protocol. Those of rings and trees are the same in
 2.27.7. "The scale reading" is a reading of this package's sources of November 2026 whose table
-``tests/test_scale_simulator.py`` holds the simulator to; what it assumes of a machine was measured by nobody here.
+``tests/benchmarks/test_simulator.py`` holds the simulator to; what it assumes of a machine was measured by nobody here.
 
 Latencies are seconds here (tuning.cc: microseconds), bandwidths bytes per second (tuning.cc: GB/s, of 10^9 bytes).
 """

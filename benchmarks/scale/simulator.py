@@ -16,9 +16,9 @@ The record says who waits when, so that a layer's forward begins when its parame
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from benchmarks.scale import constants
 from benchmarks.scale.events import Compute, Event, Launch, Wait
@@ -27,7 +27,7 @@ from benchmarks.scale.networks import Cost, Network, Wire
 _NOTHING_LEFT = 1e-12
 """Seconds of a transfer that are rounding."""
 
-Rates = Mapping[Literal["forward", "backward", "update"], float]
+Rates = Mapping[str, float]
 """Seconds that a byte of parameters takes."""
 
 
@@ -119,6 +119,32 @@ def steady_step(record: Callable[[int], Iterable[Event]], machine: Machine, netw
         networks: What carries each group's collectives, by the group's name.
     """
     return replay(record(3), machine, networks) - replay(record(2), machine, networks)
+
+
+def replay_phase(
+    events: Iterable[Event], phase: str, machine: Machine, networks: Mapping[str, Network]
+) -> tuple[Step, Sequence[Event]]:
+    """Plays a record through up to the end of a phase.
+
+    Args:
+        events: What one rank does, in order; the phase is one stretch of it.
+        phase: Its name, "step" for the settled ones.
+        machine: What computes.
+        networks: What carries each group's collectives, by the group's name.
+
+    Returns:
+        What the phase takes after all before it, and its events.
+
+    Raises:
+        ValueError: No event is of the phase.
+    """
+    played = list(events)
+    places = [place for place, event in enumerate(played) if event.phase == phase]
+    if not places:
+        raise ValueError(f"Invalid phase: {phase!r}. Must be one of the record's.")
+    first, last = places[0], places[-1] + 1
+    before, until = (replay(played[:stop], machine, networks) for stop in (first, last))
+    return until - before, played[first:last]
 
 
 class _Rank:

@@ -1,4 +1,4 @@
-"""The simulator of steps on up to a thousand ranks: its parts, and the table that was read in NCCL's and Gloo's sources."""
+"""The simulator of steps on up to a thousand ranks: its parts, and the table that was read in the sources."""
 
 import math
 from collections import Counter
@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.scale import replay_record
 from benchmarks.scale.cap_study import evidence
 from benchmarks.scale.caps import recommended_cap
 from benchmarks.scale.events import Compute, Event, Kind, Launch, Wait, read_events, write_events
 from benchmarks.scale.gloo_steps import ComputeTimes, predict, small_decoder
 from benchmarks.scale.networks import Cost, Gloo, Nccl, Placement, ShardGroups, Wire, placed, tree_correction
 from benchmarks.scale.reading import compared
-from benchmarks.scale.simulator import Machine, accelerator, replay
+from benchmarks.scale.simulator import Machine, accelerator, replay, replay_phase
 from benchmarks.scale.study import best_groups, cluster_for, curves, ddp_step, exponent, markdown, row, zero1_step
 from benchmarks.scale.synthetic import (
     MIB,
@@ -338,7 +339,7 @@ def test_the_models_have_the_sizes_of_their_names() -> None:
 
 
 def test_the_small_decoder_is_the_one_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).resolve().parent.parent / "benchmarks")
+    monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "benchmarks")
     from gpt import Decoder
 
     for width, depth in ((64, 2), (8, 1)):
@@ -440,3 +441,29 @@ def test_between_many_cpus_flags_by_a_ring_hold_a_small_model_up() -> None:
     message = AlphaBeta(latency_seconds=40e-6, seconds_per_byte=1 / 1.25e9)
     found = predict(small_decoder(8, 1), 16, message, ComputeTimes(1e-3, 2e-3, 5e-4))
     assert found.zero1_ring.exposed_seconds > 1.1 * found.zero1_doubling.exposed_seconds
+
+
+def test_a_phase_of_a_record_is_played_after_what_comes_before_it() -> None:
+    setup: list[Event] = [Launch("setup", "gradients", "all_reduce", 4, None, 1)]
+    steps: list[Event] = [Compute("step", "forward", 3), *wait(1)]
+    after: list[Event] = [Compute("load", "forward", 100)]
+    step, events = replay_phase([*setup, *steps, *after], "step", DEVICE, ONE_WIRE)
+    assert (step.seconds, step.exposed_seconds, list(events)) == (4, 1, steps)
+    with pytest.raises(ValueError, match="Invalid phase: 'replan'"):
+        replay_phase(steps, "replan", DEVICE, ONE_WIRE)
+
+
+@pytest.mark.parametrize(("plane", "options"), [("nccl", []), ("gloo", ["--seconds-per-mib", "0.01", "0.02", "0.003"])])
+def test_a_recorded_file_is_played(plane: str, options: list[str], tmp_path: Path) -> None:
+    model = even_model("16 MiB", 4 * MIB, 4)
+    write_events(zero1_record(model, sharded_plan(model, 8, 4 * MIB), 2), tmp_path / "events.jsonl")
+    step = replay_record.main([str(tmp_path / "events.jsonl"), "--ranks", "8", "--plane", plane, *options])
+    assert step.launches == 2 * (4 + 1 + 4)
+    if plane == "gloo":
+        assert step.compute_seconds == pytest.approx(2 * 16 * (0.03 + 0.003 / 8))
+    assert 0 < step.exposed_seconds < step.seconds
+
+
+def test_what_a_plane_of_cpus_takes_has_to_be_said(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        replay_record.main([str(tmp_path / "events.jsonl"), "--ranks", "8", "--plane", "gloo"])
