@@ -8,6 +8,10 @@ hides the last of backward, or the first of forward: S * beta. The sum of the tw
 with alpha and beta of the straight line through what large reduce-scatters take. Where everything is hidden but those
 two, smaller ones would do as well, and where the tensors at the ends are larger, larger ones. ``cap_study.py`` has the
 evidence. On nodes of 8 H100 alpha / beta is 0.7 MiB a rank from 64 ranks on.
+
+Where buckets are planned anew from when gradients are ready (``core/bucketing.py``), the plan looks at backward alone.
+But each bucket has a latency on its way home, too, and forward has half of backward's time to hide it. Counted once,
+latencies make for too many buckets from some 512 ranks on; counted thrice, for no worse a plan than filled buckets.
 """
 
 import math
@@ -26,6 +30,11 @@ whose bandwidth a tenth: a line through them says nothing of buckets."""
 def wire_of(network: Network) -> AlphaBeta:
     """The line through the times of large reduce-scatters, as a calibration would fit it."""
     return fit_alpha_beta([(size, network.cost("reduce_scatter", size).seconds) for size in _SIZES]).model
+
+
+def with_latencies(cost: AlphaBeta, times: float) -> AlphaBeta:
+    """The cost for planning, with the latency counted so often."""
+    return AlphaBeta(latency_seconds=times * cost.latency_seconds, seconds_per_byte=cost.seconds_per_byte)
 
 
 def recommended_cap(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.scale import constants
-from benchmarks.scale.caps import recommended_cap, wire_of
+from benchmarks.scale.caps import recommended_cap, wire_of, with_latencies
 from benchmarks.scale.constants import HostCpu
 from benchmarks.scale.networks import Gloo, Nccl, Network, Placement, ShardGroups, placed
 from benchmarks.scale.simulator import Machine, Step, accelerator, steady_step
@@ -62,7 +62,7 @@ def zero1_step(
     cap_bytes: int,
     cluster: Cluster,
     shard_ranks: int | None = None,
-    replanned: bool = False,
+    latencies: float | None = None,
 ) -> Step:
     """One step of zero1_custom.
 
@@ -72,7 +72,8 @@ def zero1_step(
         cap_bytes: The most that a bucket of several tensors holds.
         cluster: What it runs on.
         shard_ranks: How many share a bucket, where groups of so many replicate each other's shards; by default all.
-        replanned: Whether buckets are those planned before the third step, with the wire known exactly.
+        latencies: None for buckets that are filled up to the cap; else they are planned anew from when gradients are
+            ready, as before the third step, and this is how often the wire's latency counts for each.
     """
     shard_ranks = shard_ranks or ranks
     within = cluster.network(placed(shard_ranks))
@@ -81,7 +82,9 @@ def zero1_step(
         data = ShardGroups(within=within, across=cluster.network(_replicas(ranks, shard_ranks)))
     flags = Gloo(ranks=ranks, small_messages="doubling" if cluster.flags == "doubling" else "ring")
     networks: dict[str, Network] = {"gradients": data, "parameters": data, "control": flags}
-    replan = Replan(wire_of(within), cluster.machine.seconds_per_byte["backward"]) if replanned else None
+    replan = None
+    if latencies is not None:
+        replan = Replan(with_latencies(wire_of(within), latencies), cluster.machine.seconds_per_byte["backward"])
     layouts = sharded_plan(model, shard_ranks, cap_bytes, replan)
     return steady_step(
         lambda steps: zero1_record(

@@ -359,14 +359,15 @@ def test_the_table_of_the_reading_is_reproduced() -> None:
 @pytest.mark.parametrize("model", [gpt2_medium(), llama_7b()], ids=lambda model: model.name)
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_the_recommended_cap_exposes_no_more_than_ddp(model: Model, ranks: int) -> None:
-    assert 0 < evidence(model, ranks, caps=()).to_ddp <= 1.1
+    found = evidence(model, ranks, caps=())
+    assert all(0 < plan <= 1.1 * found.ddp for plan in found.plans)
 
 
 @pytest.mark.parametrize("model", [gpt2_medium(), llama_7b()], ids=lambda model: model.name)
 @pytest.mark.parametrize("ranks", [128, 256, 512, 1024])
 def test_the_recommended_cap_is_near_the_best_one(model: Model, ranks: int) -> None:
     found = evidence(model, ranks, caps=[2**power * MIB for power in range(6, 11)])
-    assert 1 <= found.to_bound <= 1.1
+    assert all(found.bound <= plan <= 1.1 * found.bound for plan in (found.filled, found.counted_thrice))
 
 
 @given(
