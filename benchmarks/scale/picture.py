@@ -27,9 +27,17 @@ def picture(models: Mapping[str, Mapping[int, Mapping[str, Step]]], path: Path) 
         panels = figure.subplots(1, len(models), sharey=True, squeeze=False)[0]
         for axes, (name, rows) in zip(panels, models.items(), strict=True):
             curves = dict.fromkeys(curve for row in rows.values() for curve in row)
-            for color, curve in zip(COLORS, curves, strict=False):
+            for place, (color, curve) in enumerate(zip(COLORS, curves, strict=False)):
                 points = [(ranks, 1e3 * row[curve].exposed_seconds) for ranks, row in rows.items() if curve in row]
-                axes.plot(*zip(*points, strict=True), color=color, label=curve, marker="o", markersize=3, linewidth=1.4)
+                # Ever thinner: several curves are the same for most ranks.
+                axes.plot(
+                    *zip(*points, strict=True),
+                    color=color,
+                    label=curve,
+                    marker="o",
+                    markersize=3,
+                    linewidth=5 - 0.5 * place,
+                )
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks(list(rows), [str(ranks) for ranks in rows], fontsize=8)

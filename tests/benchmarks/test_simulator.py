@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.scale import replay_record
@@ -34,6 +34,9 @@ from lightning_parstrat.core.cost_model import AlphaBeta
 
 SLACK = 0.15
 """What the simulator may be off from the table of the reading."""
+
+# How long an example takes says more of what else the machine does than of the code.
+UNHURRIED = settings(deadline=None, print_blob=True)
 
 TINY = Model("tiny", (300, 7, 500, 40), 4)
 
@@ -72,6 +75,14 @@ def test_nccl_chooses_by_size_and_ranks(ranks: int, kind: Kind, nbytes: int, how
     assert nccl(ranks).cost(kind, nbytes).how == how
 
 
+def test_a_large_ring_across_nodes_has_its_plateau() -> None:
+    # 28 steps within nodes and 2 between them, once and 0.4 times more, and 30 / 16 of the bytes.
+    cost = nccl(16).cost("all_reduce", 2**30)
+    assert cost.how == "ring Simple"
+    assert cost.latency_seconds == pytest.approx(1.4 * (8.4 + 28 * 3.4 + 2 * 14.0) * 1e-6)
+    assert cost.transfer_seconds == pytest.approx(2**30 * 30 / 16 / 360e9)
+
+
 def test_nccl_takes_the_limits_of_ll_from_the_cpu_where_it_is_told_so() -> None:
     times = {
         cpu: Nccl(placement=placed(512), host_cpu=cpu).cost("reduce_scatter", 8 * MIB).seconds
@@ -81,6 +92,7 @@ def test_nccl_takes_the_limits_of_ll_from_the_cpu_where_it_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send"])
+@UNHURRIED
 @given(nbytes=st.integers(0, 2**31), power=st.integers(0, 9))
 def test_more_bytes_never_take_nccl_less_time(kind: Kind, nbytes: int, power: int) -> None:
     network = nccl(2**power)
@@ -255,6 +267,7 @@ def test_chunks_come_while_others_go() -> None:
     assert replay([*events, *wait(0, 1, 2, 3)], CPU, {"gradients": network}).seconds == pytest.approx(2)
 
 
+@UNHURRIED
 @given(
     launches=st.lists(
         st.tuples(st.sampled_from(["gradients", "parameters", "world"]), st.integers(0, 1000)), min_size=1, max_size=20
@@ -370,6 +383,7 @@ def test_the_recommended_cap_is_near_the_best_one(model: Model, ranks: int) -> N
     assert all(found.bound <= plan <= 1.1 * found.bound for plan in (found.filled, found.counted_thrice))
 
 
+@UNHURRIED
 @given(
     model_bytes=st.integers(1, 2**40),
     latency=st.floats(0, 1),
