@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.scale import constants
-from benchmarks.scale.caps import recommended_cap, wire_of
+from benchmarks.scale.caps import wire_of
 from benchmarks.scale.networks import placed
 from benchmarks.scale.simulator import accelerator
 from benchmarks.scale.study import CAPS, RANKS, Cluster, ddp_step, zero1_step
 from benchmarks.scale.synthetic import MIB, Model, even_model, gpt2_medium, llama_7b
+from lightning_parstrat.core.grouping import default_bucket_cap
 
 
 class Evidence(NamedTuple):
@@ -60,7 +61,7 @@ def evidence(model: Model, ranks: int, nic_gbs: float = constants.NIC_GBS, caps:
     """
     cluster = Cluster(machine=accelerator(model.itemsize), nic_gbs=nic_gbs)
     wire = wire_of(cluster.network(placed(ranks)))
-    cap = recommended_cap(model.nbytes, wire)
+    cap = default_bucket_cap(model.nbytes, wire)
 
     def exposed(cap_bytes: int) -> list[float]:
         return [zero1_step(model, ranks, cap_bytes, cluster, None, times).exposed_seconds for times in LATENCIES]

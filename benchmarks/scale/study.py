@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from benchmarks.scale import constants
-from benchmarks.scale.caps import recommended_cap, wire_of, with_latencies
+from benchmarks.scale.caps import wire_of, with_latencies
 from benchmarks.scale.constants import HostCpu
 from benchmarks.scale.networks import Gloo, Nccl, Network, Placement, ShardGroups, placed
 from benchmarks.scale.simulator import Machine, Step, accelerator, steady_step
 from benchmarks.scale.synthetic import MIB, Model, Replan, ddp_record, gpt2_medium, llama_7b, sharded_plan, zero1_record
+from lightning_parstrat.core.grouping import default_bucket_cap
 
 RANKS = (2, 8, 16, 32, 64, 128, 256, 512, 1024)
 CAPS = tuple(2**power * MIB for power in range(3, 12))
@@ -145,7 +146,7 @@ class Row(NamedTuple):
 
 def row(model: Model, ranks: int, cluster: Cluster) -> Row:
     """Everything that is compared; some 70 replays."""
-    cap = recommended_cap(model.nbytes, wire_of(cluster.network(placed(ranks))))
+    cap = default_bucket_cap(model.nbytes, wire_of(cluster.network(placed(ranks))))
 
     def with_flags(flags: Literal["ring", "doubling"]) -> Step:
         sending = Cluster(machine=cluster.machine, nic_gbs=cluster.nic_gbs, host_cpu=cluster.host_cpu, flags=flags)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from benchmarks.scale import replay_record
 from benchmarks.scale.cap_study import evidence
-from benchmarks.scale.caps import recommended_cap
 from benchmarks.scale.events import Compute, Event, Kind, Launch, Wait, read_events, write_events
 from benchmarks.scale.gloo_steps import ComputeTimes, predict, small_decoder
 from benchmarks.scale.networks import Cost, Gloo, Nccl, Placement, ShardGroups, Wire, placed, tree_correction
@@ -347,8 +346,8 @@ def test_the_models_have_the_sizes_of_their_names() -> None:
         (292, 354_823_168),
         (291, 6_738_415_616),
     ]
-    # Large matrices have their own buckets, and so does what lies between them.
-    assert len(sharded_plan(llama_7b(), 8, 8 * MIB)) == 258
+    # Large matrices have their own buckets, in which the norms between them travel.
+    assert len(sharded_plan(llama_7b(), 8, 8 * MIB)) == 32 * 7 + 2
 
 
 def test_the_small_decoder_is_the_one_of_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,28 +380,6 @@ def test_the_recommended_cap_exposes_no_more_than_ddp(model: Model, ranks: int) 
 def test_the_recommended_cap_is_near_the_best_one(model: Model, ranks: int) -> None:
     found = evidence(model, ranks, caps=[2**power * MIB for power in range(6, 11)])
     assert all(found.bound <= plan <= 1.1 * found.bound for plan in (found.filled, found.counted_thrice))
-
-
-@UNHURRIED
-@given(
-    model_bytes=st.integers(1, 2**40),
-    latency=st.floats(0, 1),
-    slope=st.floats(0, 1e-6),
-    bound=st.none() | st.integers(1, 2**30),
-)
-def test_the_recommended_cap_stays_within_its_bounds(
-    model_bytes: int, latency: float, slope: float, bound: int | None
-) -> None:
-    cost = AlphaBeta(latency_seconds=latency, seconds_per_byte=slope)
-    cap = recommended_cap(model_bytes, cost, memory_bound=bound)
-    assert cap == bound or 8 * MIB <= cap <= 512 * MIB
-    assert bound is None or cap <= bound
-
-
-def test_the_recommended_cap_is_the_power_of_two_below_the_root() -> None:
-    # sqrt(1 GiB * 16 MiB) is 128 MiB.
-    assert recommended_cap(2**30, AlphaBeta(latency_seconds=16 * MIB, seconds_per_byte=1.0)) == 128 * MIB
-    assert recommended_cap(2**30 - 1, AlphaBeta(latency_seconds=16 * MIB, seconds_per_byte=1.0)) == 64 * MIB
 
 
 def test_shard_groups_hold_off_the_growth_that_no_cap_holds_off() -> None:

@@ -3,6 +3,8 @@
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_parstrat.core.cost_model import AlphaBeta, assumed_wire
 from lightning_parstrat.core.grouping import default_bucket_cap, group_by_readiness
@@ -32,6 +34,19 @@ def wire(bytes_in_latency: float) -> AlphaBeta:
 )
 def test_the_cap_is_a_root_within_bounds(model_mib: int, mib_in_latency: float, expected_mib: int) -> None:
     assert default_bucket_cap(model_mib * MIB, wire(mib_in_latency * MIB)) == expected_mib * MIB
+
+
+@given(
+    model_bytes=st.integers(1, 2**45),
+    latency=st.floats(0, 10),
+    slope=st.floats(0, 1e-6),
+)
+def test_the_cap_is_a_power_of_two_within_bounds_whatever_the_wire(
+    model_bytes: int, latency: float, slope: float
+) -> None:
+    cap = default_bucket_cap(model_bytes, AlphaBeta(latency_seconds=latency, seconds_per_byte=slope))
+    assert cap.bit_count() == 1 and 8 * MIB <= cap <= 512 * MIB
+    assert cap == 8 * MIB or cap <= model_bytes / 2
 
 
 def test_a_wire_of_nothing_but_latency_has_the_largest_that_the_model_allows() -> None:

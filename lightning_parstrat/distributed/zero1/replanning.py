@@ -38,6 +38,10 @@ _SMALLEST_WORTH_TIMING = 2**23
 _LAUNCH_SECONDS = 5e-4
 """What a bucket more costs the processor, beside its latency on the wire: packing, launching, stepping, gathering."""
 
+_LATENCIES = 3
+"""A plan looks at backward alone. But a bucket pays a latency on the way home, too, and forward has half the time to
+hide it: once in backward, and as two in forward."""
+
 MakesPlan = Callable[[Collection[Tensor], Grouping], "list[PlannedBucket] | None"]
 """Makes buckets of parameters; see :meth:`Replanner.replan`."""
 
@@ -134,8 +138,9 @@ class Replanner:
             return
         buckets = self._sharded_buckets
         with marked("zero1_custom: plan buckets anew"):
-            cost = self._cost()
-            planned = plan(ready, _ByReadiness(ready, self._cap_bytes(cost), cost))
+            wire = self._measured_wire()
+            cost = None if wire is None else _as_planned(wire)
+            planned = plan(ready, _ByReadiness(ready, self._cap_bytes(wire), cost))
             # The order within a bucket changes nothing.
             before = [{slot.parameter for slot in bucket.slots} for bucket in buckets]
             if planned is not None and [set(one.members) for one in planned] != before:
@@ -203,17 +208,23 @@ class Replanner:
     def _model_bytes(self) -> int:
         return parameter_bytes([bucket.layout for bucket in self._reducer.buckets])
 
-    def _cap_bytes(self, cost: AlphaBeta | None) -> int:
+    def _cap_bytes(self, wire: AlphaBeta | None) -> int:
         collectives, (first, *_) = self._reducer.collectives, self._reducer.buckets
-        wire = assumed_wire(collectives.world_size, first.device.type) if cost is None else cost
+        wire = assumed_wire(collectives.world_size, first.device.type) if wire is None else wire
         return self._policy.bucket_cap_bytes(self._model_bytes, wire)
 
-    def _cost(self) -> AlphaBeta | None:
+    def _measured_wire(self) -> AlphaBeta | None:
+        """What a reduce-scatter takes; None for a small model, which is not worth measuring it."""
         if self._model_bytes < _SMALLEST_WORTH_TIMING:
             return None
         device = self._reducer.buckets[0].device
-        wire = reduce_scatter_cost(self._reducer.collectives, self._reducer.control, device, self._model_bytes).model
-        return AlphaBeta(latency_seconds=wire.latency_seconds + _LAUNCH_SECONDS, seconds_per_byte=wire.seconds_per_byte)
+        return reduce_scatter_cost(self._reducer.collectives, self._reducer.control, device, self._model_bytes).model
+
+
+def _as_planned(wire: AlphaBeta) -> AlphaBeta:
+    """What a bucket costs in a plan."""
+    latency = _LATENCIES * wire.latency_seconds + _LAUNCH_SECONDS
+    return AlphaBeta(latency_seconds=latency, seconds_per_byte=wire.seconds_per_byte)
 
 
 def _make(planned: PlannedBucket, index: int, rank: int, old: Sequence[ParameterBucket]) -> ParameterBucket:
