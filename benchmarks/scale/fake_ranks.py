@@ -1,6 +1,6 @@
 """One process plays one rank of up to 1,024 through a training, and counts what that costs.
 
-    python -m benchmarks.scale.fake_ranks --sizes 64 1024 --plane nccl --save sharded
+    python -m benchmarks.scale.fake_ranks --sizes 64 1024 --planes nccl --save sharded
     python -m benchmarks.scale.fake_ranks --sizes 8 --strategy ddp --model 350m --cap-mb 25 --events ddp.jsonl
 
 The Trainer, the strategy and everything below are the real ones; process groups are those of ``played_group.py``, which
@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 from benchmarks.scale.events import Event, Phase, write_events
-from benchmarks.scale.models import Shapes, gpt_350m, llama_7b, small
+from benchmarks.scale.models import gpt_350m, llama_7b, small
 from benchmarks.scale.playing import Plane
 from benchmarks.scale.recorder import Counters, Recorder
-from benchmarks.scale.training import Save, StrategyName, play
+from benchmarks.scale.training import Save, StrategyName, Training, play
 from benchmarks.scale.wires import GLOO, NCCL
 
 MODELS = {"small": small, "350m": gpt_350m, "7b": llama_7b}
@@ -66,31 +66,19 @@ class Played(NamedTuple):
         }
 
 
-def count(
-    size: int,
-    strategy: StrategyName = "zero1_custom",
-    shapes: Shapes | None = None,
-    rank: int = 0,
-    plane: Plane = "gloo",
-    cap_mb: float = 0.25,
-    counts_calls: bool = True,
-    **options: Any,
-) -> Played:
+def count(training: Training, size: int, rank: int = 0, plane: Plane = "gloo", counts_calls: bool = True) -> Played:
     """Plays a rank, in this process, which must be in no process group.
 
     Args:
+        training: What is trained.
         size: The number of ranks.
-        strategy: What trains.
-        shapes: The model; by default 60 tensors of 4,096 elements.
-        rank: Which rank is played; a load is played by rank 0 alone.
+        rank: Which one is played; a load is played by rank 0 alone.
         plane: What carries gradients and parameters.
-        cap_mb: Size of a bucket in MiB.
         counts_calls: Whether calls of Python functions are counted, which takes several times as long.
-        **options: See :func:`play`.
     """
     recorder = Recorder(GLOO if plane == "gloo" else NCCL)
     with recorder.counting_calls() if counts_calls else nullcontext():
-        play(recorder, strategy, shapes or small(), rank, size, plane, cap_mb, **options)
+        play(training, recorder, rank, size, plane)
     groups = [name for name in GLOO_GROUPS[plane] if name in recorder.groups]
     sockets = {name: Sockets(size - 1, len(recorder.peers[name])) for name in groups}
     return Played(size, dict(recorder.counters), sockets, recorder.events)
@@ -121,49 +109,43 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--strategy", choices=get_args(StrategyName), default="zero1_custom")
     parser.add_argument("--model", choices=MODELS, default="small")
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--plane", choices=get_args(Plane), default="gloo")
+    parser.add_argument("--planes", choices=get_args(Plane), nargs="+", default=["gloo"])
     parser.add_argument("--cap-mb", type=float, default=0.25, help="size of a bucket in MiB")
     parser.add_argument("--steps", type=int, default=1, help="settled steps to record")
     parser.add_argument("--save", choices=get_args(Save))
     parser.add_argument("--no-calls", action="store_true", help="do not count calls of Python functions: faster")
-    parser.add_argument("--events", type=Path, help="where to write the record of the last size")
+    parser.add_argument("--events", type=Path, help="where to write the record of the last size and plane")
     parser.add_argument("--output", type=Path, help="where to write the counters; by default they are printed")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plays the sizes one after the other."""
+    """Plays the sizes one after the other, on each plane."""
     asked = _parse(arguments)
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    played = [
-        count(
-            size,
-            asked.strategy,
-            MODELS[asked.model](),
-            asked.rank,
-            asked.plane,
-            asked.cap_mb,
-            not asked.no_calls,
-            steps=asked.steps,
-            save=asked.save,
-        )
-        for size in asked.sizes
-    ]
-    if asked.events is not None:
-        write_events(played[-1].events, asked.events)
-    growth = exponents(played[0], played[-1]) if len(played) > 1 else {}
-    result = json.dumps(
-        {"asked": vars(asked), "played": [one.as_dict() for one in played], "exponents": growth}, default=str
-    )
+    silence()
+    training = Training(asked.strategy, MODELS[asked.model](), asked.cap_mb, asked.steps, asked.save)
+    found: dict[str, Any] = {"asked": vars(asked)}
+    for plane in asked.planes:
+        played = [count(training, size, asked.rank, plane, not asked.no_calls) for size in asked.sizes]
+        growth = exponents(played[0], played[-1]) if len(played) > 1 else {}
+        found[plane] = {"played": [one.as_dict() for one in played], "exponents": growth}
+        if asked.events is not None:
+            write_events(played[-1].events, asked.events)
+        for phase, of_counters in growth.items():
+            for name, exponent in of_counters.items():
+                print(f"{plane} {phase:13} {name:32} N^{exponent:.2f}", file=sys.stderr)
+    result = json.dumps(found, default=str)
     if asked.output is None:
         print(result)
     else:
         asked.output.write_text(result)
-    for phase, of_counters in growth.items():
-        for name, exponent in of_counters.items():
-            print(f"{phase:13} {name:32} N^{exponent:.2f}", file=sys.stderr)
+
+
+def silence() -> None:
+    """Keeps Lightning's lines about each of many Trainers out of the result."""
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import lightning_parstrat
 from benchmarks.scale.events import Compute, Event, Kind, Launch, Phase, Wait
 from benchmarks.scale.wires import Wire, gloo_hops, gloo_messages, gloo_peers
 
-_OURS = str(Path(__file__).resolve().parents[2] / "lightning_parstrat")
+_OURS = str(Path(lightning_parstrat.__file__).resolve().parent)
 _LABORATORY = str(Path(__file__).resolve().parent)
 
 

@@ -1,8 +1,10 @@
 """A training of one played rank, in phases."""
 
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
@@ -11,6 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from benchmarks.scale.models import Numbers, PlayedModel, Shapes
+from benchmarks.scale.other_ranks import OtherRanks
 from benchmarks.scale.playing import Plane, playing
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
@@ -18,7 +21,7 @@ from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 StrategyName = Literal["zero1_custom", "ddp", "ddp_tuned"]
 Save = Literal["full", "sharded"]
 
-_PLANNED_ANEW, _SETTLED = 2, 4
+PLANNED_ANEW, SETTLED = 2, 4
 """The batches before which zero1_custom plans anew, and from which on steps are alike."""
 
 
@@ -73,17 +76,17 @@ class PlayedEnvironment(ClusterEnvironment):
 class _Phases(Callback):
     """Tells the recorder where in the training it is; has no hook in which gradients would have to be shown."""
 
-    def __init__(self, recorder: Recorder, steps: int, save: Save | None, path: Path) -> None:
+    def __init__(self, recorder: Recorder, steps: int, save: Save | None, path: Path | None) -> None:
         self.recorder, self.steps, self.save, self.path = recorder, steps, save, path
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == _PLANNED_ANEW:
+        if batch_idx == PLANNED_ANEW:
             self.recorder.phase = "replan"
-        elif batch_idx < _SETTLED:
+        elif batch_idx < SETTLED:
             self.recorder.phase = "first steps"
         else:
-            self.recorder.phase = "step" if batch_idx < _SETTLED + self.steps else "end"
-        if self.recorder.phase == "end" and self.save is not None and not trainer.ckpt_path:
+            self.recorder.phase = "step" if batch_idx < SETTLED + self.steps else "end"
+        if self.recorder.phase == "end" and self.save is not None and self.path is not None:
             with self.recorder.during("full save" if self.save == "full" else "sharded save"):
                 trainer.save_checkpoint(self.path)
 
@@ -98,82 +101,109 @@ class _WaitsOfReducer(Callback):
         self.recorder.wait_for_futures()
 
 
-def play(
-    recorder: Recorder,
-    strategy: StrategyName,
-    shapes: Shapes,
-    rank: int,
-    size: int,
-    plane: Plane,
-    cap_mb: float,
-    steps: int = 1,
-    save: Save | None = None,
-    ranks_per_node: int = 8,
-    **arguments: Any,
-) -> None:
-    """Plays a training: some steps, one save if asked for, and a second training that goes on from it.
+class Training(NamedTuple):
+    """What is trained, how long, and how it is saved.
 
-    Args:
-        recorder: Gets the record.
+    Attributes:
         strategy: What trains.
         shapes: The model.
+        cap_mb: Size of a bucket of the full model in MiB.
+        steps: How many settled steps are recorded.
+        save: How a checkpoint is saved; then rank 0 also goes on from it, in a second training.
+        ranks_per_node: How many ranks share a node; fewer where there are fewer.
+        arguments: Further ones of the strategy.
+    """
+
+    strategy: StrategyName
+    shapes: Shapes
+    cap_mb: float
+    steps: int = 1
+    save: Save | None = None
+    ranks_per_node: int = 8
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+
+def play(training: Training, recorder: Recorder, rank: int, size: int, plane: Plane) -> None:
+    """Plays a training.
+
+    Args:
+        training: What is trained.
+        recorder: Gets the record.
         rank: Which rank is played.
         size: How many there are.
         plane: What carries gradients and parameters.
-        cap_mb: Size of a bucket of the full model in MiB.
-        steps: How many settled steps are recorded.
-        save: How the checkpoint is saved.
-        ranks_per_node: How many ranks share a node; fewer where there are fewer.
-        **arguments: Further ones of the strategy.
     """
-    per_node = min(size, ranks_per_node)
-    made = {"save": save, **arguments}
-    world = playing(recorder, rank, size, plane, per_node, shapes.factor)
-    with world as others, tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "saved.ckpt"
-        environment = PlayedEnvironment(rank, size, per_node)
-
-        def fit(batches: int, resumed: Path | None) -> None:
-            trained = _make_strategy(strategy, cap_mb / shapes.factor, environment, made)
-            others.strategy = trained if strategy == "zero1_custom" else None
-            callbacks: list[Callback] = [_Phases(recorder, steps, save, path)]
-            if strategy != "zero1_custom":
-                callbacks.append(_WaitsOfReducer(recorder))
-            _note_loading(trained, recorder)
-            trainer = Trainer(
-                accelerator="cpu",
-                devices=per_node,
-                num_nodes=size // per_node,
-                strategy=trained,
-                precision="bf16-true" if shapes.dtype == torch.bfloat16 else "32-true",
-                max_steps=batches,
-                callbacks=callbacks,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            model = PlayedModel(shapes, _noting(recorder), registered_backward=True)
-            trainer.fit(model, DataLoader(Numbers(size * batches)), ckpt_path=resumed)
-
-        batches = _SETTLED + steps + 1
-        fit(batches, None)
-        # Only rank 0 has all that is to be read.
-        if save is not None and rank == 0:
-            recorder.phase = "end"
-            fit(batches + 1, path)
+    per_node = min(size, training.ranks_per_node)
+    with playing(recorder, rank, size, plane, per_node, training.shapes.factor) as others:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "saved.ckpt"
+            batches = SETTLED + training.steps + 1
+            fit(training, recorder, rank, size, batches, others, save_as=path)
+            # Only rank 0 has all that is to be read.
+            if training.save is not None and rank == 0:
+                recorder.phase = "end"
+                fit(training, recorder, rank, size, batches + 1, others, resumed=path)
 
 
-def _make_strategy(name: StrategyName, cap_mb: float, environment: ClusterEnvironment, made: dict[str, Any]) -> Any:
-    arguments = {key: value for key, value in made.items() if key != "save"}
-    if name == "ddp":
+def fit(
+    training: Training,
+    recorder: Recorder,
+    rank: int,
+    size: int,
+    batches: int,
+    others: OtherRanks | None = None,
+    save_as: Path | None = None,
+    resumed: Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    """Trains in the default process group, which is there, whether its other ranks are played or real.
+
+    Args:
+        training: What is trained.
+        recorder: Gets the record.
+        rank: This one.
+        size: How many there are.
+        batches: After which it ends.
+        others: What speaks for ranks that do not exist.
+        save_as: Where a checkpoint is saved, after the settled steps.
+        resumed: What it goes on from.
+        callbacks: Further ones.
+    """
+    per_node = min(size, training.ranks_per_node)
+    strategy = _make_strategy(training, PlayedEnvironment(rank, size, per_node))
+    if others is not None:
+        others.strategy = strategy if training.strategy == "zero1_custom" else None
+    phases = _Phases(recorder, training.steps, training.save, save_as)
+    # The reducer of zero1_custom waits in Python.
+    of_reducer = [] if training.strategy == "zero1_custom" else [_WaitsOfReducer(recorder)]
+    _note_loading(strategy, recorder)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=per_node,
+        num_nodes=size // per_node,
+        strategy=strategy,
+        precision="bf16-true" if training.shapes.dtype == torch.bfloat16 else "32-true",
+        max_steps=batches,
+        callbacks=[phases, *of_reducer, *callbacks],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = PlayedModel(training.shapes, _noting(recorder), registered_backward=True)
+    trainer.fit(model, DataLoader(Numbers(size * batches)), ckpt_path=resumed)
+
+
+def _make_strategy(training: Training, environment: ClusterEnvironment) -> Any:
+    cap_mb = training.cap_mb / training.shapes.factor
+    if training.strategy == "ddp":
         # DDP's own first bucket is of 1 MiB where others are of 25.
         caps = [cap_mb / 25, cap_mb]
-        return DDPStrategy(cluster_environment=environment, bucket_cap_mb_list=caps, **arguments)
-    saved = {"checkpoint_format": made["save"] or "full"}
-    if name == "ddp_tuned":
-        return TunedDDPStrategy(cluster_environment=environment, **saved, **arguments)
-    return ZeRO1Strategy(cluster_environment=environment, bucket_cap_mb=cap_mb, **saved, **arguments)
+        return DDPStrategy(cluster_environment=environment, bucket_cap_mb_list=caps, **training.arguments)
+    arguments: dict[str, Any] = {"checkpoint_format": training.save or "full", **training.arguments}
+    if training.strategy == "ddp_tuned":
+        return TunedDDPStrategy(cluster_environment=environment, **arguments)
+    return ZeRO1Strategy(cluster_environment=environment, bucket_cap_mb=cap_mb, **arguments)
 
 
 def _noting(recorder: Recorder) -> Any:

@@ -1,0 +1,147 @@
+"""What a step costs at 8, 64 and 512 ranks, by formulas: a played rank counts its launches, waits and messages."""
+
+import json
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = [8, 64, 512]
+TENSORS, ELEMENTS = 60, 4096
+BUCKETS = [16, 16, 16, 12]
+"""Tensors of 16 KiB in each bucket of 0.25 MiB."""
+ENTRIES = 2
+"""Of AdamW's state that lie like the parameter."""
+
+
+def count_by_program(folder: Path, *arguments: str) -> dict[str, Any]:
+    output = folder / "counted.json"
+    program = ["-m", "benchmarks.scale.fake_ranks", "--no-calls", "--output", str(output)]
+    ran = run_python([*program, *arguments], ROOT)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sizes = [str(size) for size in SIZES]
+    return count_by_program(tmp_path_factory.mktemp("steps"), "--sizes", *sizes, "--planes", "gloo", "nccl")
+
+
+def of_phase(found: dict[str, Any], plane: str, phase: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    played = found[plane]["played"]
+    assert played
+    for one in played:
+        yield one["size"], one["counters"][phase]
+
+
+def sent_in_a_ring(elements: int, size: int) -> int:
+    """By a rank, in an all-reduce of few elements: each part passes every rank but one, twice."""
+    parts = -(-elements // -(-elements // (2 * size)))
+    return 2 * max(1, parts * (size - 1) // size)
+
+
+def test_a_settled_step_over_gloo(steps: dict[str, Any]) -> None:
+    buckets = len(BUCKETS)
+    # For parameters and buckets, and whether all ranks expect the same; and whether a rank is to end.
+    flags, preemption = TENSORS + buckets + 2, 1
+    for size, counted in of_phase(steps, "gloo", "step"):
+        exchanged = buckets * (size - 1)
+        assert counted["launches"] == {
+            "gradients send": exchanged,
+            "gradients recv": exchanged,
+            "parameters send": exchanged,
+            "parameters recv": exchanged,
+            "control all_reduce": 2,
+        }
+        assert counted["waits"] == {"gradients": buckets, "parameters": buckets, "control": 2}
+        small = sent_in_a_ring(flags, size) + sent_in_a_ring(preemption, size)
+        assert counted["messages"] == 2 * exchanged + small
+        # A transfer is a hop, and a ring has one for every other rank in each half.
+        assert counted["hops"] == 4 * exchanged + 2 * 2 * (size - 1)
+        assert counted["metadata_bytes"] == counted["store_requests"] == 0
+        # Of the largest bucket, its own part left out.
+        assert counted["largest_receive_bytes"] == max(BUCKETS) * ELEMENTS * 4 * (size - 1) // size
+
+
+def test_a_settled_step_over_nccl(steps: dict[str, Any]) -> None:
+    buckets = len(BUCKETS)
+    for _, counted in of_phase(steps, "nccl", "step"):
+        assert counted["launches"] == {
+            "gradients reduce_scatter": buckets,
+            "parameters all_gather": buckets,
+            "control all_reduce": 2,
+        }
+        assert counted["waits"] == {"gradients": buckets, "parameters": buckets, "control": 2}
+        assert counted["metadata_bytes"] == counted["store_requests"] == 0
+
+
+def test_the_plan_that_was_wrong_was_replaced(steps: dict[str, Any]) -> None:
+    for plane in ("gloo", "nccl"):
+        for size, counted in of_phase(steps, plane, "replan"):
+            # When gradients were ready, and whether the ranks' plans are the same.
+            assert counted["launches"]["control all_reduce"] == 2
+            # What each rank has of the state of all parameters, pickled.
+            assert counted["launches"]["control all_gather"] == 2
+            assert counted["metadata_bytes"] >= size - 1
+            assert counted["launches"]["parameters recv"] > 0
+
+
+def test_growth(steps: dict[str, Any]) -> None:
+    grown = {plane: steps[plane]["exponents"] for plane in ("gloo", "nccl")}
+    assert grown["nccl"]["step"]["launches"] == grown["nccl"]["step"]["waits"] == 0
+    # N - 1 of 512 over that of 8 is a little more than their ratio.
+    assert grown["gloo"]["step"]["launches: gradients send"] == pytest.approx(1, abs=0.05)
+    assert grown["gloo"]["replan"]["metadata_bytes"] == pytest.approx(1, abs=0.25)
+
+
+def test_another_rank_does_the_same(tmp_path: Path, steps: dict[str, Any]) -> None:
+    other = count_by_program(tmp_path, "--sizes", "64", "--planes", "gloo", "nccl", "--rank", "37")
+    for plane in ("gloo", "nccl"):
+        ((_, counted),) = of_phase(other, plane, "step")
+        by_size = dict(of_phase(steps, plane, "step"))
+        ignored = {"new_bytes"}
+        assert {k: v for k, v in counted.items() if k not in ignored} == {
+            k: v for k, v in by_size[64].items() if k not in ignored
+        }
+
+
+def test_ddp_stands_beside_it(tmp_path: Path) -> None:
+    found = count_by_program(tmp_path, "--sizes", "8", "512", "--planes", "nccl", "--strategy", "ddp")
+    for _, counted in of_phase(found, "nccl", "step"):
+        # Its first bucket holds one tensor here; Lightning asks rank 0 in every step whether to end.
+        assert counted["launches"] == {"world all_reduce": 1 + -(-(TENSORS - 1) // 16), "world broadcast": 1}
+        assert counted["waits"] == {"world": 2 + -(-(TENSORS - 1) // 16)}
+
+
+def pieces(size: int, ranks: range) -> int:
+    """How many parts of tensors the shards of some ranks hold."""
+    number = 0
+    for tensors in BUCKETS:
+        shard = tensors * ELEMENTS // size
+        for start in accumulate([shard] * (len(ranks) - 1), initial=ranks.start * shard):
+            number += (start + shard - 1) // ELEMENTS - start // ELEMENTS + 1
+    return number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["full", "sharded"])
+def test_saves_and_loads(save: str, tmp_path: Path) -> None:
+    found = count_by_program(tmp_path, "--sizes", "8", "64", "--planes", "nccl", "--save", save)
+    for size, counted in of_phase(found, "nccl", f"{save} save"):
+        launches = counted["launches"]
+        # All come, and are told that all have, twice: before the state is gathered and before it is saved.
+        barriers = 2 * (size - 1)
+        received = ENTRIES * pieces(size, range(1, size)) if save == "full" else 0
+        assert launches["control recv"] == received + barriers
+        assert launches["control send"] == barriers
+        assert counted["metadata_bytes"] > 100 * (size - 1)
+    for _, counted in of_phase(found, "nccl", "load"):
+        # Whether all could load.
+        assert counted["launches"] == {"control all_gather": 2}
