@@ -53,6 +53,7 @@ class Played(NamedTuple):
     """What a played rank has cost."""
 
     size: int
+    rank: int
     counters: Mapping[Phase, Counters]
     sockets: Mapping[str, Sockets]
     events: Sequence[Event]
@@ -61,6 +62,7 @@ class Played(NamedTuple):
         """For JSON, without the events."""
         return {
             "size": self.size,
+            "rank": self.rank,
             "counters": {phase: counters.as_dict() for phase, counters in self.counters.items()},
             "sockets": {group: sockets._asdict() for group, sockets in self.sockets.items()},
         }
@@ -81,7 +83,7 @@ def count(training: Training, size: int, rank: int = 0, plane: Plane = "gloo", c
         play(training, recorder, rank, size, plane)
     groups = [name for name in GLOO_GROUPS[plane] if name in recorder.groups]
     sockets = {name: Sockets(size - 1, len(recorder.peers[name])) for name in groups}
-    return Played(size, dict(recorder.counters), sockets, recorder.events)
+    return Played(size, rank, dict(recorder.counters), sockets, recorder.events)
 
 
 def exponents(fewer: Played, more: Played) -> dict[Phase, dict[str, float]]:
@@ -108,26 +110,30 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 1024], help="numbers of ranks")
     parser.add_argument("--strategy", choices=get_args(StrategyName), default="zero1_custom")
     parser.add_argument("--model", choices=MODELS, default="small")
-    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[0], help="which are played, where there are as many")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--planes", choices=get_args(Plane), nargs="+", default=["gloo"])
     parser.add_argument("--cap-mb", type=float, default=0.25, help="size of a bucket in MiB")
     parser.add_argument("--steps", type=int, default=1, help="settled steps to record")
     parser.add_argument("--save", choices=get_args(Save))
     parser.add_argument("--no-calls", action="store_true", help="do not count calls of Python functions: faster")
-    parser.add_argument("--events", type=Path, help="where to write the record of the last size and plane")
+    parser.add_argument("--events", type=Path, help="where to write the record of the last one")
     parser.add_argument("--output", type=Path, help="where to write the counters; by default they are printed")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plays the sizes one after the other, on each plane."""
+    """Plays ranks of all sizes one after the other, on each plane."""
     asked = _parse(arguments)
     silence()
-    training = Training(asked.strategy, MODELS[asked.model](), asked.cap_mb, asked.steps, asked.save)
+    shapes = MODELS[asked.model]()
+    training = Training(asked.strategy, shapes, asked.cap_mb, asked.steps, asked.save, asked.ranks_per_node)
     found: dict[str, Any] = {"asked": vars(asked)}
     for plane in asked.planes:
-        played = [count(training, size, asked.rank, plane, not asked.no_calls) for size in asked.sizes]
-        growth = exponents(played[0], played[-1]) if len(played) > 1 else {}
+        which = [(size, rank) for rank in asked.ranks for size in asked.sizes if rank < size]
+        played = [count(training, size, rank, plane, not asked.no_calls) for size, rank in which]
+        of_first = [one for one in played if one.rank == asked.ranks[0]]
+        growth = exponents(of_first[0], of_first[-1]) if len(of_first) > 1 else {}
         found[plane] = {"played": [one.as_dict() for one in played], "exponents": growth}
         if asked.events is not None:
             write_events(played[-1].events, asked.events)

@@ -56,15 +56,17 @@ def playing(
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(adam, "adam", _noted_update(recorder, adam.adam, factor)),
         mock.patch.object(exchange.ExchangeThread, "run", _at_once(recorder)),
-        *(mock.patch.object(Collectives, name, _as_one(recorder, getattr(Collectives, name))) for name in _OPERATIONS),
+        *following_operations(recorder),
+        *naming_groups(recorder, lambda group: group.number),
     ]
     broadcast = noted_broadcast(dist.broadcast_object_list, others.note)
-    gather = others.gather_object(dist.gather_object)
+    spoken = {
+        "broadcast_object_list": broadcast,
+        "gather_object": others.gather_object(dist.gather_object),
+        "all_gather_object": others.all_gather_object(dist.all_gather_object),
+    }
     for module in (dist, distributed_c10d):
-        replaced.append(mock.patch.object(module, "broadcast_object_list", broadcast))
-        replaced.append(mock.patch.object(module, "gather_object", gather))
-    for function in (process_groups.process_groups, process_groups.control_group, process_groups.checkpoint_group):
-        replaced += _everywhere(function, _naming(recorder, function))
+        replaced += [mock.patch.object(module, name, function) for name, function in spoken.items()]
     if plane == "nccl":
         replaced += _everywhere(backends.make_collectives, _native(recorder, backends.make_collectives))
     with ExitStack() as stack:
@@ -80,7 +82,22 @@ def playing(
             dist.destroy_process_group()
 
 
-_OPERATIONS = "reduce_scatter", "all_gather"
+def following_operations(recorder: Recorder) -> list[Any]:
+    """What has to be replaced so that all launches of one reduce-scatter or all-gather are one operation."""
+    operations = "reduce_scatter", "all_gather"
+    return [mock.patch.object(Collectives, name, _as_one(recorder, getattr(Collectives, name))) for name in operations]
+
+
+def naming_groups(recorder: Recorder, number_of: Callable[[Any], int]) -> list[Any]:
+    """What has to be replaced so that the recorder is told what process groups are for.
+
+    Args:
+        recorder: Is told.
+        number_of: The recorder's number for a group.
+    """
+    functions = process_groups.process_groups, process_groups.control_group, process_groups.checkpoint_group
+    return [one for make in functions for one in _everywhere(make, _naming(recorder, make, number_of))]
+
 
 # `torch.optim` hides its modules behind the classes.
 adam = importlib.import_module("torch.optim.adam")
@@ -138,14 +155,14 @@ def _at_once(recorder: Recorder) -> Callable[..., None]:
     return run
 
 
-def _naming(recorder: Recorder, make: Callable[..., Any]) -> Callable[..., Any]:
+def _naming(recorder: Recorder, make: Callable[..., Any], number_of: Callable[[Any], int]) -> Callable[..., Any]:
     """A function that makes groups, or gives those there are, and tells the recorder what they are for."""
 
     def named(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
         several = isinstance(made, process_groups.ProcessGroups)
         groups = made._asdict() if several else {make.__name__.removesuffix("_group"): made}
-        recorder.name_groups({group.number: name for name, group in groups.items()})
+        recorder.name_groups({number_of(group): name for name, group in groups.items()})
         return made
 
     return named

@@ -16,6 +16,7 @@ from benchmarks.scale.events import Compute, Event, Kind, Launch, Phase, Wait
 from benchmarks.scale.wires import Wire, gloo_hops, gloo_messages, gloo_peers
 
 _OURS = str(Path(lightning_parstrat.__file__).resolve().parent)
+_MESSAGES_BETWEEN_LOOKS = 64
 _LABORATORY = str(Path(__file__).resolve().parent)
 
 
@@ -130,6 +131,9 @@ class Recorder:
         counters.hops += gloo_hops(kind, nbytes, size)
         self.peers[name] |= gloo_peers(kind, rank, size, peer)
         operation = self._operation or _Operation()
+        # Asking costs a microsecond for each of many messages.
+        if len(operation.numbers) % _MESSAGES_BETWEEN_LOOKS == 0:
+            self._look_at_heap()
         operation.numbers.append(number)
         operation.received += received
         counters.largest_receive_bytes = max(counters.largest_receive_bytes, operation.received)
@@ -147,6 +151,7 @@ class Recorder:
         if not operation.waited_for:
             operation.waited_for = True
             self.counters[self._phase].waits[self._groups_of[number]] += 1
+            self._look_at_heap()
         self.seconds += self._estimates.pop(number)
         del self._groups_of[number]
         self._note(Wait(self._phase, number))
@@ -165,6 +170,7 @@ class Recorder:
         """The device computes."""
         seconds = nbytes * self._forward_seconds_per_byte
         self.seconds += 2 * seconds if kind == "backward" else seconds
+        self._look_at_heap()
         self._note(Compute(self._phase, kind, nbytes))  # type: ignore[arg-type]
 
     def note_metadata(self, nbytes: int) -> None:
@@ -234,7 +240,6 @@ class Recorder:
             self.groups[group] = name
 
     def _note(self, event: Event) -> None:
-        self._look_at_heap()
         if self.keeps_events:
             self.events.append(event)
 
