@@ -6,6 +6,8 @@
 The Trainer, the strategy and everything below are the real ones; process groups are those of ``played_group.py``, which
 send nothing. Prints the counters of every phase as JSON and, of more than one size, how they grow.
 
+Waits of what NCCL carries are those of a GPU's stream; the host waits for the control group, which is always Gloo's.
+
 What it does not show: whether a wire is slower than what is to be hidden behind it (a simulator replays the events for
 that); what threads launch is written down where the caller has launched, as if messages came at once; nothing completes
 before somebody waits, so memory is what it would be on a slow wire.

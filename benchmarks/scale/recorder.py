@@ -27,7 +27,8 @@ class Counters:
     launches: Counter[str] = field(default_factory=Counter)
     """By "group kind"."""
     waits: Counter[str] = field(default_factory=Counter)
-    """What this rank's host has waited for, by group: a reduce-scatter made of many messages counts once."""
+    """What has been waited for, by group: by the host, or for NCCL's groups (gradients, parameters, DDP's world) by a
+    stream. A reduce-scatter made of many messages counts once."""
     messages: int = 0
     """Sent by this rank, if all groups are Gloo's."""
     hops: int = 0
@@ -94,6 +95,7 @@ class Recorder:
         self._futures: list[int] = []
         self._in_background = 0
         self._host = threading.get_ident()
+        self._lock = threading.Lock()
         self._heap_at_start = heap_bytes()
 
     @property
@@ -123,6 +125,13 @@ class Recorder:
 
     def launch(self, group: int, kind: Kind, nbytes: int, received: int, rank: int, size: int, peer: int | None) -> int:
         """An operation begins; ``received`` are the bytes that this rank gets from others. Returns its number."""
+        # Threads of real ranks launch, too.
+        with self._lock:
+            return self._launch(group, kind, nbytes, received, rank, size, peer)
+
+    def _launch(
+        self, group: int, kind: Kind, nbytes: int, received: int, rank: int, size: int, peer: int | None
+    ) -> int:
         number, self._launched = self._launched, self._launched + 1
         counters = self.counters[self._phase]
         name = self.groups[group]
@@ -178,8 +187,9 @@ class Recorder:
         self.counters[self._phase].metadata_bytes += nbytes
 
     def note_store_request(self) -> None:
-        """This rank has asked the store for something, or told it."""
-        self.counters[self._phase].store_requests += 1
+        """This rank has asked the store for something, or told it; threads that watch over waits do not count."""
+        if threading.get_ident() == self._host:
+            self.counters[self._phase].store_requests += 1
 
     @contextmanager
     def as_one(self) -> Iterator[list[int]]:

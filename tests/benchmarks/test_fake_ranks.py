@@ -1,6 +1,7 @@
 """What a step costs at 8, 64 and 512 ranks, by formulas: a played rank counts its launches, waits and messages."""
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.scale.events import Compute, Launch, Wait, read_events
+from benchmarks.scale.fake_ranks import Played, exponents
+from benchmarks.scale.recorder import Counters
 from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,6 +104,37 @@ def test_growth(steps: dict[str, Any]) -> None:
     # N - 1 of 512 over that of 8 is a little more than their ratio.
     assert grown["gloo"]["step"]["launches: gradients send"] == pytest.approx(1, abs=0.05)
     assert grown["gloo"]["replan"]["metadata_bytes"] == pytest.approx(1, abs=0.25)
+
+
+def test_exponents_of_what_is_known() -> None:
+    fewer, more = Counters(messages=14, hops=5, calls=3), Counters(messages=126, hops=5, store_requests=1)
+    found = exponents(Played(8, 0, {"step": fewer}, {}, []), Played(64, 0, {"step": more}, {}, []))["step"]
+    assert found == {"messages": math.log(9) / math.log(8), "hops": 0, "calls": -math.inf, "store_requests": math.inf}
+
+
+def test_what_a_simulator_replays(tmp_path: Path) -> None:
+    size = 64
+    events = tmp_path / "events.jsonl"
+    count_by_program(tmp_path, "--sizes", str(size), "--planes", "nccl", "--events", str(events))
+    read = list(read_events(events))
+    launched = {event.number: event for event in read if isinstance(event, Launch)}
+    waited = [event.number for event in read if isinstance(event, Wait)]
+    # Each is waited for once, and has been launched before.
+    assert sorted(launched) == list(range(len(launched))) and len(set(waited)) == len(waited)
+    assert set(waited) <= set(launched)
+    step = [event for event in read if event.phase == "step"]
+    for kind, times in (("forward", TENSORS), ("backward", TENSORS)):
+        computed = [event.nbytes for event in step if isinstance(event, Compute) and event.kind == kind]
+        assert computed == [ELEMENTS * 4] * times
+    # A bucket leaves when its gradients are there, the last one's being the first of the model.
+    order = [e.kind for e in step if isinstance(e, Compute | Launch) and e.kind in ("backward", "reduce_scatter")]
+    expected = [kind for tensors in BUCKETS for kind in (*["backward"] * tensors, "reduce_scatter")]
+    assert order == expected
+    # Each rank steps its shard of every bucket before that is gathered.
+    order = [e.kind for e in step if isinstance(e, Compute | Launch) and e.kind in ("update", "all_gather")]
+    assert order == ["update", "all_gather"] * len(BUCKETS)
+    updated = [event.nbytes for event in step if isinstance(event, Compute) and event.kind == "update"]
+    assert sum(updated) == TENSORS * ELEMENTS * 4 // size
 
 
 @pytest.mark.parametrize("plane", ["gloo", "nccl"])
