@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-Phase = Literal["setup", "step", "replan", "full save", "sharded save", "load"]
+Phase = Literal["setup", "first steps", "replan", "step", "full save", "sharded save", "load", "end"]
 Kind = Literal[
     "all_reduce",
     "reduce_scatter",

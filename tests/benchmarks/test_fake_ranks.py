@@ -1,0 +1,182 @@
+"""What a step costs at 8, 64 and 512 ranks, by formulas: a played rank counts its launches, waits and messages."""
+
+import json
+import math
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.scale.events import Compute, Launch, Wait, read_events
+from benchmarks.scale.fake_ranks import Played, exponents
+from benchmarks.scale.recorder import Counters
+from tests.scripts import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = [8, 64, 512]
+TENSORS, ELEMENTS = 60, 4096
+BUCKETS = [16, 16, 16, 12]
+"""Tensors of 16 KiB in each bucket of 0.25 MiB."""
+ENTRIES = 2
+"""Of AdamW's state that lie like the parameter."""
+
+
+def count_by_program(folder: Path, *arguments: str) -> dict[str, Any]:
+    output = folder / "counted.json"
+    program = ["-m", "benchmarks.scale.fake_ranks", "--no-calls", "--output", str(output)]
+    ran = run_python([*program, *arguments], ROOT)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sizes = [str(size) for size in SIZES]
+    planes = ["--planes", "gloo", "nccl", "--ranks", "0", "37"]
+    return count_by_program(tmp_path_factory.mktemp("steps"), "--sizes", *sizes, *planes)
+
+
+def of_phase(found: dict[str, Any], plane: str, phase: str, rank: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    played = [one for one in found[plane]["played"] if one["rank"] == rank]
+    assert played
+    for one in played:
+        yield one["size"], one["counters"][phase]
+
+
+def sent_in_a_ring(elements: int, size: int) -> int:
+    """By a rank, in an all-reduce of few elements: each part passes every rank but one, twice."""
+    parts = -(-elements // -(-elements // (2 * size)))
+    return 2 * max(1, parts * (size - 1) // size)
+
+
+def test_a_settled_step_over_gloo(steps: dict[str, Any]) -> None:
+    buckets = len(BUCKETS)
+    # For parameters and buckets, and whether all ranks expect the same; and whether a rank is to end.
+    flags, preemption = TENSORS + buckets + 2, 1
+    for size, counted in of_phase(steps, "gloo", "step"):
+        exchanged = buckets * (size - 1)
+        assert counted["launches"] == {
+            "gradients send": exchanged,
+            "gradients recv": exchanged,
+            "parameters send": exchanged,
+            "parameters recv": exchanged,
+            "control all_reduce": 2,
+        }
+        assert counted["waits"] == {"gradients": buckets, "parameters": buckets, "control": 2}
+        small = sent_in_a_ring(flags, size) + sent_in_a_ring(preemption, size)
+        assert counted["messages"] == 2 * exchanged + small
+        # A transfer is a hop, and a ring has one for every other rank in each half.
+        assert counted["hops"] == 4 * exchanged + 2 * 2 * (size - 1)
+        assert counted["metadata_bytes"] == counted["store_requests"] == 0
+        # Of the largest bucket, its own part left out.
+        assert counted["largest_receive_bytes"] == max(BUCKETS) * ELEMENTS * 4 * (size - 1) // size
+
+
+def test_a_settled_step_over_nccl(steps: dict[str, Any]) -> None:
+    buckets = len(BUCKETS)
+    for _, counted in of_phase(steps, "nccl", "step"):
+        assert counted["launches"] == {
+            "gradients reduce_scatter": buckets,
+            "parameters all_gather": buckets,
+            "control all_reduce": 2,
+        }
+        assert counted["waits"] == {"gradients": buckets, "parameters": buckets, "control": 2}
+        assert counted["metadata_bytes"] == counted["store_requests"] == 0
+
+
+def test_the_plan_that_was_wrong_was_replaced(steps: dict[str, Any]) -> None:
+    for plane in ("gloo", "nccl"):
+        for size, counted in of_phase(steps, plane, "replan"):
+            # When gradients were ready, and whether the ranks' plans are the same.
+            assert counted["launches"]["control all_reduce"] == 2
+            # What each rank has of the state of all parameters, pickled.
+            assert counted["launches"]["control all_gather"] == 2
+            assert counted["metadata_bytes"] >= size - 1
+            assert counted["launches"]["parameters recv"] > 0
+
+
+def test_growth(steps: dict[str, Any]) -> None:
+    grown = {plane: steps[plane]["exponents"] for plane in ("gloo", "nccl")}
+    assert grown["nccl"]["step"]["launches"] == grown["nccl"]["step"]["waits"] == 0
+    # N - 1 of 512 over that of 8 is a little more than their ratio.
+    assert grown["gloo"]["step"]["launches: gradients send"] == pytest.approx(1, abs=0.05)
+    assert grown["gloo"]["replan"]["metadata_bytes"] == pytest.approx(1, abs=0.25)
+
+
+def test_exponents_of_what_is_known() -> None:
+    fewer, more = Counters(messages=14, hops=5, calls=3), Counters(messages=126, hops=5, store_requests=1)
+    found = exponents(Played(8, 0, {"step": fewer}, {}, []), Played(64, 0, {"step": more}, {}, []))["step"]
+    assert found == {"messages": math.log(9) / math.log(8), "hops": 0, "calls": -math.inf, "store_requests": math.inf}
+
+
+def test_what_a_simulator_replays(tmp_path: Path) -> None:
+    size = 64
+    events = tmp_path / "events.jsonl"
+    count_by_program(tmp_path, "--sizes", str(size), "--planes", "nccl", "--events", str(events))
+    read = list(read_events(events))
+    launched = {event.number: event for event in read if isinstance(event, Launch)}
+    waited = [event.number for event in read if isinstance(event, Wait)]
+    # Each is waited for once, and has been launched before.
+    assert sorted(launched) == list(range(len(launched))) and len(set(waited)) == len(waited)
+    assert set(waited) <= set(launched)
+    step = [event for event in read if event.phase == "step"]
+    for kind, times in (("forward", TENSORS), ("backward", TENSORS)):
+        computed = [event.nbytes for event in step if isinstance(event, Compute) and event.kind == kind]
+        assert computed == [ELEMENTS * 4] * times
+    # A bucket leaves when its gradients are there, the last one's being the first of the model.
+    order = [e.kind for e in step if isinstance(e, Compute | Launch) and e.kind in ("backward", "reduce_scatter")]
+    expected = [kind for tensors in BUCKETS for kind in (*["backward"] * tensors, "reduce_scatter")]
+    assert order == expected
+    # Each rank steps its shard of every bucket before that is gathered.
+    order = [e.kind for e in step if isinstance(e, Compute | Launch) and e.kind in ("update", "all_gather")]
+    assert order == ["update", "all_gather"] * len(BUCKETS)
+    updated = [event.nbytes for event in step if isinstance(event, Compute) and event.kind == "update"]
+    assert sum(updated) == TENSORS * ELEMENTS * 4 // size
+
+
+@pytest.mark.parametrize("plane", ["gloo", "nccl"])
+def test_another_rank_does_the_same_in_a_step(plane: str, steps: dict[str, Any]) -> None:
+    of_first = dict(of_phase(steps, plane, "step"))
+    others = dict(of_phase(steps, plane, "step", rank=37))
+    assert list(others) == [64, 512]
+    for size, counted in others.items():
+        # Memory depends on what came before in the process.
+        assert {**counted, "new_bytes": 0} == {**of_first[size], "new_bytes": 0}
+
+
+def test_ddp_stands_beside_it(tmp_path: Path) -> None:
+    found = count_by_program(tmp_path, "--sizes", "8", "512", "--planes", "nccl", "--strategy", "ddp")
+    for _, counted in of_phase(found, "nccl", "step"):
+        # Its first bucket holds one tensor here; Lightning asks rank 0 in every step whether to end.
+        assert counted["launches"] == {"world all_reduce": 1 + -(-(TENSORS - 1) // 16), "world broadcast": 1}
+        assert counted["waits"] == {"world": 2 + -(-(TENSORS - 1) // 16)}
+
+
+def pieces(size: int, ranks: range) -> int:
+    """How many parts of tensors the shards of some ranks hold."""
+    number = 0
+    for tensors in BUCKETS:
+        shard = tensors * ELEMENTS // size
+        for start in accumulate([shard] * (len(ranks) - 1), initial=ranks.start * shard):
+            number += (start + shard - 1) // ELEMENTS - start // ELEMENTS + 1
+    return number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["full", "sharded"])
+def test_saves_and_loads(save: str, tmp_path: Path) -> None:
+    found = count_by_program(tmp_path, "--sizes", "8", "64", "--planes", "nccl", "--save", save)
+    for size, counted in of_phase(found, "nccl", f"{save} save"):
+        launches = counted["launches"]
+        # All come, and are told that all have, twice: before the state is gathered and before it is saved.
+        barriers = 2 * (size - 1)
+        received = ENTRIES * pieces(size, range(1, size)) if save == "full" else 0
+        assert launches["control recv"] == received + barriers
+        assert launches["control send"] == barriers
+        assert counted["metadata_bytes"] > 100 * (size - 1)
+    for _, counted in of_phase(found, "nccl", "load"):
+        # Whether all could load.
+        assert counted["launches"] == {"control all_gather": 2}

@@ -1,0 +1,51 @@
+"""Real ranks launch what played ones do."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, SETTLED = 3, 4
+
+
+def counted_by(program: str, output: Path, *arguments: str) -> dict[str, Any]:
+    asked = ["--ranks-per-node", "2", "--steps", str(STEPS), "--output", str(output)]
+    ran = run_python(["-m", f"benchmarks.scale.{program}", *asked, *arguments], ROOT)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    found: dict[str, Any] = json.loads(output.read_text())
+    return found
+
+
+def launched(played: dict[str, Any]) -> dict[str, int]:
+    launches: Counter[str] = sum((Counter(phase["launches"]) for phase in played["counters"].values()), Counter())
+    # Of real ranks, what C++ launches is not seen: the module's tensors come from rank 0.
+    assert launches.pop("parameters broadcast") == 1
+    return dict(launches)
+
+
+@pytest.mark.slow
+def test_real_ranks_launch_what_played_ones_do_within_a_node_and_between_two(tmp_path: Path) -> None:
+    sizes = ["--sizes", "2", "4"]
+    real = counted_by("real_ranks", tmp_path / "real.json", *sizes, "--strategies", "zero1_custom", "ddp")
+    ranks = ["--ranks", "0", "1", "2", "3"]
+    played = counted_by("fake_ranks", tmp_path / "played.json", *sizes, *ranks, "--no-calls")["gloo"]["played"]
+    assert len(played) == 2 + 4
+    for one in played:
+        size = one["size"]
+        counted, of_ddp = (real[strategy][str(size)][one["rank"]] for strategy in ("zero1_custom", "ddp"))
+        expected = launched(one)
+        # Four buckets, in each step and each way.
+        assert expected["gradients send"] == (SETTLED + STEPS + 1) * 4 * (size - 1)
+        # Where a thread still holds a view of a bucket, ranks ask again before the next step whether to plan anew.
+        asked_again = counted["launches"].pop("control all_reduce") - expected.pop("control all_reduce")
+        assert 0 <= asked_again <= STEPS + 2
+        assert counted["launches"] == expected
+        # As many groups as played ranks have connect each rank with every other; DDP has one of them.
+        meshes = sum(sockets["full_mesh"] for sockets in one["sockets"].values())
+        assert counted["sockets"] - of_ddp["sockets"] >= meshes - (size - 1)
+        assert 0 < counted["cpu_seconds"] < 10
