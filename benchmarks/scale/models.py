@@ -1,7 +1,8 @@
 """Models whose parameters are real and whose computation is none: each is read, and gets a gradient, in its turn.
 
 A factor makes large ones fit: every tensor has 1/factor of its elements, buckets 1/factor of their bytes, and bytes in
-the record are multiplied by the factor again. So the launches are those of the full model.
+the record are multiplied by the factor again. So the launches are those of the full model. What buckets are padded by
+is multiplied, too: a few hundredths of the model at 1,024 ranks, where the full model has next to none.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ def small(tensors: int = 60, elements: int = 4096) -> Shapes:
     return Shapes("small", (elements,) * tensors, torch.float32)
 
 
-def gpt_350m(factor: int = 64) -> Shapes:
+def gpt_350m(factor: int = 8) -> Shapes:
     """GPT of 24 layers and width 1,024 in fp32: 292 tensors, the output tied to the embedding."""
     width = 1024
     norm = (width, width)
@@ -57,7 +58,7 @@ def gpt_350m(factor: int = 64) -> Shapes:
     return Shapes("GPT 350M", (50257 * width, 1024 * width, *layers, *norm), torch.float32, factor)
 
 
-def llama_7b(factor: int = 256) -> Shapes:
+def llama_7b(factor: int = 32) -> Shapes:
     """Llama of 32 layers and width 4,096 in bf16: 291 tensors."""
     width, wide, vocabulary = 4096, 11008, 32000
     layer = (width, *(width * width,) * 4, width, *(width * wide,) * 3)
