@@ -21,8 +21,9 @@ from benchmarks.scale.other_ranks import OtherRanks
 from benchmarks.scale.played_group import PlayedGroup, PlayedStore, noted_broadcast
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm import backends, exchange, process_groups
-from lightning_parstrat.distributed.comm.collectives import Collectives, Work
+from lightning_parstrat.distributed.comm import backends, process_groups
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Work
 
 Plane = Literal["gloo", "nccl"]
 
@@ -55,7 +56,7 @@ def playing(
         mock.patch.object(Topology, "of", classmethod(_nodes_of(ranks_per_node))),
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(adam, "adam", _noted_update(recorder, adam.adam, factor)),
-        mock.patch.object(exchange.ExchangeThread, "run", _at_once(recorder)),
+        mock.patch.object(ExchangeThread, "run", _at_once(recorder)),
         *following_operations(recorder),
         *naming_groups(recorder, lambda group: group.number),
     ]
@@ -148,7 +149,7 @@ def _at_once(recorder: Recorder) -> Callable[..., None]:
     """What a thread would do when messages have arrived is done at once, and only costs this host its calls."""
 
     @torch.no_grad()
-    def run(self: exchange.ExchangeThread, work: exchange.ExchangedWork, action: Callable[[], None]) -> None:
+    def run(self: ExchangeThread, work: ExchangedWork, action: Callable[[], None]) -> None:
         with recorder.in_background():
             action()
 

@@ -25,7 +25,7 @@ from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
         ({"bucket_cap_mb": "8"}, ["'8'", "positive"]),
         ({"bucket_cap_mb": True}, ["True", "positive"]),
         # What ddp_tuned takes.
-        ({"bucket_cap_mb": "auto"}, ["bucket_cap_mb: 'auto'", "positive number of MiB"]),
+        ({"bucket_cap_mb": "huge"}, ["bucket_cap_mb: 'huge'", "positive number of MiB", "'auto'"]),
         ({"partition": "row"}, ["'row'", "auto", "element", "parameter"]),
         ({"expose_gradients": "yes"}, ["expose_gradients: 'yes'", "auto", "True", "False"]),
         ({"master_weights": 32}, ["master_weights: 32", "auto", "True", "False"]),
