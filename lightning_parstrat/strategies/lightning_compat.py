@@ -146,9 +146,11 @@ def warn_of_untried_versions() -> None:
 class BetweenBatches(Callback):
     """A callback with nothing to do within a step: Lightning passes over hooks that cannot be called.
 
-    To call one takes a dozen calls more, four times in every step, whether or not it does anything.
+    To call one takes a dozen calls more, five times in every step, whether or not it does anything. Where there is
+    something to do when a batch begins, the hook is set on the object.
     """
 
+    on_train_batch_start = None  # type: ignore[assignment]
     on_before_zero_grad = None  # type: ignore[assignment]
     on_before_backward = None  # type: ignore[assignment]
     on_after_backward = None  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 How they are done is in ``backends.py`` (torch's own, and none at world size 1) and ``exchange.py`` (between CPUs).
 """
 
+import operator
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -39,8 +40,7 @@ class Traffic:
     """How long this host has waited: on CPU the communication that nothing hid. On a GPU, streams wait instead."""
 
     def __add__(self, other: "Traffic") -> "Traffic":
-        theirs = vars(other)
-        return Traffic(**{name: count + theirs[name] for name, count in vars(self).items()})
+        return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class Collectives(ABC):

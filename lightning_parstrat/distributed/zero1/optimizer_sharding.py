@@ -232,8 +232,7 @@ class OptimizerSharding:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._make_ready(optimizer)
-            parts.extend(self._parts(optimizer))
+            parts.extend(self._parts(self._make_ready(optimizer)))
             groups.show_part(parts[0])
             return loss
 
@@ -261,7 +260,7 @@ class OptimizerSharding:
         self.gatherer.finish_prompt()
         return result
 
-    def _parts(self, optimizer: Optimizer) -> list["_Part"]:
+    def _parts(self, known: "_KnownGroups") -> list["_Part"]:
         """What is stepped one after the other, so that the first is in flight while the next steps.
 
         The next forward reads parameters in the reverse order of their gradients. An optimizer that is not known to
@@ -269,7 +268,6 @@ class OptimizerSharding:
         """
         # The last gradients to be ready belong to the parameters that the next forward reads first.
         buckets = self._stepped_buckets()[::-1]
-        known = self._groups(optimizer)
         if self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
             return [_Part(buckets, known.stand_ins)]
         stepped: list[tuple[list[ParameterBucket], list[GradientBucket | None]]] = [
@@ -287,18 +285,21 @@ class OptimizerSharding:
             bucket.publish_master_weights()
             self.gatherer.launch(bucket)
 
-    def _make_ready(self, optimizer: Optimizer) -> None:
-        """Brings gradients and parameters to the shards."""
+    def _make_ready(self, optimizer: Optimizer) -> "_KnownGroups":
+        """Brings gradients and parameters to the shards; returns what is to be stepped."""
         self.gatherer.finish()
-        if self.has_added_parameters(optimizer):
-            known = len(self.buckets)
+        known = self._groups(optimizer)
+        if known.have_added:
+            before = len(self.buckets)
             self.adopt_added_parameters()
-            self.reducer.reduce_left_over(self.buckets[known:])
+            self.reducer.reduce_left_over(self.buckets[before:])
+            known = self._groups(optimizer)
         self.finish_gradients()
         for bucket in self.buckets:
             # What the user has written into parameters since the last step (clamped, swapped, loaded) is what steps.
             bucket.copy_in_rebound()
             bucket.refresh_master_weights()
+        return known
 
     def _stepped_buckets(self) -> list[ParameterBucket]:
         """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""

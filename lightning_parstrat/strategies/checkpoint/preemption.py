@@ -121,7 +121,6 @@ class SavesWhenPreempted(BetweenBatches):
         self._wait_for_saves = wait_for_saves
         self._messages_answered = 0
         self._signal_of_any_rank = 0
-        self._window_is_open = False
         self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
 
@@ -174,6 +173,7 @@ class SavesWhenPreempted(BetweenBatches):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the start of an epoch."""
         self._resume_points.begin_epoch()
+        self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,9 +185,9 @@ class SavesWhenPreempted(BetweenBatches):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Learns whether any rank got a signal, unless gradients are being accumulated: a checkpoint lacks them."""
-        self._window_is_open = window_is_open(trainer)
-        self._resume_points.end_batch(trainer, self._window_is_open)
-        if self._window_is_open:
+        accumulates = window_is_open(trainer)
+        self._resume_points.end_batch(trainer, accumulates)
+        if accumulates:
             return
         if self._messages.launched == self._messages_answered:
             # No backward has sent gradients, of which a message tells.
@@ -197,16 +197,16 @@ class SavesWhenPreempted(BetweenBatches):
         if self._signal_of_any_rank:
             # Noted now: when it is saved, the loaders have already fetched the next batch.
             self._resume_points.note(trainer)
+            self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Saves if any rank got a signal, before anything of this batch has happened.
+    def _begin_batch(self, trainer: Trainer, *_: Any) -> None:
+        """Notes that an epoch goes on. Saves if any rank got a signal, before anything of this batch has happened.
 
         Everything that belongs to the last batch has happened: hooks, validation, the end of the epoch.
         """
+        # Not in the next batch: see `BetweenBatches`.
+        self.on_train_batch_start = None  # type: ignore[assignment]
         self._resume_points.epoch_has_ended = False
-        if self._window_is_open:
-            return
         asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
         if asked_to:
             # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.
