@@ -29,7 +29,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-cluster test-faults test-deliberate-faults test-lightning lint format bench docs \
+.PHONY: help install demo test test-slow test-cluster test-faults test-deliberate-faults test-lightning lint format bench scale docs \
 	pictures build clean
 
 help:  ## list the targets
@@ -85,6 +85,9 @@ format: install  ## let ruff rewrite the sources
 
 bench: install  ## step time of each strategy; BENCH_ARGS is passed on
 	$(VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
+
+scale: install  ## the laboratory: what a training costs from 2 to 1,024 ranks, in about ten minutes
+	$(RUN) benchmarks.scale.run
 
 docs: install $(DOCS_STAMP)  ## the pages in docs/ as a site, into site/; a broken link or reference is an error
 	$(RUN) mkdocs build --strict --clean

@@ -233,8 +233,8 @@ FAULTS = (
     Fault(
         "a preempted training loses the window it is in",
         "strategies/checkpoint/preemption.py",
-        "self._window_is_open = window_is_open(trainer)",
-        "self._window_is_open = False",
+        "accumulates = window_is_open(trainer)",
+        "accumulates = False",
         ("tests/strategies/checkpoint/test_preemption.py::test_an_open_window_is_finished_first",),
     ),
     Fault(

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_parstrat.core.accumulation import (
@@ -68,6 +69,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
 
     _not_copied = CheckpointingStrategy._not_copied | {
         "_clipper",
+        "_loss_hook",
         "_nonfinite_tracker",
         "_preemption",
         "_restore_precision",
@@ -95,6 +97,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._accumulates = False
         self._loss_weight: Any = None
         self._loss_factor: float | Tensor | None = None
+        self._loss_hook: RemovableHandle | None = None
         self._backward_has_ended = True
         self._window_scale: GradientScale | None = None
         self._skipped_steps = 0
@@ -235,12 +238,15 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         return output
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs backward on the weighted loss; the last backward of a window leaves the mean over the whole window."""
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Has backward weigh the loss; the last backward of a window leaves the mean over the whole window."""
         factor = self._loss_factor = self._begin_backward()
         self._backward_has_ended = False
-        loss = closure_loss if factor is None else closure_loss * factor
-        return super().backward(loss, optimizer, *args, **kwargs)
+        if factor is not None and closure_loss.requires_grad:
+            # Its gradient, not the loss itself: that goes on through the user's plugins and hooks as it is.
+            weigh = functools.partial(torch.mul, other=factor)
+            self._loss_hook = closure_loss.register_hook(weigh)  # type: ignore[no-untyped-call]
+        super().pre_backward(closure_loss)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -249,7 +255,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         super().post_backward(closure_loss)
 
     def _begin_backward(self) -> float | Tensor | None:
-        """Takes note of another micro-batch; returns what its loss is multiplied by, or None."""
+        """Takes note of another micro-batch; returns what its loss is to be multiplied by, or None."""
         self._window_scale = None
         if self._clipper is not None:
             self._clipper.begin_backward()
@@ -270,6 +276,10 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def _end_backward(self) -> None:
         """As a rule the precision plugin calls it, before it lets hooks look at gradients."""
         ended, self._backward_has_ended = self._backward_has_ended, True
+        if self._loss_hook is not None:
+            # The same loss may be run backward again, with another weight.
+            self._loss_hook.remove()
+            self._loss_hook = None
         if not ended and not self._accumulates:
             self._scale_reduced_gradients()
 
