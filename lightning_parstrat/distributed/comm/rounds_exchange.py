@@ -3,6 +3,7 @@
 A ring, as Gloo's all-reduce is one, takes two latencies for each rank: milliseconds from a hundred ranks on.
 """
 
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
 import torch
@@ -32,7 +33,8 @@ class RoundsExchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, rounds: Rounds, own: Tensor, together: Together, tag: int) -> None:
-        self._group = group
+        # Weak, so that torch alone keeps the group alive; see `_KnownGroup` in `process_groups.py`.
+        self._group = weakref.ref(group)
         self._rounds = rounds
         self._together = together
         self._tag = tag
@@ -86,7 +88,9 @@ class RoundsExchange:
         return message
 
     def _transfers(self, message: Tensor, send_to: Iterable[int], receive: Mapping[int, Tensor]) -> Transfers:
-        group, tag = self._group, self._tag
+        group, tag = self._group(), self._tag
+        if group is None:
+            raise RuntimeError("The process group that ranks exchange messages by has been destroyed.")
         # Receives go first: a message that finds its receive posted needs no intermediate buffer.
         received = [as_work(group.recv([room], rank, tag)) for rank, room in receive.items()]
         sent = [as_work(group.send([message], rank, tag)) for rank in send_to]
