@@ -105,6 +105,20 @@ class Collectives(ABC):
         self.traffic.all_gathers += self.world_size > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
+    def connect(self, device: torch.device) -> None:
+        """Connects this rank with all that it will exchange chunks with. Collective; sends them a number each.
+
+        Else they would be connected when they first have something to send, within a backward: and one that waits there
+        for a rank that has ended since waits for five timeouts, where the end of a connection is noticed at once.
+
+        Args:
+            device: Of what will be sent.
+        """
+        counted, self.traffic = self.traffic, Traffic()
+        buffer = torch.zeros(self.world_size, device=device)
+        self._reduce_scatter(buffer, buffer.new_empty(1), self._bounds(buffer, None)).wait()
+        self.traffic = counted
+
     def wait(self, work: Work) -> None:
         """Waits, and adds the time to ``traffic.waited_seconds``."""
         began = time.perf_counter()

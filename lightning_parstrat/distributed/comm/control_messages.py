@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange
-from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers
 from lightning_parstrat.distributed.profiling import marked
 
 
@@ -107,8 +107,9 @@ class ControlMessages:
 
     def close(self) -> None:
         """Call when a training has ended, however it did. Not collective."""
-        if self._latest is not None and not self._latest.has_arrived:
-            _LEFT.append(self._latest)
+        left = None if self._latest is None else self._latest.in_flight
+        if left is not None:
+            _LEFT.append(left)
         self._latest = None
 
 
@@ -117,8 +118,9 @@ _FIRST_TAG = 16
 
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
-_LEFT: list["ControlMessage"] = []
-"""What nobody has waited for: memory must outlive transfers, and a backend need not know when those have ended."""
+_LEFT: list[Transfers] = []
+"""What nobody has waited for: memory must outlive transfers, and a backend need not know when those have ended. Not the
+messages, which hold the process group: see ``process_groups.py``."""
 
 
 class ControlMessage:
@@ -143,6 +145,11 @@ class ControlMessage:
     def has_arrived(self) -> bool:
         """Whether it has been waited for, or a thread has."""
         return self._exchange.has_ended
+
+    @property
+    def in_flight(self) -> Transfers | None:
+        """What is on its way and was not waited for."""
+        return self._exchange.in_flight
 
     def wait(self) -> Said:
         """What all ranks have said; also when asked again.

@@ -48,6 +48,11 @@ class RoundsExchange:
         """Whether somebody has waited for all of it."""
         return self._ended_with is not None
 
+    @property
+    def in_flight(self) -> Transfers | None:
+        """What is waited for next; None when all has ended."""
+        return self._pending
+
     def wait(self) -> Tensor:
         """What came of all messages; the same when asked again.
 

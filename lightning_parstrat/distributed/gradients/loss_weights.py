@@ -45,6 +45,7 @@ class LossWeights:
         self._messages = messages
         messages.weigh = self._said
         self._wait_for_device = False
+        self._told = False
         self._used: bool | None = None
         self._reference_known = False
         self._window: dict[int, float | _HostCopy] = {}
@@ -86,7 +87,7 @@ class LossWeights:
             self._agree(value, weight is not None)
         if not self._used:
             return None
-        self._window[micro_batch] = value
+        self._window[micro_batch], self._told = value, False
         if isinstance(value, _HostCopy):
             return value.on_device / self.reference
         return value / self.reference
@@ -94,13 +95,13 @@ class LossWeights:
     def total(self) -> WindowWeight:
         """The sum of the window's weights over all ranks. The next window's reference follows it.
 
-        Call it when the window's control message has been launched; collective where weights are on a GPU.
+        Call it when the window's control message has been launched; collective where weights are on a GPU, and where
+        no message was launched since the last weight, as the window's last backward has sent nothing.
 
         Raises:
             InconsistentWeightsError: A weight on any rank was negative, not finite or missing; raised on all ranks.
         """
-        own_message = self._wait_for_device
-        summed = self._sum_over_ranks(self._of_window())[0] if own_message else self._messages.latest().weights
+        summed = self._sum_over_ranks(self._of_window())[0] if self._wait_for_device else self._heard()
         self._check(summed)
         total = WindowWeight(summed.weight, self.reference)
         if summed.weight > 0:
@@ -124,8 +125,15 @@ class LossWeights:
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / ranks)
 
+    def _heard(self) -> WeightSum:
+        """The sum that the latest message has brought; all ranks come to the same answer about whether it is due."""
+        if not self._told:
+            self._messages.launch()
+        return self._messages.latest().weights
+
     def _said(self) -> WeightSum:
         """What rides in a message."""
+        self._told = True
         return self._of_window() if self._used and not self._wait_for_device else WeightSum()
 
     def _of_window(self) -> WeightSum:

@@ -122,6 +122,8 @@ class ShardedDataParallel:
             if decision.partition is not None
         ]
         self._shard_optimizers()
+        for collectives in (self.reducer.collectives, self.gatherer.collectives):
+            collectives.connect(device)
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)

@@ -182,9 +182,10 @@ class BucketPlanner:
 
     def _cap_bytes(self) -> int:
         """The cap as long as nothing has been measured."""
-        parameters = list(self._names)
-        wire = assumed_wire(self._control.world_size, parameters[0].device.type if parameters else "cpu")
-        return self._policy.bucket_cap_bytes(sum(parameter.nbytes for parameter in parameters), wire)
+        # What is frozen sends nothing, and may be of a layout that has no size.
+        trained = [parameter for parameter in self._names if parameter.requires_grad]
+        wire = assumed_wire(self._control.world_size, trained[0].device.type if trained else "cpu")
+        return self._policy.bucket_cap_bytes(sum(one.numel() * one.element_size() for one in trained), wire)
 
     def _check(self, plans: Sequence[_Plan]) -> None:
         """Compares plans over all ranks, before anything is moved. Collective."""

@@ -123,6 +123,8 @@ class SavesWhenPreempted(BetweenBatches):
         self._signal_of_any_rank = 0
         self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
+        # A training that resumes within an epoch, or at its end, begins none before its first batch.
+        self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
         """Itself: users copy a trainer's callbacks, and this one knows the whole training, process groups included."""

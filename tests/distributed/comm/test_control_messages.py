@@ -1,6 +1,8 @@
 """Control messages: what all ranks hear is what they have said together, whatever their number."""
 
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -105,3 +107,22 @@ def left_and_begun_anew() -> list[Any]:
 
 def test_what_a_failed_training_has_left_is_not_taken_for_a_message_of_the_next(pool: RankPool) -> None:
     assert pool.run(3, left_and_begun_anew) == [[b"\1\0", 1]] * 3
+
+
+def kept_of_a_failed_training() -> bool:
+    """Whether what it has left on its way keeps the process group from going when torch lets go of it."""
+    group = dist.new_group(backend="gloo")
+    messages = ControlMessages(make_collectives(group, torch.device("cpu")))
+    if dist.get_rank() == 0:
+        messages.launch()
+    messages.close()
+    dist.barrier()
+    dist.destroy_process_group(group)
+    known = weakref.ref(group)
+    del messages, group
+    gc.collect()
+    return known() is not None
+
+
+def test_what_a_failed_training_has_left_does_not_keep_the_process_group(pool: RankPool) -> None:
+    assert pool.run(2, kept_of_a_failed_training) == [False, False]

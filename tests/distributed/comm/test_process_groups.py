@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, process_groups
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.pool import RankPool
 
 
@@ -47,3 +49,24 @@ def test_what_the_environment_says_is_left(monkeypatch: pytest.MonkeyPatch) -> N
     with connections_on_demand():
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+def sockets_of_first_step() -> int:
+    """How many more this rank has when it has trained a step than when training was set up."""
+    module = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(), process_groups(timedelta(seconds=62)))
+    before = sockets()
+    engine.prepare_forward()
+    loss = module(torch.ones(2, 6)).sum()
+    engine.prepare_backward(loss)
+    loss.backward()
+    optimizer.step()
+    engine.close()
+    return sockets() - before
+
+
+@pytest.mark.parametrize("world_size", [2, 5])
+def test_no_rank_waits_for_a_connection_in_its_first_step(pool: RankPool, world_size: int) -> None:
+    # One that ends meanwhile would be waited for until the connection times out.
+    assert pool.run(world_size, sockets_of_first_step) == [0] * world_size

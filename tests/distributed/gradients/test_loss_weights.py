@@ -135,6 +135,25 @@ def test_whatever_is_a_number_is_a_weight(pool: RankPool, weight: Any) -> None:
         assert step.total == (2 * (value + 5), reference)
 
 
+def sent_by_nobody() -> list[tuple[float, int]]:
+    weighed, found = Weighed(), []
+    for step in (1.0, 2.0):
+        weighed.weights.begin_window()
+        weighed.weights.add(0, step)
+        if step == 1.0:
+            weighed.messages.launch()
+        # It is later than the message, if there was one.
+        weighed.weights.add(1, 10 * step)
+        found.append((weighed.weights.total().weight, weighed.messages.launched))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_no_message_has_told_is_told_by_the_total(pool: RankPool, world_size: int) -> None:
+    found = [(11.0 * world_size, 2), (22.0 * world_size, 3)]
+    assert pool.run(world_size, sent_by_nobody) == [found] * world_size
+
+
 def replaced_and_forgotten() -> None:
     weighed = Weighed()
     weights = weighed.weights

@@ -337,3 +337,24 @@ def messages_before_the_third_step(idle: bool) -> int:
 def test_one_small_bucket_is_planned_anew_only_to_leave_out_what_is_not_used(pool: RankPool) -> None:
     assert pool.run(2, messages_before_the_third_step, False) == [0, 0]
     assert pool.run(2, messages_before_the_third_step, True) == [2, 2]
+
+
+class Graph(nn.Module):
+    """A frozen adjacency matrix of a layout that has no size in bytes, beside what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adjacency = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def names_beside_a_frozen_sparse_matrix() -> list[list[str]]:
+    module = Graph()
+    engine = make_engine(module, torch.optim.SGD([module.weight]), bucket_cap_mb="auto")
+    plan = engine.plan
+    engine.close()
+    return plan
+
+
+def test_what_is_frozen_does_not_count_for_the_size_of_buckets(pool: RankPool) -> None:
+    assert pool.run(1, names_beside_a_frozen_sparse_matrix) == [[["weight"]]]

@@ -18,6 +18,7 @@ import lightning_parstrat
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
+from tests.strategies.gradients.big_batch import Regression, loader, samples
 from tests.strategies.parity import make_trainer
 
 BATCHES = 6
@@ -248,3 +249,33 @@ def progress_saved(folder: str, kind: str | None) -> dict[str, Any]:
 def test_an_epoch_that_was_cut_short_is_saved_as_under_ddp(pool: RankPool, tmp_path: Path, kind: str) -> None:
     (expected,) = pool.run(1, progress_saved, str(tmp_path / "ddp"), None)
     assert pool.run(1, progress_saved, str(tmp_path / kind), kind) == [expected]
+
+
+class SavesAt(Callback):
+    """Saves at the end of some batches, by epoch and index, once each."""
+
+    def __init__(self, paths: dict[tuple[int, int], str]) -> None:
+        self.paths = dict(paths)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        path = self.paths.pop((trainer.current_epoch, batch_idx), None)
+        if path is not None:
+            trainer.save_checkpoint(path)
+
+
+def epochs_begun_of_one_strategy(kind: str, folder: str) -> list[int]:
+    """Trains, and resumes with the same strategy from the last batch of the first epoch."""
+    first, second = f"{folder}/first.ckpt", f"{folder}/second.ckpt"
+    trainer = make_trainer(strategy(kind), max_epochs=1, callbacks=[SavesAt({(0, 3): first, (1, 1): second})])
+    trainer.fit(Regression(), loader(samples(4)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Regression(), loader(samples(4)), ckpt_path=first, weights_only=False)
+    progress = torch.load(second, weights_only=False)["loops"]["fit_loop"]["epoch_progress"]
+    return [progress["total"]["ready"], progress["total"]["processed"]]
+
+
+@pytest.mark.parametrize("kind", ["TunedDDPStrategy", "ZeRO1Strategy"])
+def test_a_second_training_of_a_strategy_that_resumes_at_the_end_of_an_epoch_counts_the_next(
+    pool: RankPool, kind: str, tmp_path: Path
+) -> None:
+    assert pool.run(1, epochs_begun_of_one_strategy, kind, str(tmp_path)) == [[2, 1]]

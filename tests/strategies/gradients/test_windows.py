@@ -18,7 +18,7 @@ from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches
-from tests.strategies.gradients.trainings import fit, kinds_of, ranks_batches, strategy
+from tests.strategies.gradients.trainings import KINDS, WEIGHTS, fit, kinds_of, ranks_batches, strategy
 from tests.strategies.parity import make_trainer
 
 BATCHES = 8
@@ -135,6 +135,21 @@ def test_a_window_is_a_mean_over_what_it_has_or_as_lightning_has_it(pool: RankPo
     for exact, lightning in pool.run(CASES[case][3], truth_and_lightning, kind, case):
         assert exact <= 2e-6
         assert lightning <= 2e-6
+
+
+def weighted_without_the_last(kind: str) -> float:
+    batches = ranks_batches(BATCHES, WEIGHTS)[0]
+    module = Steps(none_at=(2, 5), weighted=True)
+    trainer = make_trainer(strategy(kind), use_distributed_sampler=False, accumulate_grad_batches=3)
+    trainer.fit(module, big_batch.loader(batches))
+    picked = [[0, 1], [3, 4], [6, 7]]
+    return distance(module.seen, train_on_big_batches([[batches[i] for i in one] for one in picked]).parameters)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_has_its_own_weights_where_its_last_backward_sent_nothing(pool: RankPool, kind: str) -> None:
+    (apart,) = pool.run(1, weighted_without_the_last, kind)
+    assert apart <= 2e-6
 
 
 def resume_inside(kind: str, path: str) -> float:
