@@ -6,6 +6,7 @@ here: both follow from choosing the plan whose last bucket arrives earliest.
 
 import math
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 from lightning_parstrat.core.bucketing import optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
@@ -65,7 +66,11 @@ def group_by_readiness(
             groups += [[members[position] for position in bucket] for bucket in by_cap]
             continue
         joined = take_small_along([parameters[index].nbytes for index in members], cap_bytes)
-        together = [[members[position] for position in positions] for positions in joined]
+        together = [
+            [members[position] for position in positions]
+            for of_neighbours in joined
+            for positions in _ready_together(of_neighbours, [ready_seconds[i] for i in members], cost.latency_seconds)
+        ]
         sizes = [sum(parameters[index].nbytes for index in indices) for indices in together]
         ready = [ready_seconds[indices[-1]] for indices in together]
         # The fewest: each collective also costs the host time, which the model of the wire does not count.
@@ -75,6 +80,16 @@ def group_by_readiness(
     # Reductions launch in this order, and a bucket can go when its last gradient is ready. Positions break ties, so
     # that all ranks sort alike.
     return sorted(groups, key=lambda bucket: (ready_seconds[bucket[-1]], bucket[-1]))
+
+
+def _ready_together(positions: list[int], ready_seconds: Sequence[float], patience: float) -> list[list[int]]:
+    """Cuts neighbours where the next is ready so much later that it is not worth waiting for."""
+    cut = [positions[:1]]
+    for before, position in pairwise(positions):
+        if ready_seconds[position] - ready_seconds[before] > patience:
+            cut.append([])
+        cut[-1].append(position)
+    return cut
 
 
 def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[str]]) -> list[list[int]] | None:

@@ -105,10 +105,17 @@ def test_no_norm_between_matrices_travels_alone() -> None:
     layer = [16_000, 8, 16_000, 8]
     parameters = specs(*layer * 4)
     assert group_by_cap(parameters, 8 * MIB) == [[2 * pair, 2 * pair + 1] for pair in range(8)]
-    ready = [float(index) for index in range(len(parameters))]
+    ready = [1e-7 * index for index in range(len(parameters))]
     for cost in (None, wire(1000)):
         groups = group_by_readiness(parameters, ready, 8 * MIB, cost)
         assert groups == [[2 * pair, 2 * pair + 1] for pair in range(8)]
+
+
+def test_a_matrix_does_not_wait_for_a_norm_that_is_late() -> None:
+    parameters = specs(16_000, 8, 16_000, 8)
+    # The first norm comes a second later, the other one at once; a latency is a microsecond.
+    ready = [0.0, 1.0, 1.1, 1.1]
+    assert group_by_readiness(parameters, ready, 8 * MIB, wire(1000)) == [[0], [1], [2, 3]]
 
 
 def test_what_is_never_ready_holds_up_nobody() -> None:

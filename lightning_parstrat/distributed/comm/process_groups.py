@@ -75,20 +75,24 @@ def _process_group(name: str, timeout: timedelta | None, backend: str | None = N
         existing = known.group()
         if existing is not None:
             return existing
-    with connections_on_demand():
+    with connections_on_demand(dist.get_world_size()):
         group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
     _PROCESS_GROUPS[name, timeout] = _KnownGroup(weakref.ref(world), weakref.ref(group))
     return group
 
 
 @contextmanager
-def connections_on_demand() -> Iterator[None]:
-    """Within it, groups of Gloo's connect two ranks when they first have something to send to each other.
+def connections_on_demand(world_size: int) -> Iterator[None]:
+    """Within it, large groups of Gloo's connect two ranks when they first have something to send to each other.
 
     By default each connects every rank with every other one at once: of a few groups of hundreds of ranks, that is more
-    than the files that a process may have open. What the environment says is left. Not collective.
+    than the files that a process may have open. Of few ranks it is not, and who is connected learns at once that the
+    other has ended. What the environment says is left. Not collective.
+
+    Args:
+        world_size: Number of ranks.
     """
-    if _CONNECT_ON_DEMAND in os.environ:
+    if _CONNECT_ON_DEMAND in os.environ or world_size <= _LARGEST_FULL_MESH:
         yield
         return
     os.environ[_CONNECT_ON_DEMAND] = "1"
@@ -99,6 +103,7 @@ def connections_on_demand() -> Iterator[None]:
 
 
 _CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"
+_LARGEST_FULL_MESH = 16
 
 
 @functools.cache

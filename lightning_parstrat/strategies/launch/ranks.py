@@ -112,7 +112,7 @@ class RanksStrategy(DDPStrategy):
             MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
         """
         connect_started(self, self._get_process_group_backend(), self._timeout)
-        with connections_on_demand():
+        with connections_on_demand(self.world_size):
             super().setup_distributed()
         joined = world_size()
         if joined != self.world_size:

@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, process_groups
+from lightning_parstrat.distributed.comm.process_groups import (
+    ProcessGroups,
+    connections_on_demand,
+    process_groups,
+)
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.pool import RankPool
 
@@ -21,10 +26,16 @@ def sockets() -> int:
     return sum(one.is_symlink() and os.readlink(one).startswith("socket:") for one in list(descriptors.iterdir()))
 
 
+def groups_connected_on_demand(seconds: int) -> ProcessGroups:
+    """As in a large world; no other test has groups of this timeout."""
+    with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
+        return process_groups(timedelta(seconds=seconds))
+
+
 def sockets_of_new_groups() -> tuple[int, int]:
     """How many sockets this rank has more when the groups were made, and when a control message was sent."""
     before = sockets()
-    groups = process_groups(timedelta(seconds=61))
+    groups = groups_connected_on_demand(61)
     made = sockets()
     messages = ControlMessages(make_collectives(groups.control, torch.device("cpu")))
     for _ in range(3):
@@ -42,12 +53,14 @@ def test_ranks_are_connected_when_they_have_something_to_send(pool: RankPool, wo
 
 def test_what_the_environment_says_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
-    with connections_on_demand():
+    with connections_on_demand(1024):
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
     assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
-    with connections_on_demand():
+    with connections_on_demand(1024):
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"
+    with connections_on_demand(4):
+        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
 
 
@@ -55,7 +68,7 @@ def sockets_of_first_step() -> int:
     """How many more this rank has when it has trained a step than when training was set up."""
     module = torch.nn.Linear(6, 4)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(), process_groups(timedelta(seconds=62)))
+    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(), groups_connected_on_demand(62))
     before = sockets()
     engine.prepare_forward()
     loss = module(torch.ones(2, 6)).sum()
