@@ -154,8 +154,8 @@ FAULTS = (
     Fault(
         "a rank knows of its own weights alone",
         "distributed/gradients/loss_weights.py",
-        "else self._messages.latest().weights",
-        "else self._of_window()",
+        "return self._messages.latest().weights",
+        "return self._of_window()",
         ("tests/distributed/gradients/test_loss_weights.py",),
     ),
     Fault(
