@@ -12,6 +12,7 @@ of the page on scale, and prints how every counter of a step grows.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from machine import write_result  # noqa: E402
+from ranks import COMMAND_VARIABLE  # noqa: E402
 
 PLAYED = (2, 8, 64, 512, 1024)
 SAVED = (8, 64, 1024)
@@ -77,6 +79,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs/pictures/scale.svg")
     options = parser.parse_args()
+    os.environ[COMMAND_VARIABLE] = "make scale"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         counted = {
