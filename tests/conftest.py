@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.alone import beside_others
 from tests.held_time import HeldTime
 from tests.pool import RankPool
 
@@ -72,6 +73,15 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     left = config.stash[LEFT_TO_SLOW]
     if left:
         terminalreporter.write_sep("=", f"{left} slow tests were left to make test-slow")
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests that measure are not disturbed by those of another worker."""
+    marked = request.node.get_closest_marker("alone") is not None
+    # Each worker has a folder in that of the run.
+    with beside_others(tmp_path_factory.getbasetemp().parent, alone=marked):
+        yield
 
 
 @pytest.fixture

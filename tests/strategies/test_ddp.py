@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -179,8 +180,9 @@ def test_three_ranks_round_sums_in_another_order_at_most(pool: RankPool) -> None
 
 
 def undisturbed(test: Callable[..., None]) -> Callable[..., None]:
-    """What is measured is disturbed by other programs: it must hold in one of three trainings."""
+    """What is measured is disturbed by other programs: it must hold in one of three trainings, with time between."""
 
+    @pytest.mark.alone
     @functools.wraps(test)
     def attempt(*args: Any, tmp_path: Path, **kwargs: Any) -> None:
         for number in range(3):
@@ -193,6 +195,7 @@ def undisturbed(test: Callable[..., None]) -> Callable[..., None]:
             except AssertionError:
                 if number == 2:
                     raise
+                time.sleep(10.0 * number)
         return None
 
     return attempt
