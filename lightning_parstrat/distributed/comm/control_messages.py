@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange
-from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers
+from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers
 from lightning_parstrat.distributed.profiling import marked
 
 
@@ -136,10 +136,9 @@ class ControlMessage:
         self._exchange = exchange
         self._flags = flags
         self._heard: Said | None = None
-        self._seen_through: ExchangedWork | None = None
-        if thread is not None:
-            self._seen_through = ExchangedWork()
-            thread.run(self._seen_through, partial(_see_through, exchange, self._seen_through))
+        self._seen_through = None if thread is None else SeenThrough(exchange.wait, thread)
+        if self._seen_through is not None:
+            self._seen_through.hand_over()
 
     @property
     def has_arrived(self) -> bool:
@@ -163,11 +162,6 @@ class ControlMessage:
                     self._seen_through.wait()
                 self._heard = _read(self._exchange.wait(), self._flags)
         return self._heard
-
-
-def _see_through(exchange: RoundsExchange, work: ExchangedWork) -> None:
-    exchange.wait()
-    work.finish()
 
 
 _HEADER = struct.Struct("<q?B3d")

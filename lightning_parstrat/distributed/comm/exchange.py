@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
+from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work, as_work
 
 Chunks = Callable[[int], Sequence[Tensor]]
 """The chunks that go to a rank, or come from it; both sides list the same ones in the same order."""
@@ -49,15 +49,11 @@ class PairwiseCollectives(Collectives):
         if buffer.device.type != "cpu":
             # On a GPU the waiting stream makes the sum; no thread is needed to get it done early.
             return reduction
-        work = ExchangedWork()
-
         # In a thread: the sum is made as soon as the chunks have arrived, while this thread computes the rest of
         # backward.
-        def see_through() -> None:
-            reduction.wait()
-            work.finish()
-
-        self._sums.run(work, see_through)
+        work = SeenThrough(reduction.wait, self._sums)
+        if buffer.nbytes > _SUMMED_BY_WAITER:
+            work.hand_over()
         return work
 
     @override
@@ -116,6 +112,10 @@ class PairwiseCollectives(Collectives):
         with self._counting:
             setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
             self.traffic.between_nodes_bytes += between_nodes
+
+
+_SUMMED_BY_WAITER = 2**19
+"""Bytes of a buffer that is summed in some 50 microseconds: less than it takes a thread to wake up for it."""
 
 
 class ChunkTransfer(NamedTuple):

@@ -4,6 +4,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -141,3 +142,44 @@ def _run_tasks(tasks: "queue.SimpleQueue[_Task | None]") -> None:
             work.finish(error)
         # While the thread waits for its next task, its variables must not keep the buffers of the last alive.
         del task, work, action
+
+
+class SeenThrough:
+    """What whoever waits for it completes, or a thread, where it was handed over.
+
+    Args:
+        complete: Blocks until it is complete; may be called again.
+        thread: Calls that where it was handed over.
+    """
+
+    def __init__(self, complete: Callable[[], object], thread: ExchangeThread) -> None:
+        self._complete = complete
+        self._thread = thread
+        self._handed_over: ExchangedWork | None = None
+
+    def hand_over(self) -> None:
+        """Has the thread complete it, and let go of its memory, while nobody waits."""
+        if self._handed_over is None:
+            self._handed_over = ExchangedWork()
+            self._thread.run(self._handed_over, partial(_see_through, self._complete, self._handed_over))
+
+    def wait(self) -> None:
+        """Blocks until it is complete.
+
+        Raises:
+            RuntimeError: It failed, for instance because another rank has ended.
+        """
+        if self._handed_over is None:
+            self._complete()
+        else:
+            self._handed_over.wait()
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` would return at once. Who asks does not wait, so the thread completes it."""
+        self.hand_over()
+        return self._handed_over is not None and self._handed_over.is_completed()
+
+
+def _see_through(complete: Callable[[], object], work: ExchangedWork) -> None:
+    complete()
+    work.finish()

@@ -1,7 +1,7 @@
 """Weights of micro-batches: what each loss is multiplied by, and the total over all ranks that it is divided by.
 
 The ranks meet once in the first step of a training (do all of them give weights, and of what size?). From then on the
-total travels in the step's control message; weights that are on a GPU take a small all-reduce of their own.
+total travels in the step's control message.
 """
 
 import math
@@ -33,8 +33,9 @@ class WindowWeight(NamedTuple):
 class LossWeights:
     """Turns a window's sum of gradients into their weighted mean.
 
-    Every micro-batch's loss is multiplied by its weight over a reference that all ranks share. On a GPU nothing waits
-    for weights that are there, but in the training's first step; the total is wanted after backward has been queued.
+    Every micro-batch's loss is multiplied by its weight over a reference that all ranks share. For weights that are on
+    a GPU the host waits when backward has been queued, and once in the training's first step: it has to know whether a
+    step has any weight at all, as it steps nothing where it has none.
 
     Args:
         messages: Carry the sums of weights.
@@ -44,7 +45,6 @@ class LossWeights:
         self.reference = 1.0
         self._messages = messages
         messages.weigh = self._said
-        self._wait_for_device = False
         self._told = False
         self._used: bool | None = None
         self._reference_known = False
@@ -95,13 +95,13 @@ class LossWeights:
     def total(self) -> WindowWeight:
         """The sum of the window's weights over all ranks. The next window's reference follows it.
 
-        Call it when the window's control message has been launched; collective where weights are on a GPU, and where
-        no message was launched since the last weight, as the window's last backward has sent nothing.
+        Call it when the window's control message has been launched; collective where none was launched since the last
+        weight, as the window's last backward has sent nothing.
 
         Raises:
             InconsistentWeightsError: A weight on any rank was negative, not finite or missing; raised on all ranks.
         """
-        summed = self._sum_over_ranks(self._of_window())[0] if self._wait_for_device else self._heard()
+        summed = self._heard()
         self._check(summed)
         total = WindowWeight(summed.weight, self.reference)
         if summed.weight > 0:
@@ -112,14 +112,13 @@ class LossWeights:
         """Finds out whether micro-batches have weights, whether on a GPU, and their size once any is not 0."""
         ranks = self._messages.control.world_size
         own = self._with_faults(float(weight), float(given))
-        summed, on_devices = self._sum_over_ranks(own, isinstance(weight, _HostCopy))
+        summed = self._sum_over_ranks(own)
         self._check(summed)
         if 0 < summed.given < ranks:
             raise InconsistentWeightsError(
                 f"`training_step` returned a `loss_weight` on {summed.given:.0f} of {ranks} ranks; this one"
                 f" {'did' if given else 'did not'}. Return it on all ranks, 0 where there is nothing to learn from."
             )
-        self._wait_for_device = on_devices > 0
         self._used = given
         self._reference_known = not given or summed.weight > 0
         if summed.weight > 0:
@@ -134,7 +133,7 @@ class LossWeights:
     def _said(self) -> WeightSum:
         """What rides in a message."""
         self._told = True
-        return self._of_window() if self._used and not self._wait_for_device else WeightSum()
+        return self._of_window() if self._used else WeightSum()
 
     def _of_window(self) -> WeightSum:
         return self._with_faults(sum(map(float, self._window.values())), float(len(self._window)))
@@ -142,13 +141,11 @@ class LossWeights:
     def _with_faults(self, weight: float, given: float) -> WeightSum:
         return WeightSum(weight, given, 0.0 if self._fault is None else 1.0)
 
-    def _sum_over_ranks(self, own: WeightSum, on_device: bool = False) -> tuple[WeightSum, float]:
-        """The sum, and how many ranks have weights on a GPU."""
-        values = torch.tensor([*own, on_device], dtype=torch.float64)
+    def _sum_over_ranks(self, own: WeightSum) -> WeightSum:
+        values = torch.tensor(own, dtype=torch.float64)
         with marked("lightning_parstrat: sum loss weights over ranks"):
             self._messages.control.all_reduce(values).wait()
-        *summed, on_devices = values.tolist()
-        return WeightSum(*summed), on_devices
+        return WeightSum(*values.tolist())
 
     def _check(self, summed: WeightSum) -> None:
         if summed.faults:

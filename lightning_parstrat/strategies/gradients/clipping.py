@@ -18,6 +18,7 @@ from lightning_parstrat.distributed.gradients.clipping import (
     clip_gradients_by_value,
     gradient_norm,
     has_gradients,
+    hidden_sharding,
     scale_to_norm,
     step_gradients,
 )
@@ -102,7 +103,8 @@ class GradientClipper:
     def check(self, optimizer: Optimizer, clipping_follows: bool) -> None:
         """Looks at the gradients that ``optimizer`` is about to step with, if the policy or a listener asks for it.
 
-        Collective. The norm tells all ranks what any of them has; ``"skip"`` and ``"raise"`` wait for it on the host.
+        Collective. The norm, put together by one small all-reduce on the gradients' device, tells all ranks what any of
+        them has; only ``"skip"`` and ``"raise"`` wait for it on the host.
 
         Args:
             optimizer: The optimizer.
@@ -182,9 +184,14 @@ class GradientClipper:
         return self._of_all
 
     def _is_nonfinite(self, optimizer: Optimizer, norm: Tensor) -> bool:
-        # Gradients that every rank has are equal; but for those of parameters that are synchronised by nobody.
-        if not any_rank(not math.isfinite(norm.item()), self._control):
+        if not self._on_any_rank(optimizer, norm):
             return False
         # A norm overflows before gradients do, unless it is their maximum.
-        largest = gradient_norm(step_gradients(self.measured_with(optimizer)), math.inf)
-        return any_rank(not math.isfinite(largest.item()), self._control)
+        return self._on_any_rank(optimizer, gradient_norm(step_gradients(self.measured_with(optimizer)), math.inf))
+
+    def _on_any_rank(self, optimizer: Optimizer, norm: Tensor) -> bool:
+        """Whether the norm is not finite, on any rank."""
+        is_nonfinite = not math.isfinite(norm.item())
+        # The norm of shards is the same on all ranks. Of gradients that every rank has it need not be: parameters may
+        # be there that nobody synchronises, or that a user has changed on one rank.
+        return is_nonfinite if hidden_sharding(optimizer) is not None else any_rank(is_nonfinite, self._control)

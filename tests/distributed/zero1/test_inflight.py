@@ -18,9 +18,9 @@ from tests.distributed.engines import Log, backward, log_reductions, make_engine
 from tests.pool import RankPool
 
 
-def net(layers: int = 6) -> nn.Sequential:
+def net(layers: int = 6, width: int = 8) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(layers)))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
 
 
 def most_in_flight(bound: int | None) -> int:
@@ -111,9 +111,11 @@ def watched_engine(module: nn.Module) -> tuple[ShardedDataParallel, Watched]:
 
 
 def buffers_left() -> int:
-    module = net()
+    # Smaller ones are summed by whoever waits for them.
+    width = 400
+    module = net(width=width)
     engine, watched = watched_engine(module)
-    backward(engine, module(torch.ones(2, 8)).sum())
+    backward(engine, module(torch.ones(2, width)).sum())
     assert len(watched.buffers) == 6
     deadline = time.monotonic() + 20
     while there(watched.buffers) and time.monotonic() < deadline:

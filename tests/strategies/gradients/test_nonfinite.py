@@ -12,7 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.distributed.distributed_c10d import default_pg_timeout
 
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
+from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteGradientError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
@@ -69,6 +72,25 @@ def test_a_skipped_step_is_as_if_it_had_not_been(pool: RankPool, case: str, kind
             assert moved == 0.0
             assert end <= 1e-6
             assert (skipped, skipped_undisturbed) == (len(poisoned), 0)
+
+
+def agreements(poisoned: tuple[int, ...]) -> list[int]:
+    """Small messages of a training that goes on whatever gradients are, and of one that leaves steps out."""
+    found = []
+    for nonfinite_grads in ("propagate", "skip"):
+        groups = process_groups(default_pg_timeout)
+        before = sum(map(small_reductions_of, groups))
+        run(strategy("zero1", nonfinite_grads=nonfinite_grads), Poisoned(poisoned), gradient_clip_val=0.2)
+        found.append(sum(map(small_reductions_of, groups)) - before)
+    return found
+
+
+def test_the_norm_tells_all_ranks_whether_a_step_is_left_out(pool: RankPool) -> None:
+    for goes_on, leaves_out in pool.run(2, agreements, ()):
+        assert leaves_out == goes_on
+    # What is not finite is looked at once more: its largest element tells whether only the norm was too large.
+    for goes_on, leaves_out in pool.run(2, agreements, (3,)):
+        assert leaves_out == goes_on + 1
 
 
 class ManySchedulers(Poisoned):
