@@ -187,7 +187,8 @@ class GradientClipper:
         if not self._on_any_rank(optimizer, norm):
             return False
         # A norm overflows before gradients do, unless it is their maximum.
-        return self._on_any_rank(optimizer, gradient_norm(step_gradients(self.measured_with(optimizer)), math.inf))
+        largest = gradient_norm(step_gradients(self.measured_with(optimizer)), math.inf)
+        return self._on_any_rank(optimizer, largest)
 
     def _on_any_rank(self, optimizer: Optimizer, norm: Tensor) -> bool:
         """Whether the norm is not finite, on any rank."""
