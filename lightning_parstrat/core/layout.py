@@ -58,8 +58,8 @@ class LayoutPolicy:
         partition: ``"element"`` cuts every bucket into equal shards wherever the cut falls; ``"parameter"`` lets no
             parameter cross a shard boundary: shards of one bucket then differ in length, and only over all buckets do
             the ranks own about the same.
-        alignment_bytes: Parameters and shards start at multiples of this; 64 is a cache line, and four times what
-            vectorised GPU kernels ask for.
+        alignment_bytes: Parameters and shards start at multiples of this; 64 is a cache line, 256 what a GPU's own
+            allocations start at, which matrix products look at when they choose a kernel.
 
     Raises:
         ValueError: An argument is out of range.

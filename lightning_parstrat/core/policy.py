@@ -1,6 +1,7 @@
 """The user's choices about sharding, gradients and checkpoints, validated on construction."""
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -16,6 +17,7 @@ ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
 BucketOrder = Literal["measured", "registration"]
 WireDtype = Literal["bf16"] | None
+BoundInFlight = int | Literal["auto"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
 CheckpointFormat = Literal["full", "sharded"]
@@ -39,7 +41,8 @@ class ShardingPolicy:
             any (``"auto"``), never, or always (True), where it is an error if there are none.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
-            them, at least 1; None for as many as there are.
+            them, at least 1; None for as many as there are; ``"auto"`` for 4 on a GPU, whose host runs ahead and would
+            keep the buffers of all, and as many as there are on CPUs.
         reduce_dtype: The dtype in which fp32 gradients travel to their shards' owners, who sum them in fp32.
         gather_dtype: The dtype in which fp32 parameters are all-gathered; each rank steps its shard in fp32.
 
@@ -53,7 +56,7 @@ class ShardingPolicy:
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
     overlap_param_gather: bool = True
-    max_inflight_buckets: int | None = None
+    max_inflight_buckets: BoundInFlight = "auto"
     reduce_dtype: WireDtype = None
     gather_dtype: WireDtype = None
 
@@ -70,8 +73,9 @@ class ShardingPolicy:
         _check_flag(self, "overlap_param_gather")
         bound = self.max_inflight_buckets
         # bool is a subclass of int: True would pass as 1.
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
-            raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, or None.")
+        number = isinstance(bound, int) and not isinstance(bound, bool) and bound >= 1
+        if not number and bound not in ("auto", None):
+            raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, 'auto' or None.")
         for name in ("reduce_dtype", "gather_dtype"):
             value = getattr(self, name)
             if value not in ("bf16", None):
@@ -93,6 +97,23 @@ class ShardingPolicy:
             return default_bucket_cap(model_bytes, wire)
         return max(1, int(self.bucket_cap_mb * 2**20))
 
+    def bound_in_flight(self, device_type: str) -> int | None:
+        """How many buckets of gradients may be in flight; None where ranks send only what any of them has.
+
+        On a GPU there always is a bound, if only one that is never reached: where there is, ranks send all that is
+        expected before they agree on what came. Else one rank's host could wait for the others' flags while the
+        others, within their backwards, wait for their device (an allocation may), and so for the bucket that the first
+        has not sent.
+
+        Args:
+            device_type: Of the gradients.
+        """
+        if device_type == "cpu":
+            return None if self.max_inflight_buckets == "auto" else self.max_inflight_buckets
+        if self.max_inflight_buckets == "auto":
+            return _IN_FLIGHT_ON_GPU
+        return sys.maxsize if self.max_inflight_buckets is None else self.max_inflight_buckets
+
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
         """What shards of parameters of ``dtype`` are kept and stepped in, where that needs a copy of them."""
         narrow = dtype in (torch.float16, torch.bfloat16)
@@ -108,6 +129,10 @@ class ShardingPolicy:
     def gathered_in(self, dtype: torch.dtype) -> torch.dtype:
         """What parameters of ``dtype`` travel in."""
         return _narrowed(dtype, self.gather_dtype)
+
+
+_IN_FLIGHT_ON_GPU = 4
+"""Enough to keep the wire busy: one is sent, one waits for it, and two are being filled."""
 
 
 def _check_choices(policy: object, **choices: object) -> None:

@@ -225,6 +225,13 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
+def replays_captured_graphs(module: nn.Module) -> bool:
+    """Whether any part of the module was given to ``torch.cuda.make_graphed_callables``."""
+    # That sets `forward` on the instance; a function knows where it was defined.
+    forwards = (vars(child).get("forward") for child in module.modules())
+    return any(getattr(forward, "__module__", None) == "torch.cuda.graphs" for forward in forwards)
+
+
 profiler_is_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
 """Whether ``torch.profiler`` (or its predecessor) records what this thread does. An alias, as every mark asks."""
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import (
+    BoundInFlight,
     BucketCap,
     BucketOrder,
     ExposeGradients,
@@ -70,7 +71,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them. Where the wire is slower than backward, gradients queue up to the size of the model; a small number
             (2 to 4) bounds that, at the price of waiting. Every rank then sends all buckets it is expected to, also
-            those of layers that no rank has used in a step. By default there is no bound.
+            those of layers that no rank has used in a step. ``"auto"`` is 4 on GPUs, and no bound on CPUs; ``None`` is
+            no bound.
         reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire: each is rounded once and summed in
             fp32. Off by default. Over Gloo, the sum of a node with several ranks is rounded on its way to other nodes.
         gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire, for modules that compute in bf16
@@ -93,7 +95,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
         overlap_param_gather: bool = True,
-        max_inflight_buckets: int | None = None,
+        max_inflight_buckets: BoundInFlight = "auto",
         reduce_dtype: WireDtype = None,
         gather_dtype: WireDtype = None,
         **kwargs: Any,

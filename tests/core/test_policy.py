@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -56,8 +57,16 @@ def test_parameters_cannot_travel_rounded_where_no_shard_is_kept_in_fp32() -> No
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "2", math.inf])
 def test_a_bound_on_buckets_that_counts_nothing_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"Invalid max_inflight_buckets.*>= 1, or None"):
+    with pytest.raises(ValueError, match=r"Invalid max_inflight_buckets.*>= 1, 'auto' or None"):
         ShardingPolicy(max_inflight_buckets=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "on_cpu", "on_gpu"), [("auto", None, 4), (None, None, sys.maxsize), (1, 1, 1), (7, 7, 7)]
+)
+def test_on_a_gpu_there_always_is_a_bound(value: Any, on_cpu: int | None, on_gpu: int) -> None:
+    policy = ShardingPolicy(max_inflight_buckets=value)
+    assert (policy.bound_in_flight("cpu"), policy.bound_in_flight("cuda")) == (on_cpu, on_gpu)
 
 
 @pytest.mark.parametrize("value", ["sorted", None, True, ""])

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives, SummedChunks
+from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
 
@@ -23,9 +23,17 @@ def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: T
         group: The process group.
         device: Where the tensors are.
         topology: Which ranks share a node; by default all do.
+
+    Raises:
+        ValueError: The group sends what lies on the host, and the tensors do not.
     """
     if dist.get_world_size(group) == 1:
         return LocalCollectives(group)
+    if device.type != "cpu" and dist.get_backend(group) == "gloo":
+        raise ValueError(
+            f"process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on {device}."
+            " Leave the argument out, and they are sent by NCCL; or train by `ddp`, which copies them to the host."
+        )
     if device.type != "cpu":
         return NativeCollectives(group, topology)
     if topology is not None and topology.has_two_levels:
@@ -78,8 +86,7 @@ class NativeCollectives(PairwiseCollectives):
         """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""
         received = torch.empty_like(buffer)
         work = dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True)
-        by_rank = list(received.view(self.world_size, -1))
-        return SummedChunks(Transfers([as_work(work)], buffer, received), by_rank, shard)
+        return _SummedRows(as_work(work), received.view(self.world_size, -1), shard, buffer)
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
@@ -90,6 +97,33 @@ class NativeCollectives(PairwiseCollectives):
         # In place: where its input lies at this rank's part of the output, NCCL copies nothing.
         own = unsharded.view(self.world_size, -1)[self.rank]
         return as_work(_all_gather_single(unsharded, own, group=self.group, async_op=True))
+
+
+class _SummedRows:
+    """Sums what has come from all ranks, by one kernel, once it has arrived.
+
+    Args:
+        arrival: Completes when all has come.
+        by_rank: A row from each rank.
+        shard: Receives the sum, which is made in its dtype.
+        sent: Must live as long as the transfer.
+    """
+
+    def __init__(self, arrival: Work, by_rank: Tensor, shard: Tensor, sent: Tensor) -> None:
+        self._arrival = Transfers([arrival], sent)
+        self._by_rank: Tensor | None = by_rank
+        self._shard = shard
+
+    def wait(self) -> None:
+        """Has the sum made; a second wait has nothing to sum."""
+        self._arrival.wait()
+        if self._by_rank is not None:
+            torch.sum(self._by_rank, 0, dtype=self._shard.dtype, out=self._shard)
+            self._by_rank = None
+
+    def is_completed(self) -> bool:
+        """Whether all has come."""
+        return self._arrival.is_completed()
 
 
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.

@@ -1,6 +1,5 @@
 """Times of forward, of each gradient, and of the end of backward: by the host's clock, or by a GPU's own."""
 
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_parstrat.core.tuning import Timing
+from lightning_parstrat.distributed.comm.clocks import clock_of
 
 Moment = Any
 """Seconds, or a recorded event."""
@@ -25,7 +25,7 @@ class BackwardClock:
     """
 
     def __init__(self, parameters: Sequence[Tensor], device: torch.device) -> None:
-        self._device = device
+        self._clock = clock_of(device)
         self._count = len(parameters)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._note, index))  # type: ignore[no-untyped-call]
@@ -42,14 +42,14 @@ class BackwardClock:
         self._backward = self._end = None
         self._ready.clear()
         self.backwards = 0
-        self._forward = self._now()
+        self._forward = self._clock.now()
 
     def begin_backward(self) -> None:
         """Call when a backward begins that will send gradients."""
         self.backwards += 1
         self._ready.clear()
         self._end = None
-        self._backward = self._now()
+        self._backward = self._clock.now()
 
     def end_backward(self) -> None:
         """Call when everything that the backward has sent has arrived, in the order of the device's work.
@@ -57,7 +57,7 @@ class BackwardClock:
         Does nothing after a backward without :meth:`begin_backward`.
         """
         if self._backward is not None:
-            self._end = self._now()
+            self._end = self._clock.now()
 
     @property
     def has_measured(self) -> bool:
@@ -69,15 +69,13 @@ class BackwardClock:
         forward, backward, end = self._forward, self._backward, self._end
         if forward is None or backward is None or end is None:
             raise AssertionError("the times of a step were asked for that has not ended")
-        if self._device.type == "cuda":
-            end.synchronize()
         ready = [0.0] * self._count
         for index, moment in self._ready.items():
-            ready[index] = self._seconds(backward, moment)
+            ready[index] = self._clock.seconds(backward, moment)
         last = max(ready, default=0.0)
         # Two readings of a clock: their difference may come out a little below 0.
-        exposed = max(self._seconds(backward, end) - last, 0.0)
-        return Timing(self._seconds(forward, end), last, exposed, tuple(ready))
+        exposed = max(self._clock.seconds(backward, end) - last, 0.0)
+        return Timing(self._clock.seconds(forward, end), last, exposed, tuple(ready))
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -88,17 +86,4 @@ class BackwardClock:
         # Outside of it, backwards belong to micro-batches that send nothing.
         if self._backward is not None and self._end is None:
             # The last time counts: the gradient of a parameter that is used twice is complete only then.
-            self._ready[index] = self._now()
-
-    def _now(self) -> Moment:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        # The host runs ahead of a GPU: its own clock would give when work was queued, not when it was done.
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _seconds(self, start: Moment, stop: Moment) -> float:
-        if self._device.type != "cuda":
-            return float(stop - start)
-        return float(start.elapsed_time(stop)) / 1000
+            self._ready[index] = self._clock.now()

@@ -36,6 +36,7 @@ from lightning_parstrat.distributed.comm.watch import met
 from lightning_parstrat.distributed.torch_compat import (
     call_before_compiling,
     is_compiled,
+    replays_captured_graphs,
     stop_calling_before_compiling,
 )
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
@@ -103,18 +104,26 @@ class ShardedDataParallel:
         earlier = [unshard(optimizer) for optimizer in self.optimizers]
         parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
         check_parameters(module, parameters)
+        if replays_captured_graphs(module):
+            raise ValueError(
+                "A part of the module replays a CUDA graph that was captured before the training, and would go on"
+                " reading parameters where they were then. zero1_custom puts them elsewhere: call"
+                " `torch.cuda.make_graphed_callables` in `on_train_start`, or train by `ddp`."
+            )
         device = parameters[0].device if parameters else torch.device("cpu")
         messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
         control = messages.control
         self.topology = topology_of_ranks(node or socket.gethostname(), control)
         gradients = make_collectives(groups.gradients, device, self.topology)
-        self.reducer = GradientReducer(gradients, messages, policy.max_inflight_buckets)
+        self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type))
         self.gatherer = ParameterGatherer(
             make_collectives(groups.parameters, device, self.topology), streams_of(device)
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
-        self.replanner = Replanner(self.reducer, self.gatherer, policy, plan, measures)
+        self.replanner = Replanner(
+            self.reducer, self.gatherer, policy, plan, measures, may_move=lambda: not replays_captured_graphs(module)
+        )
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.sharded_optimizers = [
             optimizer

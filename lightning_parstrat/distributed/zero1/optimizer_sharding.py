@@ -312,18 +312,24 @@ class OptimizerSharding:
 _SMALLEST_STEP = 2**20
 """Bytes of shards that are worth a call of an optimizer: shards shrink with the number of ranks, a call does not."""
 
+_CALLS_ON_GPU = 8
+"""A call takes the host as long as a GPU steps a hundred megabytes."""
+
 
 def _worth_a_call(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBucket]]:
     """Neighbours that are stepped by one call, so that the number of calls goes by the bytes that a rank steps."""
+    sizes = [bucket.layout.numel * bucket.layout.itemsize // bucket.layout.world_size for bucket in buckets]
+    on_gpu = any(bucket.device.type != "cpu" for bucket in buckets)
+    smallest = max(_SMALLEST_STEP, -(-sum(sizes) // _CALLS_ON_GPU) if on_gpu else 0)
     together: list[list[ParameterBucket]] = []
     room = 0
-    for bucket in buckets:
+    for bucket, size in zip(buckets, sizes, strict=True):
         if room > 0:
             together[-1].append(bucket)
         else:
             together.append([bucket])
-            room = _SMALLEST_STEP
-        room -= bucket.layout.numel * bucket.layout.itemsize // bucket.layout.world_size
+            room = smallest
+        room -= size
     return together
 
 

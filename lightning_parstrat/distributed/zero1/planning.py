@@ -104,6 +104,7 @@ class BucketPlanner:
         self._control = control
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._position = {parameter: index for index, parameter in enumerate(self._names)}
+        self._device_type = next((parameter.device.type for parameter in self._names), "cpu")
 
     def sharded_buckets(
         self,
@@ -176,7 +177,10 @@ class BucketPlanner:
         self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
     ) -> _Plan:
         policy = LayoutPolicy(
-            world_size=self._control.world_size, bucket_cap_bytes=self._cap_bytes(), partition=partition
+            world_size=self._control.world_size,
+            bucket_cap_bytes=self._cap_bytes(),
+            partition=partition,
+            alignment_bytes=64 if self._device_type == "cpu" else 256,
         )
         return _Plan(specs, plan_buckets(specs, policy, groups))
 
@@ -184,7 +188,7 @@ class BucketPlanner:
         """The cap as long as nothing has been measured."""
         # What is frozen sends nothing, and may be of a layout that has no size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
-        wire = assumed_wire(self._control.world_size, trained[0].device.type if trained else "cpu")
+        wire = assumed_wire(self._control.world_size, self._device_type)
         return self._policy.bucket_cap_bytes(sum(one.numel() * one.element_size() for one in trained), wire)
 
     def _check(self, plans: Sequence[_Plan]) -> None:

@@ -7,7 +7,8 @@ shape, dtype, or gradient alone does not wait. Nothing is paid once a parameter 
 takes some tenths of a microsecond.
 
 Only C++ code that takes a parameter without asking torch could read one early, such as an extension called by its
-module: so modules that are called wait for what they hold.
+module, or a captured CUDA graph: so modules that are called wait for what they hold, and for what their children hold
+where another forward than their class's may not call those.
 """
 
 import copy
@@ -118,7 +119,8 @@ def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
 
 
 def _wait_for_parameters_of(module: nn.Module, _: Any) -> None:
-    in_flight = [p for p in own_parameters(module) if type(p) is InFlightParameter]
+    held = module.parameters() if "forward" in vars(module) else own_parameters(module)
+    in_flight = [p for p in held if type(p) is InFlightParameter]
     if in_flight:
         wait_for_parameters(in_flight)
 

@@ -1,29 +1,32 @@
 """When gradients become ready, as all ranks see it."""
 
 import math
-import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parstrat.distributed.comm.clocks import clock_of
 from lightning_parstrat.distributed.comm.collectives import Collectives
 
 
 class ReadyClock:
     """Notes when each gradient of one backward was last accumulated, in seconds since it was made.
 
-    On a GPU that is when the host had queued it: the order is the device's, the distances are not.
+    Args:
+        device: Of the gradients; nothing waits for it until :meth:`agree`.
     """
 
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._seconds: dict[Tensor, float] = {}
+    def __init__(self, device: torch.device) -> None:
+        self._clock = clock_of(device)
+        self._began = self._clock.now()
+        self._moments: dict[Tensor, Any] = {}
 
     def note(self, parameter: Tensor) -> None:
         """Says that a gradient is there."""
-        self._seconds[parameter] = time.perf_counter() - self._began
+        self._moments[parameter] = self._clock.now()
 
     def agree(self, parameters: Sequence[Tensor], hindered: bool, control: Collectives) -> dict[Tensor, float] | None:
         """The latest time over all ranks for each of ``parameters``; infinity where no rank had a gradient.
@@ -39,7 +42,8 @@ class ReadyClock:
             The times, the same on all ranks; None where any rank was hindered.
         """
         never = -1.0
-        times = [self._seconds.get(parameter, never) for parameter in parameters]
+        seconds_of = {p: self._clock.seconds(self._began, moment) for p, moment in self._moments.items()}
+        times = [seconds_of.get(parameter, never) for parameter in parameters]
         latest = torch.tensor([*times, float(hindered)], dtype=torch.float64)
         control.all_reduce(latest, op=dist.ReduceOp.MAX).wait()
         *seconds, any_hindered = latest.tolist()

@@ -97,6 +97,7 @@ class Replanner:
         policy: How to bucket.
         kept: A plan to begin with, by the parameters' names; empty for none.
         measures: Whether buckets may be planned anew.
+        may_move: Whether parameters may get other memory now.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Replanner:
         policy: ShardingPolicy,
         kept: Sequence[Sequence[str]],
         measures: bool,
+        may_move: Callable[[], bool],
     ) -> None:
         self._reducer = reducer
         self._gatherer = gatherer
@@ -113,6 +115,7 @@ class Replanner:
         self.kept = AsKept(kept)
         """The grouping to begin with: the plan that is kept, where it fits."""
         self._measures = measures
+        self._may_move = may_move
         self._rounds = 0
         self._attempts = 0
         self._clock: ReadyClock | None = None
@@ -122,7 +125,7 @@ class Replanner:
         self._rounds += 1
         self._reducer.clock = None
         if self._measures and not self.kept.fits and self._rounds == _MEASURED_ROUND and self._may_change:
-            self._clock = self._reducer.clock = ReadyClock()
+            self._clock = self._reducer.clock = ReadyClock(self._sharded_buckets[0].device)
 
     def replan(self, plan: MakesPlan, optimizers: Sequence[Optimizer]) -> None:
         """Plans buckets anew and moves into them, once: when a backward was measured and the plan is another one.
@@ -171,7 +174,7 @@ class Replanner:
         buckets = self._sharded_buckets
         parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
         # A view that somebody holds now would show old values for ever: then another forward may do.
-        hindered = not all(bucket.is_read_through_parameters for bucket in buckets)
+        hindered = not self._may_move() or not all(bucket.is_read_through_parameters for bucket in buckets)
         ready = self._clock.agree(parameters, hindered, self._reducer.control)
         self._attempts += 1
         if ready is not None or self._attempts == _ATTEMPTS:

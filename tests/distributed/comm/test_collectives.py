@@ -232,6 +232,17 @@ def test_waiting_again_for_a_rank_that_is_gone_fails_at_once(own_pool: RankPool)
         assert len(errors) == 2 and errors[0] in errors[1] and seconds < 5.0
 
 
+def on_a_gpu() -> str:
+    with pytest.raises(ValueError) as refused:
+        make_collectives(process_groups().gradients, torch.device("cuda", 0))
+    return str(refused.value)
+
+
+def test_a_group_that_sends_from_the_host_is_refused_on_a_gpu(pool: RankPool) -> None:
+    for message in pool.run(2, on_a_gpu):
+        assert "process_group_backend='gloo'" in message and "`ddp`" in message
+
+
 def groups_twice() -> tuple[bool, bool, str]:
     first, second = process_groups(), process_groups()
     separate = len({id(group) for group in first}) == 3

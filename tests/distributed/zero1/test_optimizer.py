@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, cast
 from unittest.mock import call, patch
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
+from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.distributed.zero1.optimizer_sharding import _worth_a_call, is_sharded
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, sgd
@@ -499,3 +500,27 @@ def test_groups_that_are_edited_in_place_are_noticed(pool: RankPool, world_size:
     (expected,) = pool.run(1, groups_edited_in_place, False)
     for found in pool.run(world_size, groups_edited_in_place, True):
         torch.testing.assert_close(found, expected)
+
+
+class Sized(NamedTuple):
+    """What is looked at of a bucket to find out how many are stepped by one call."""
+
+    layout: BucketLayout
+    device: torch.device
+
+
+@pytest.mark.parametrize(
+    ("mib", "device", "calls"),
+    [
+        ([0.25] * 8, "cpu", 2),
+        ([2.0] * 20, "cpu", 20),
+        ([2.0] * 20, "cuda", 7),
+        ([0.25] * 8, "cuda", 2),
+        ([100.0, 0.5, 0.5], "cuda", 2),
+    ],
+)
+def test_calls_go_by_the_bytes_of_shards_and_are_few_on_a_gpu(mib: list[float], device: str, calls: int) -> None:
+    buckets = [Sized(BucketLayout((), (0, int(size * 2**20)), 1), torch.device(device)) for size in mib]
+    together = _worth_a_call(cast(Any, buckets))
+    assert len(together) == calls
+    assert [bucket for group in together for bucket in group] == buckets

@@ -213,6 +213,27 @@ def test_a_module_that_is_called_waits_for_its_own_parameters() -> None:
     assert on_the_way.arrivals == 1
 
 
+class CallsNoChild(nn.Module):
+    """Its forward is put on the object, and reads what its children hold, as a captured CUDA graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Foreign()
+        weight = self.child.weight
+
+        def replay() -> Tensor:
+            with torch._C.DisableTorchFunctionSubclass():
+                return weight.detach().clone()
+
+        self.forward = replay
+
+
+def test_a_module_with_a_forward_of_its_own_waits_for_its_childrens_parameters() -> None:
+    on_the_way = OnTheWay(nn.Sequential(CallsNoChild()))
+    assert not torch.isnan(on_the_way.module[0]()).any()
+    assert on_the_way.arrivals == 1
+
+
 def test_modules_are_watched_once_and_only_while_something_is_on_the_way() -> None:
     before = len(module_hooks._global_forward_pre_hooks)
     first, second = OnTheWay(nn.Linear(4, 4)), OnTheWay(nn.Linear(4, 4))

@@ -20,7 +20,7 @@ def agree(hindered_rank: int | None) -> dict[str, float] | None:
     """What all ranks come to where each is slower than the one before, and the last has one gradient more."""
     parameters = {name: torch.zeros(3) for name in NAMES}
     rank, control = dist.get_rank(), make_collectives(process_groups().control, torch.device("cpu"))
-    clock = ReadyClock()
+    clock = ReadyClock(torch.device("cpu"))
     clock.note(parameters["noted twice"])
     time.sleep(0.02 * (rank + 1))
     clock.note(parameters["on all ranks"])

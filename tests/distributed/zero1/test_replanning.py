@@ -194,6 +194,49 @@ def test_buckets_stay_as_long_as_a_view_of_them_is_held(pool: RankPool, until: i
         assert distance(parameters, expected) == 0
 
 
+def captured(module: nn.Module) -> None:
+    """Does to a module what ``torch.cuda.make_graphed_callables`` does, but for the graph."""
+    forward = module.forward
+
+    def graphed(*inputs: Tensor) -> Tensor:
+        return forward(*inputs)
+
+    graphed.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
+    module.forward = graphed
+
+
+def with_a_captured_graph() -> bool:
+    """Whether the plan stays where a part of the module is captured in training."""
+    torch.manual_seed(0)
+    module = Shuffled()
+    (optimizer,) = adamw(module)
+    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(bucket_cap_mb=3e-4), process_groups())
+    before = engine.plan
+    for step in range(STEPS):
+        if step == 1:
+            captured(module.second)
+        train_step(engine, module, [optimizer], step)
+    engine.close()
+    return engine.plan == before
+
+
+def test_parameters_stay_where_a_captured_graph_reads_them(pool: RankPool) -> None:
+    assert pool.run(2, with_a_captured_graph) == [True, True]
+
+
+def captured_before() -> str:
+    module = Shuffled()
+    captured(module.second)
+    with pytest.raises(ValueError) as refused:
+        ShardedDataParallel(module, adamw(module), ShardingPolicy(), process_groups())
+    return str(refused.value)
+
+
+def test_a_graph_that_was_captured_before_the_training_is_refused(pool: RankPool) -> None:
+    for message in pool.run(2, captured_before):
+        assert "on_train_start" in message
+
+
 def accumulated(order: str, exposed: bool) -> tuple[list[Tensor], bool]:
     """Gradients that are summed over several reduced backwards, and the plan changes in between."""
     torch.manual_seed(0)
