@@ -1,8 +1,8 @@
 """In which rounds ranks exchange chunks where a message for every pair of ranks would be too many.
 
 Recursive halving and doubling (Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
-MPICH", 2005, sections 4.1 and 4.4), in groups of up to four ranks instead of pairs. Each chunk that a rank does not own
-leaves it once, as by pairs.
+MPICH", 2005, sections 4.1 and 4.4), in groups of up to eight ranks instead of pairs. Each chunk that a rank does not
+own leaves it once, as by pairs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,15 @@ from typing import NamedTuple
 
 from lightning_parstrat.core.topology import Topology
 
-MOST_BY_PAIRS = 8
+MOST_BY_PAIRS = 32
 """Up to so many ranks, each sends every other one a message, which takes one latency and no partial sums.
 
-Above, rounds take less of the processors: see ``benchmarks/results/scale_exchange.json``.
+At 64, rounds take no more of the processors, and a third less of the thread that computes; at 32 they take more. See
+``benchmarks/results/scale_exchange.json``.
 """
+
+LARGEST_ROUND = 8
+"""So many ranks exchange in one round, where their number allows it: few rounds, each of which wakes a thread."""
 
 
 class HalvingRound(NamedTuple):
@@ -60,8 +64,8 @@ def exchanges_in_rounds(world_size: int) -> bool:
 def halving_plan(rank: int, topology: Topology) -> HalvingPlan:
     """The rounds of one rank: first within its node, then between nodes, if there are several with as many ranks each.
 
-    A rank sends ``sum(size - 1)`` messages for each phase of a bucket, over the rounds: 9 of 64 ranks, 13 of 512, 15 of
-    1,024. A number of ranks with a large prime factor has a round of that size.
+    A rank sends ``sum(size - 1)`` messages for each phase of a bucket, over the rounds: 14 of 64 ranks, 21 of 512, 22
+    of 1,024. A number of ranks with a large prime factor has a round of that size.
 
     Args:
         rank: The rank.
@@ -83,28 +87,33 @@ def halving_plan(rank: int, topology: Topology) -> HalvingPlan:
 def _by_pairs_or_rounds(topology: Topology) -> tuple[Sequence[int], list[int], int]:
     """The order of chunks, the sizes of rounds, and the number of the first between nodes (0: there is none)."""
     ranks = topology.world_size
+    sizes_of = round_sizes if exchanges_in_rounds(ranks) else _one_round
     if not topology.has_two_levels:
-        return range(ranks), round_sizes(ranks), 0
+        return range(ranks), sizes_of(ranks), 0
     nodes: dict[int, list[int]] = {}
     for rank, node in enumerate(topology.nodes):
         nodes.setdefault(node, []).append(rank)
     # By the place in the node: within nodes, ranks divide up places.
     order = [rank for counterparts in zip(*nodes.values(), strict=True) for rank in counterparts]
-    within = round_sizes(ranks // len(nodes))
-    return order, within + round_sizes(len(nodes)), len(within)
+    within = sizes_of(ranks // len(nodes))
+    return order, within + sizes_of(len(nodes)), len(within)
+
+
+def _one_round(ranks: int) -> list[int]:
+    return [ranks]
 
 
 def round_sizes(ranks: int) -> list[int]:
-    """Sizes of rounds, whose product is the number of ranks; one round where these are few.
+    """Sizes of rounds, whose product is the number of ranks.
 
     The largest comes first: then most of the bytes are sent before they have been summed.
     """
-    return sorted(_factors(ranks), reverse=True) if exchanges_in_rounds(ranks) else [ranks]
+    return sorted(_factors(ranks), reverse=True)
 
 
 def _factors(ranks: int) -> Iterator[int]:
-    """4 as often as it goes, then primes."""
-    for factor in (4, *range(2, ranks + 1)):
+    """The largest of a round's sizes as often as they go, then primes."""
+    for factor in (*range(LARGEST_ROUND, 1, -1), *range(LARGEST_ROUND + 1, ranks + 1)):
         while ranks % factor == 0:
             ranks //= factor
             yield factor

@@ -14,7 +14,6 @@ from torch import Tensor
 from lightning_parstrat.distributed.comm.backends import LocalCollectives, NativeCollectives, make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
-from lightning_parstrat.distributed.comm.halving import HalvingCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.pool import RankPool
 
@@ -23,7 +22,6 @@ KINDS_AND_WORLD_SIZES: list[tuple[type[Collectives], int]] = [
     # A rank that is alone has these, whatever the backend.
     (LocalCollectives, 1),
     *((kind, size) for kind in (NativeCollectives, PairwiseCollectives) for size in (2, 3)),
-    (HalvingCollectives, 9),
 ]
 
 
