@@ -203,6 +203,12 @@ def _end(child: int) -> None:
         return
 
 
+def allow_many_files() -> None:
+    """Full meshes of several groups need more files than shells allow by default."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs each strategy on each number of ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,9 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, help="where to write what was counted; by default it is printed")
     asked = parser.parse_args(arguments)
     silence()
-    # Full meshes of several groups need more files than shells allow by default.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_many_files()
     found: dict[str, Any] = {}
     for strategy in asked.strategies:
         training = Training(strategy, small(), asked.cap_mb, asked.steps, ranks_per_node=asked.ranks_per_node)

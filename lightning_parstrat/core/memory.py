@@ -5,9 +5,12 @@ gathered parameters), whatever the number of micro-batches: as much as DDP's rin
 "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from lightning_parstrat.core.halving import HalvingPlan, halving_plan
 from lightning_parstrat.core.layout import BucketLayout
 from lightning_parstrat.core.topology import Topology
 
@@ -28,6 +31,7 @@ def step_traffic(
     rank: int,
     topology: Topology | None = None,
     gathered: Sequence[BucketLayout] | None = None,
+    summed_itemsizes: Sequence[int] | None = None,
 ) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
@@ -36,15 +40,22 @@ def step_traffic(
         rank: The rank that sends.
         topology: Which ranks share a node, where they exchange chunks in two levels; see :class:`Topology`.
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
+        summed_itemsizes: Of what each bucket's gradients are summed in, where that is wider than what they travel in.
 
     Returns:
         For each bucket it sends away what the others own of the gradients, and what it owns of the parameters to each
         of the others. Where shards are equal, both are ``(world_size - 1) / world_size`` of the bucket; nothing at
         world size 1. In two levels some of it is sent on: with K nodes of R ranks both are ``(R - 1) / R`` of the
-        bucket within the node and ``(K - 1) / (K R)`` of it between nodes.
+        bucket within the node and ``(K - 1) / (K R)`` of it between nodes. Many ranks exchange in rounds
+        (``halving.py``), of as many bytes; where gradients are summed in a wider dtype, sums travel in it.
     """
-    reductions = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in buckets]
-    gathers = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in gathered or buckets]
+    if not buckets:
+        return StepTraffic(0, 0, 0, 0, 0)
+    topology = topology or Topology.flat(buckets[0].world_size)
+    plan = halving_plan(rank, topology)
+    summed = summed_itemsizes or [bucket.itemsize for bucket in buckets]
+    reductions = [_sent(*one, plan, rank, topology) for one in zip(buckets, summed, strict=True)]
+    gathers = [_sent(bucket, bucket.itemsize, plan, rank, topology) for bucket in gathered or buckets]
     count = sum(bucket.world_size > 1 for bucket in buckets)
     return StepTraffic(
         reduce_scatters=count,
@@ -66,19 +77,19 @@ class _Sent(NamedTuple):
     gathered_between: int
 
 
-def _sent(bucket: BucketLayout, rank: int, topology: Topology) -> _Sent:
-    size = [bucket.shard_numel(other) * bucket.itemsize for other in range(bucket.world_size)]
-    if topology.has_two_levels:
-        # A column: the chunks of this rank's counterparts and its own. Within the node it keeps that one and sends all
-        # others away; between nodes it sends each counterpart one sum.
-        column = sum(size[other] for other in topology.counterparts(rank))
-        mates = len(topology.node_mates(rank)) - 1
-        nodes = len(topology.counterparts(rank)) - 1
-        return _Sent(sum(size) - column, column - size[rank], mates * column, nodes * size[rank])
-    others = [other for other in range(bucket.world_size) if other != rank]
-    within = [size[other] for other in others if topology.share_node(rank, other)]
-    between = [size[other] for other in others if not topology.share_node(rank, other)]
-    return _Sent(sum(within), sum(between), len(within) * size[rank], len(between) * size[rank])
+def _sent(bucket: BucketLayout, summed_itemsize: int, plan: HalvingPlan, rank: int, topology: Topology) -> _Sent:
+    begins = list(accumulate((bucket.shard_numel(owner) for owner in plan.order), initial=0))
+    reduced, gathered = Counter[bool](), Counter[bool]()
+    for of_round in plan.rounds:
+        # A reduce-scatter sends each of the others what it goes on with, an all-gather what this rank has gathered.
+        itemsize = summed_itemsize if of_round.sends_sums else bucket.itemsize
+        blocks = [begins[stop] - begins[start] for start, stop in pairwise(of_round.cuts)]
+        for other, block in zip(of_round.ranks, blocks, strict=True):
+            if other != rank:
+                is_near = topology.share_node(rank, other)
+                reduced[is_near] += block * itemsize
+                gathered[is_near] += blocks[of_round.place] * bucket.itemsize
+    return _Sent(reduced[True], reduced[False], gathered[True], gathered[False])
 
 
 class BucketMemory(NamedTuple):

@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_parstrat.core.halving import exchanges_in_rounds
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives
+from lightning_parstrat.distributed.comm.halving import HalvingCollectives
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
 
@@ -36,6 +38,8 @@ def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: T
         )
     if device.type != "cpu":
         return NativeCollectives(group, topology)
+    if exchanges_in_rounds(dist.get_world_size(group)):
+        return HalvingCollectives(group, topology)
     if topology is not None and topology.has_two_levels:
         return TwoLevelCollectives(group, topology)
     return PairwiseCollectives(group, topology)

@@ -180,8 +180,8 @@ class _SmallReduction:
         return self._exchange.has_ended
 
 
-_TAG = 8
-"""Of small reductions: above those of exchanged chunks."""
+_TAG = 15
+"""Of small reductions: above those of exchanged chunks, two for each round, and below those of control messages."""
 
 _TOGETHER: dict[dist.ReduceOp.RedOpType, Together] = {
     dist.ReduceOp.SUM: lambda values: reduce(torch.add, values),

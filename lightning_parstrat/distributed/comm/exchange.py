@@ -1,7 +1,8 @@
 """Reduce-scatter and all-gather as chunks that the ranks exchange, and local sums: what CPUs do.
 
 Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the bytes. Here each chunk travels once to
-whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node.
+whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node; and
+between many ranks, ``halving.py`` sends fewer messages.
 """
 
 import threading
@@ -26,14 +27,15 @@ class PairwiseCollectives(Collectives):
     """Every rank sends every other rank its chunk; each chunk travels once.
 
     Rank r sends to r + 1, r + 2, ... in turn, so that no rank is everyone's first target. The number of messages
-    grows with the square of the world size, so this is for the tens of ranks that train on CPUs, and for chunks that
-    differ in length.
+    grows with the square of the world size, so this is for few ranks (``halving.py`` is for many), and on GPUs for
+    chunks that differ in length.
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
         super().__init__(group, topology)
         self._sums = ExchangeThread("sum of gradients")
         self._counting = threading.Lock()
+        self._all = self._schedule(range(self.world_size))
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
@@ -43,7 +45,7 @@ class PairwiseCollectives(Collectives):
             for rank in range(self.world_size)
         ]
         transfers = self._exchange(
-            range(self.world_size), lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], "reduce_scatter_bytes"
+            self._all, lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], "reduce_scatter_bytes"
         )
         reduction = SummedChunks(Transfers(transfers, buffer), by_rank, shard)
         if buffer.device.type != "cpu":
@@ -60,25 +62,31 @@ class PairwiseCollectives(Collectives):
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         chunks = split(buffer, bounds)
         transfers = self._exchange(
-            range(self.world_size),
+            self._all,
             lambda target: [chunks[self.rank]],
             lambda source: [chunks[source]],
             "all_gather_bytes",
         )
         return Transfers(transfers, buffer)
 
+    def _schedule(self, ranks: Sequence[int]) -> "Schedule":
+        """In which order this rank, one of ``ranks``, exchanges chunks with the others."""
+        place, size = ranks.index(self.rank), len(ranks)
+        steps = ((ranks[(place + step) % size], ranks[(place - step) % size]) for step in range(1, size))
+        return [Meeting(target, self.topology.share_node(self.rank, target), source) for target, source in steps]
+
     def _exchange(
         self,
-        ranks: Sequence[int],
+        schedule: "Schedule",
         outgoing: Chunks,
         incoming: Chunks,
         counted_as: Literal["reduce_scatter_bytes", "all_gather_bytes"],
         tag: int = 0,
     ) -> list[Work]:
-        """Sends every other one of ``ranks`` its chunks, and receives from it; empty ones are not sent.
+        """Sends every other rank of a schedule its chunks, and receives from it; empty ones are not sent.
 
         Args:
-            ranks: Those that exchange, this one among them.
+            schedule: Of the ranks that exchange.
             outgoing: What goes to a rank.
             incoming: Where to put what comes from a rank.
             counted_as: The counter of ``traffic`` that what is sent is added to.
@@ -86,9 +94,7 @@ class PairwiseCollectives(Collectives):
         """
         transfers: list[ChunkTransfer] = []
         sent = between_nodes = 0
-        place = ranks.index(self.rank)
-        for step in range(1, len(ranks)):
-            target, source = ranks[(place + step) % len(ranks)], ranks[(place - step) % len(ranks)]
+        for target, is_near, source in schedule:
             # Receives go first: a message that finds its receive posted needs no intermediate buffer. Both sides know
             # the sizes, so both leave out the same empty chunks.
             for chunk in incoming(source):
@@ -97,7 +103,7 @@ class PairwiseCollectives(Collectives):
             for chunk in outgoing(target):
                 if chunk.numel():
                     sent += chunk.nbytes
-                    between_nodes += 0 if self.topology.share_node(self.rank, target) else chunk.nbytes
+                    between_nodes += 0 if is_near else chunk.nbytes
                     transfers.append(ChunkTransfer(True, real_view(chunk), target))
         self._count(counted_as, sent, between_nodes)
         return self._start(transfers, tag)
@@ -116,6 +122,19 @@ class PairwiseCollectives(Collectives):
 
 _SUMMED_BY_WAITER = 2**19
 """Bytes of a buffer that is summed in some 50 microseconds: less than it takes a thread to wake up for it."""
+
+
+class Meeting(NamedTuple):
+    """One step of an exchange."""
+
+    target: int
+    is_near: bool
+    """Whether the target is on this node."""
+    source: int
+
+
+Schedule = Sequence[Meeting]
+"""In which order a rank exchanges chunks with others; found once, not for each bucket."""
 
 
 class ChunkTransfer(NamedTuple):
@@ -178,6 +197,8 @@ def exchange_chunks(
 
 def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
     """Each rank's chunk of a buffer."""
+    if isinstance(bounds, range) and bounds.step:
+        return list(torch.split(buffer, bounds.step))
     return [buffer[start:stop] for start, stop in pairwise(bounds)]
 
 

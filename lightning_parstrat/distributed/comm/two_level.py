@@ -34,6 +34,7 @@ class TwoLevelCollectives(PairwiseCollectives):
         self._node_mates = topology.node_mates(self.rank)
         self._counterparts = topology.counterparts(self.rank)
         self._columns = {mate: topology.counterparts(mate) for mate in self._node_mates}
+        self._with_mates, self._with_counterparts = map(self._schedule, (self._node_mates, self._counterparts))
         # One thread per level, each waiting for one level only: a slow wire between nodes must not hold up exchanges
         # within. And one thread launches all exchanges of a tag, in the order of the caller's.
         self._within = ExchangeThread("exchange within nodes")
@@ -46,7 +47,7 @@ class TwoLevelCollectives(PairwiseCollectives):
         # This rank's own chunks are summed where they lie.
         arriving[self.rank] = [chunks[rank] for rank in self._counterparts]
         transfers = self._exchange(
-            self._node_mates,
+            self._with_mates,
             lambda target: [chunks[rank] for rank in self._columns[target]],
             arriving.__getitem__,
             "reduce_scatter_bytes",
@@ -78,7 +79,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             for rank, own in by_counterpart.items()
         }
         transfers = self._exchange(
-            self._counterparts,
+            self._with_counterparts,
             lambda target: [by_counterpart[target]],
             lambda source: [arriving[source]],
             "reduce_scatter_bytes",
@@ -96,14 +97,17 @@ class TwoLevelCollectives(PairwiseCollectives):
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         chunks = split(buffer, bounds)
         transfers = self._exchange(
-            self._counterparts, lambda target: [chunks[self.rank]], lambda source: [chunks[source]], "all_gather_bytes"
+            self._with_counterparts,
+            lambda target: [chunks[self.rank]],
+            lambda source: [chunks[source]],
+            "all_gather_bytes",
         )
         work = ExchangedWork()
 
         def gather_within_node() -> None:
             Transfers(transfers).wait()
             within = self._exchange(
-                self._node_mates,
+                self._with_mates,
                 lambda target: [chunks[rank] for rank in self._counterparts],
                 lambda source: [chunks[rank] for rank in self._columns[source]],
                 "all_gather_bytes",
