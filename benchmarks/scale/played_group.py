@@ -126,12 +126,19 @@ class PlayedGroup(dist.ProcessGroup):
     # What older torch calls them.
     _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, *_: Any, **__: Any) -> PlayedWork:
-        """Each rank sends what this one would have sent to itself."""
-        places = output.view(self._size, -1)
-        places.copy_(given.view(self._size, -1)[self._rank].expand_as(places))
-        received_bytes = given.nbytes * (self._size - 1) // self._size
-        return self._launch("all_to_all", given, given.nbytes, [output], received_bytes)
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, received: Sequence[int] = (), sent: Sequence[int] = (), *_: Any
+    ) -> PlayedWork:
+        """Each rank sends what this one would have sent to itself; zeros, where that is of another length."""
+        received = received or [output.numel() // self._size] * self._size
+        sent = sent or [given.numel() // self._size] * self._size
+        own = given.split(list(sent))[self._rank]
+        for place in output.split(list(received)):
+            place.copy_(own if place.numel() == own.numel() else torch.zeros_like(place))
+        received_bytes = (sum(received) - received[self._rank]) * output.element_size()
+        # A small bucket's is a single number, or nothing, on some ranks.
+        like = given if given.numel() > output.numel() else output
+        return self._launch("all_to_all", like, max(given.nbytes, output.nbytes), [output], received_bytes)
 
     alltoall_base = all_to_all_single
 

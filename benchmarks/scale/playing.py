@@ -139,7 +139,8 @@ class _Followed:
 
 def _as_one(recorder: Recorder, operation: Callable[..., Work]) -> Callable[..., Work]:
     def launch(self: Collectives, *args: Any, **kwargs: Any) -> Work:
-        with recorder.as_one() as numbers:
+        # What it waits for itself, it waits for beside the caller's stream.
+        with recorder.as_one() as numbers, recorder.in_background():
             return _Followed(operation(self, *args, **kwargs), recorder, numbers)
 
     return launch

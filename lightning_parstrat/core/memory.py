@@ -1,14 +1,15 @@
 """Bytes held per rank and bytes sent per step: the formulas that tests, reports and planners share.
 
 With Psi parameters of b bytes on N ranks, a step sends ``(N - 1) / N * Psi * 2 b`` bytes per rank (gradients out,
-gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. ZeRO: Rajbhandari et al.,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. Where parameters stay
+uncut it is ``Psi * 2 b`` at most in the mean over ranks, as sums are passed on to their owners. ZeRO: Rajbhandari et
+al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.core.layout import BucketLayout, even_bounds, parts_of
 from lightning_parstrat.core.topology import Topology
 
 
@@ -28,6 +29,7 @@ def step_traffic(
     rank: int,
     topology: Topology | None = None,
     gathered: Sequence[BucketLayout] | None = None,
+    summed: Sequence[BucketLayout] | None = None,
 ) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
@@ -36,49 +38,63 @@ def step_traffic(
         rank: The rank that sends.
         topology: Which ranks share a node, where they exchange chunks in two levels; see :class:`Topology`.
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
+        summed: The plan with the item sizes that gradients are summed in, where they travel in others.
 
     Returns:
-        For each bucket it sends away what the others own of the gradients, and what it owns of the parameters to each
-        of the others. Where shards are equal, both are ``(world_size - 1) / world_size`` of the bucket; nothing at
-        world size 1. In two levels some of it is sent on: with K nodes of R ranks both are ``(R - 1) / R`` of the
-        bucket within the node and ``(K - 1) / (K R)`` of it between nodes.
+        For each bucket ``(world_size - 1) / world_size`` of it each way: what the others get of the gradients, and its
+        equal part of the parameters to each of the others; nothing at world size 1. In two levels some of it is sent
+        on: with K nodes of R ranks both are ``(R - 1) / R`` of the bucket within the node and ``(K - 1) / (K R)`` of it
+        between nodes. Where shards differ, the rank also passes on the sums that others own of its equal part, and
+        what it owns of the parameters in others' equal parts: in the mean over ranks less than a ``world_size``-th of
+        the bucket each way.
     """
-    reductions = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in buckets]
-    gathers = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in gathered or buckets]
+    topology = topology or Topology.flat(buckets[0].world_size if buckets else 1)
+    reductions, gathers = [], []
+    for bucket, wide, home in zip(buckets, summed or buckets, gathered or buckets, strict=True):
+        equal = even_bounds(bucket.numel, bucket.world_size)
+        reductions.append(_sent(bucket, rank, topology).plus(_passed_on(wide, rank, topology, equal, bucket.bounds)))
+        gathers.append(_sent(home, rank, topology).plus(_passed_on(home, rank, topology, bucket.bounds, equal)))
     count = sum(bucket.world_size > 1 for bucket in buckets)
     return StepTraffic(
         reduce_scatters=count,
-        reduce_scatter_bytes=sum(one.reduced_within + one.reduced_between for one in reductions),
+        reduce_scatter_bytes=sum(one.within + one.between for one in reductions),
         all_gathers=count,
-        all_gather_bytes=sum(one.gathered_within + one.gathered_between for one in gathers),
-        between_nodes_bytes=sum(
-            r.reduced_between + g.gathered_between for r, g in zip(reductions, gathers, strict=True)
-        ),
+        all_gather_bytes=sum(one.within + one.between for one in gathers),
+        between_nodes_bytes=sum(one.between for one in (*reductions, *gathers)),
     )
 
 
 class _Sent(NamedTuple):
-    """Bytes that one rank sends for one bucket."""
+    """Bytes that one rank sends for one bucket, one way: within its node, and to others."""
 
-    reduced_within: int
-    reduced_between: int
-    gathered_within: int
-    gathered_between: int
+    within: int
+    between: int
+
+    def plus(self, other: "_Sent") -> "_Sent":
+        return _Sent(self.within + other.within, self.between + other.between)
 
 
 def _sent(bucket: BucketLayout, rank: int, topology: Topology) -> _Sent:
-    size = [bucket.shard_numel(other) * bucket.itemsize for other in range(bucket.world_size)]
+    """In a reduce-scatter or an all-gather of equal parts, which send as much."""
+    part = bucket.numel * bucket.itemsize // bucket.world_size
+    mates = sum(topology.share_node(rank, other) for other in range(bucket.world_size)) - 1
     if topology.has_two_levels:
-        # A column: the chunks of this rank's counterparts and its own. Within the node it keeps that one and sends all
-        # others away; between nodes it sends each counterpart one sum.
-        column = sum(size[other] for other in topology.counterparts(rank))
-        mates = len(topology.node_mates(rank)) - 1
-        nodes = len(topology.counterparts(rank)) - 1
-        return _Sent(sum(size) - column, column - size[rank], mates * column, nodes * size[rank])
-    others = [other for other in range(bucket.world_size) if other != rank]
-    within = [size[other] for other in others if topology.share_node(rank, other)]
-    between = [size[other] for other in others if not topology.share_node(rank, other)]
-    return _Sent(sum(within), sum(between), len(within) * size[rank], len(between) * size[rank])
+        # A column: the parts of this rank's counterparts and its own. Within the node it keeps that one and sends all
+        # others away, or gets them; between nodes it sends each counterpart one part.
+        nodes = len(topology.counterparts(rank))
+        return _Sent(mates * nodes * part, (nodes - 1) * part)
+    return _Sent(mates * part, (bucket.world_size - 1 - mates) * part)
+
+
+def _passed_on(bucket: BucketLayout, rank: int, topology: Topology, had: Sequence[int], wanted: Sequence[int]) -> _Sent:
+    """What the rank has by the bounds ``had`` and others want by ``wanted``."""
+    within = between = 0
+    for part in parts_of(wanted, had[rank], had[rank + 1]):
+        if not topology.share_node(rank, part.rank):
+            between += part.numel * bucket.itemsize
+        elif part.rank != rank:
+            within += part.numel * bucket.itemsize
+    return _Sent(within, between)
 
 
 class BucketMemory(NamedTuple):

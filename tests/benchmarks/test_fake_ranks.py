@@ -84,6 +84,38 @@ def test_a_settled_step_over_nccl(steps: dict[str, Any]) -> None:
         assert counted["metadata_bytes"] == counted["store_requests"] == 0
 
 
+@pytest.fixture(scope="module")
+def whole_parameters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    arguments = ["--planes", "gloo", "nccl", "--ranks", "0", "37", "--partition", "parameter"]
+    return count_by_program(tmp_path_factory.mktemp("whole"), "--sizes", *map(str, SIZES), *arguments)
+
+
+@pytest.mark.parametrize("rank", [0, 37])
+def test_owners_of_whole_parameters_receive_no_more_than_two_buckets_whatever_n(
+    whole_parameters: dict[str, Any], rank: int
+) -> None:
+    bucket = max(BUCKETS) * ELEMENTS * 4
+    for plane in ("gloo", "nccl"):
+        for size, counted in of_phase(whole_parameters, plane, "step", rank):
+            # Of sums and gathers all but its equal part, and what it owns; N copies of a matrix would be far more.
+            assert bucket * (size - 1) // size <= counted["largest_receive_bytes"] <= 2 * bucket
+
+
+def test_a_settled_step_of_whole_parameters_over_nccl(whole_parameters: dict[str, Any]) -> None:
+    buckets = len(BUCKETS)
+    for size, counted in of_phase(whole_parameters, "nccl", "step"):
+        assert counted["launches"] == {
+            "gradients reduce_scatter": buckets,
+            "gradients all_to_all": buckets,
+            "parameters all_to_all": buckets,
+            "parameters all_gather": buckets,
+            "control send": in_rounds(size),
+            "control recv": in_rounds(size),
+        }
+        # One wait a bucket each way: what is passed on is waited for with it.
+        assert counted["waits"]["gradients"] == counted["waits"]["parameters"] == buckets
+
+
 def test_the_plan_that_was_wrong_was_replaced(steps: dict[str, Any]) -> None:
     for plane in ("gloo", "nccl"):
         for size, counted in of_phase(steps, plane, "replan"):

@@ -253,7 +253,8 @@ class ShardedDataParallel:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
         reduced = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
         gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
-        return step_traffic(reduced, self.reducer.collectives.rank, self.topology, gathered)
+        summed = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize) for bucket in self.buckets]
+        return step_traffic(reduced, self.reducer.collectives.rank, self.topology, gathered, summed)
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
