@@ -152,7 +152,7 @@ class PlayedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> PlayedWork:
         """A message arrives: of zeros, unless this rank sends one of the same length to the other."""
         tensors[0].zero_()
-        if not _is_of_the_model(tensors[0]):
+        if not _is_of_the_model(tensors[0]) and not self._is_packed(tensors[0]):
             self._rooms[peer, tag, tensors[0].nbytes] = tensors[0]
         return self._launch("recv", tensors[0], tensors[0].nbytes, tensors, tensors[0].nbytes, peer)
 
@@ -178,12 +178,16 @@ class PlayedGroup(dist.ProcessGroup):
         peer: int | None = None,
     ) -> PlayedWork:
         """Writes it down; ``tensor`` is one of those that take part."""
-        factor = self._factor if _is_of_the_model(tensor) else 1
+        factor = self._factor if self._is_packed(tensor) or _is_of_the_model(tensor) else 1
         arrives = nbytes if received is None else received
         number = self._recorder.launch(
             self.number, kind, nbytes * factor, arrives * factor, self._rank, self._size, peer
         )
         return PlayedWork(self._recorder, number, result)
+
+    def _is_packed(self, tensor: Tensor) -> bool:
+        """Whether it is what moves to other owners, packed as bytes; so are messages of control."""
+        return tensor.dtype == torch.uint8 and self._recorder.groups[self.number] in ("gradients", "parameters")
 
     def _note_metadata(self, tensor: Tensor, received: int) -> None:
         # torch sends pickled objects as bytes; nothing else here is of this dtype.

@@ -5,8 +5,8 @@
 - The update. Owners are those that the package chooses, by the operations of Muon's Newton-Schulz iterations. From as
   many ranks on as there are large matrices, the largest one's update is the floor, and others wait for its owner.
 - The way to the owners. The package reduce-scatters equal parts and passes sums on by an all-to-all; the other way
-  home. Beside it: a reduce to each owner and a broadcast from it, coalesced. One owner's network interface takes what is
-  passed on; reduces take a ring's latency for each owner.
+  home. Beside it: a reduce to each owner and a broadcast from it, coalesced. One owner's network interface takes what
+  is passed on; reduces take a ring's latency for each owner.
 
 Seconds of communication are those of all buckets one after the other; backward and forward hide most of them.
 """

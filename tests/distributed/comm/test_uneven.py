@@ -1,5 +1,6 @@
 """Unequal parts: the same sums as from everybody to the owner, in memory that does not grow with the ranks."""
 
+import gc
 import random
 import time
 from collections.abc import Sequence
@@ -133,9 +134,10 @@ def wait_for_a_rank_that_is_gone(home: bool) -> bool:
     try:
         work.wait()
     except RuntimeError:
-        # As a training does that ends by it.
+        # As a training does that ends by it; what the exception refers to holds connections.
         del collectives, work
         dist.destroy_process_group()
+        gc.collect()
         return True
     return False
 
