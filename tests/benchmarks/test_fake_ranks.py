@@ -84,6 +84,24 @@ def test_a_settled_step_over_nccl(steps: dict[str, Any]) -> None:
         assert counted["metadata_bytes"] == counted["store_requests"] == 0
 
 
+def test_setup(steps: dict[str, Any]) -> None:
+    for plane in ("gloo", "nccl"):
+        for size, counted in of_phase(steps, plane, "setup"):
+            launches = counted["launches"]
+            # Whether modules and plans are the same, what can be sharded, who shares a node, who observes gradients.
+            assert launches["control send"] == launches["control recv"] == 8 * in_rounds(size)
+            # Lightning's and this package's broadcasts and barriers, and one of all weights.
+            assert launches["world broadcast"] == 4 and launches["parameters broadcast"] == 1
+            # Who exchanges chunks is connected by a number each.
+            connected = {"send": size - 1, "recv": size - 1} if plane == "gloo" else {"reduce_scatter": 1}
+            for group in ("gradients", "parameters"):
+                assert all(launches[f"{group} {kind}"] == number for kind, number in connected.items())
+            assert counted["groups"] == 4 and counted["metadata_bytes"] == 0
+            # Of who shares a node: 8 bytes a rank.
+            assert counted["largest_receive_bytes"] <= max(64, 8 * size)
+    assert steps["nccl"]["exponents"]["setup"]["launches"] <= 0.25
+
+
 @pytest.fixture(scope="module")
 def whole_parameters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     arguments = ["--planes", "gloo", "nccl", "--ranks", "0", "37", "--partition", "parameter"]
@@ -126,9 +144,9 @@ def test_the_plan_that_was_wrong_was_replaced(steps: dict[str, Any]) -> None:
             # State moves once for each bucket, in a message from an old owner: a shard has been some neighbours'.
             assert 0 < counted["launches"]["parameters recv"] <= 3 * len(BUCKETS)
             assert 0 < counted["launches"]["parameters send"] <= 3 * len(BUCKETS)
-            # In all at most the shards' state.
+            # At most a shard's state and gradient, or the digests.
             shard = max(BUCKETS) * ELEMENTS * 4 // size
-            assert counted["largest_receive_bytes"] <= max(ENTRIES * shard, 16 * TENSORS)
+            assert counted["largest_receive_bytes"] <= max((ENTRIES + 1) * shard, 16 * TENSORS)
 
 
 def test_what_ranks_say_of_their_state_does_not_grow_with_their_number(steps: dict[str, Any]) -> None:
@@ -221,6 +239,11 @@ def test_saves_and_loads(save: str, tmp_path: Path) -> None:
         assert launches["control recv"] == received + barriers
         assert launches["control send"] == barriers
         assert counted["metadata_bytes"] > 100 * (size - 1)
+        # Not now: all are made when training is set up.
+        assert counted["groups"] == 0
+    for _, counted in of_phase(found, "nccl", "setup"):
+        # Lightning's, gradients, parameters, control messages; sharded saves have their own.
+        assert counted["groups"] == 4 + (save == "sharded")
     for _, counted in of_phase(found, "nccl", "load"):
         # Whether all could load.
         assert counted["launches"] == {"control all_gather": 2}
