@@ -30,6 +30,7 @@ from benchmarks.scale.playing import Plane
 from benchmarks.scale.recorder import Counters, Recorder
 from benchmarks.scale.training import Save, StrategyName, Training, play
 from benchmarks.scale.wires import GLOO, NCCL
+from lightning_parstrat.core.layout import Partition
 
 MODELS = {"small": small, "350m": gpt_350m, "7b": llama_7b}
 
@@ -118,6 +119,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cap-mb", type=float, default=0.25, help="size of a bucket in MiB")
     parser.add_argument("--steps", type=int, default=1, help="settled steps to record")
     parser.add_argument("--save", choices=get_args(Save))
+    parser.add_argument("--partition", choices=get_args(Partition), help="of zero1_custom")
     parser.add_argument("--no-calls", action="store_true", help="do not count calls of Python functions: faster")
     parser.add_argument("--events", type=Path, help="where to write the record of the last one")
     parser.add_argument("--output", type=Path, help="where to write the counters; by default they are printed")
@@ -129,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = _parse(arguments)
     silence()
     shapes = MODELS[asked.model]()
-    training = Training(asked.strategy, shapes, asked.cap_mb, asked.steps, asked.save, asked.ranks_per_node)
+    arguments = {} if asked.partition is None else {"partition": asked.partition}
+    training = Training(asked.strategy, shapes, asked.cap_mb, asked.steps, asked.save, asked.ranks_per_node, arguments)
     found: dict[str, Any] = {"asked": vars(asked)}
     for plane in asked.planes:
         which = [(size, rank) for rank in asked.ranks for size in asked.sizes if rank < size]

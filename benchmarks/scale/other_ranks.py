@@ -44,8 +44,6 @@ class OtherRanks:
         say: Callable[[int], Any] | None = None
         if _describes_shards(own):
             say = self._describing(own)
-        elif _describes_moves(own):
-            say = _sharing_out(own, rank, len(said))
         elif isinstance(own, SavePlan):
             self._note_kinds(own)
             say = self._plan
@@ -127,26 +125,6 @@ def _describes_shards(value: Any) -> bool:
     if not isinstance(value, dict) or not value:
         return False
     return all(isinstance(key, int) and isinstance(entries, dict) for key, entries in value.items())
-
-
-def _describes_moves(value: Any) -> bool:
-    """Whether it is a rank's description of the state that moves into other buckets, by parameter and entry."""
-    return isinstance(value, list) and all(isinstance(entries, dict) for entries in value) and any(value)
-
-
-def _sharing_out(own: list[dict[str, Any]], rank: int, size: int) -> Callable[[int], Any]:
-    """The others share out what this rank has nothing of, each about as much as this one has."""
-    entries = next(filter(None, own))
-    rest = [place for place, found in enumerate(own) if not found] or list(range(len(own)))
-    # All of it is somebody's.
-    number = max(sum(map(bool, own)), -(-len(rest) // (size - 1)))
-
-    def describe(other: int) -> list[dict[str, Any]]:
-        first = ((other - rank) % size - 1) * number
-        described = {rest[(first + turn) % len(rest)] for turn in range(number)}
-        return [entries if place in described else {} for place in range(len(own))]
-
-    return describe
 
 
 def _kind(source: Any) -> tuple[bool, str]:

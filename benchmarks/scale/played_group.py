@@ -126,12 +126,19 @@ class PlayedGroup(dist.ProcessGroup):
     # What older torch calls them.
     _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single
 
-    def all_to_all_single(self, output: Tensor, given: Tensor, *_: Any, **__: Any) -> PlayedWork:
-        """Each rank sends what this one would have sent to itself."""
-        places = output.view(self._size, -1)
-        places.copy_(given.view(self._size, -1)[self._rank].expand_as(places))
-        received_bytes = given.nbytes * (self._size - 1) // self._size
-        return self._launch("all_to_all", given, given.nbytes, [output], received_bytes)
+    def all_to_all_single(
+        self, output: Tensor, given: Tensor, received: Sequence[int] = (), sent: Sequence[int] = (), *_: Any
+    ) -> PlayedWork:
+        """Each rank sends what this one would have sent to itself; zeros, where that is of another length."""
+        received = received or [output.numel() // self._size] * self._size
+        sent = sent or [given.numel() // self._size] * self._size
+        own = given.split(list(sent))[self._rank]
+        for place in output.split(list(received)):
+            place.copy_(own if place.numel() == own.numel() else torch.zeros_like(place))
+        received_bytes = (sum(received) - received[self._rank]) * output.element_size()
+        # A small bucket's is a single number, or nothing, on some ranks.
+        like = given if given.numel() > output.numel() else output
+        return self._launch("all_to_all", like, max(given.nbytes, output.nbytes), [output], received_bytes)
 
     alltoall_base = all_to_all_single
 
@@ -145,7 +152,7 @@ class PlayedGroup(dist.ProcessGroup):
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> PlayedWork:
         """A message arrives: of zeros, unless this rank sends one of the same length to the other."""
         tensors[0].zero_()
-        if not _is_of_the_model(tensors[0]):
+        if not _is_of_the_model(tensors[0]) and not self._is_packed(tensors[0]):
             self._rooms[peer, tag, tensors[0].nbytes] = tensors[0]
         return self._launch("recv", tensors[0], tensors[0].nbytes, tensors, tensors[0].nbytes, peer)
 
@@ -171,12 +178,16 @@ class PlayedGroup(dist.ProcessGroup):
         peer: int | None = None,
     ) -> PlayedWork:
         """Writes it down; ``tensor`` is one of those that take part."""
-        factor = self._factor if _is_of_the_model(tensor) else 1
+        factor = self._factor if self._is_packed(tensor) or _is_of_the_model(tensor) else 1
         arrives = nbytes if received is None else received
         number = self._recorder.launch(
             self.number, kind, nbytes * factor, arrives * factor, self._rank, self._size, peer
         )
         return PlayedWork(self._recorder, number, result)
+
+    def _is_packed(self, tensor: Tensor) -> bool:
+        """Whether it is what moves to other owners, packed as bytes; so are messages of control."""
+        return tensor.dtype == torch.uint8 and self._recorder.groups[self.number] in ("gradients", "parameters")
 
     def _note_metadata(self, tensor: Tensor, received: int) -> None:
         # torch sends pickled objects as bytes; nothing else here is of this dtype.

@@ -1,13 +1,14 @@
 """Has the package play one rank of many: process groups, nodes and clocks are the laboratory's, all else is real.
 
 What is replaced lies below the package or at its public edges: torch's class of Gloo groups, ``Topology.of``,
-``make_collectives``, the two operations of ``Collectives``, and the thread that follows exchanges.
+``make_collectives``, the two operations of ``Collectives``, the thread that follows exchanges, and what owners say of
+optimizer state that moves.
 """
 
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm import backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Work
+from lightning_parstrat.distributed.zero1 import redistribution
 
 Plane = Literal["gloo", "nccl"]
 
@@ -57,6 +59,7 @@ def playing(
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(adam, "adam", _noted_update(recorder, adam.adam, factor)),
         mock.patch.object(ExchangeThread, "run", _at_once(recorder)),
+        mock.patch.object(redistribution, "digests_of_owners", _owners_alike(redistribution.digests_of_owners)),
         *following_operations(recorder),
         *naming_groups(recorder, lambda group: group.number),
     ]
@@ -111,6 +114,16 @@ def _nodes_of(ranks_per_node: int) -> Callable[..., Topology]:
     return of
 
 
+def _owners_alike(agree: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """Has others hold the kind of state that this rank holds, of parameters that it owns nothing of."""
+
+    def digests_of_owners(own: Sequence[int | None], control: Collectives) -> list[int]:
+        kind = next((digest for digest in own if digest), None)
+        return agree([kind if digest is None else digest for digest in own], control)
+
+    return digests_of_owners
+
+
 def _noted_update(recorder: Recorder, update: Callable[..., None], factor: int) -> Callable[..., None]:
     def adam(parameters: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         update(parameters, *args, **kwargs)
@@ -139,7 +152,8 @@ class _Followed:
 
 def _as_one(recorder: Recorder, operation: Callable[..., Work]) -> Callable[..., Work]:
     def launch(self: Collectives, *args: Any, **kwargs: Any) -> Work:
-        with recorder.as_one() as numbers:
+        # What it waits for itself, it waits for beside the caller's stream.
+        with recorder.as_one() as numbers, recorder.in_background():
             return _Followed(operation(self, *args, **kwargs), recorder, numbers)
 
     return launch

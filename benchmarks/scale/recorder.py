@@ -36,6 +36,8 @@ class Counters:
     metadata_bytes: int = 0
     """Of pickled objects that this rank receives."""
     store_requests: int = 0
+    groups: int = 0
+    """Process groups that are made."""
     calls: int = 0
     """Calls of Python functions, those of the laboratory left out."""
     own_calls: int = 0
@@ -120,6 +122,7 @@ class Recorder:
 
     def add_group(self) -> int:
         """The number of a new process group."""
+        self.counters[self._phase].groups += 1
         self.groups.append(f"group {len(self.groups)}")
         return len(self.groups) - 1
 

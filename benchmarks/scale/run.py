@@ -6,8 +6,8 @@
 - Real ranks, forked from one process, are counted over Gloo: sockets and processor time (``real_ranks.py``).
 - Steps of two models are played through on a model of NCCL (``study.py``, ``cap_study.py``).
 
-Writes ``scale_counts.json``, ``scale_nccl.json`` and ``scale_caps.json`` into the folder of results, draws the picture
-of the page on scale, and prints how every counter of a step grows.
+Writes ``scale_counts.json``, ``scale_nccl.json``, ``scale_caps.json`` and ``scale_whole.json`` (parameters that stay
+uncut) into the folder of results, draws the picture of the page on scale, and prints how every counter of a step grows.
 """
 
 import argparse
@@ -93,6 +93,7 @@ def main() -> None:
     write_result(counted, options.results / "scale_counts.json")
     program("study", "--output", str(options.results / "scale_nccl.json"), "--picture", str(options.picture))
     program("cap_study", "--output", str(options.results / "scale_caps.json"))
+    program("whole_study", "--output", str(options.results / "scale_whole.json"))
 
 
 if __name__ == "__main__":

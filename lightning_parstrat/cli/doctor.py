@@ -25,6 +25,7 @@ from lightning_parstrat.cli.known_issues import (
 from lightning_parstrat.cli.program import Program, read_program
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.link_probe import between_two_processes, read_result
+from lightning_parstrat.distributed.comm.open_files import files_needed
 
 _DESCRIPTION = """
 Shows what this machine has, measures an all-reduce between two ranks, and looks for known issues in the environment, in
@@ -62,7 +63,12 @@ def run(arguments: Namespace, program: list[str]) -> int:
         return 0
     everywhere = _in_allocation()
     nodes, problems = _all_nodes() if everywhere else ([here], [])
-    findings = [*problems, *_differences(nodes), *find_known_issues(_situation(arguments, program, here))]
+    findings = [
+        *problems,
+        *_differences(nodes),
+        *_too_few_files(nodes),
+        *find_known_issues(_situation(arguments, program, here)),
+    ]
     measured: dict[str, Any] | None = None
     if not arguments.no_measurement:
         try:
@@ -181,6 +187,26 @@ def _differences(nodes: Sequence[NodeFacts]) -> list[Finding]:
         what = f"The nodes have different numbers of devices: {shown}."
         findings.append(Finding("devices", what, "#SBATCH --gpus-per-node=<the smallest>, or --exclude nodes"))
     return findings
+
+
+def _too_few_files(nodes: Sequence[NodeFacts]) -> list[Finding]:
+    """A finding where a rank of this job may need more open files than a node allows.
+
+    That is 256 + N + g N for N ranks, where g is 5 between CPUs and 2 between GPUs: see
+    :func:`~lightning_parstrat.distributed.comm.open_files.files_needed`.
+    """
+    told = next((os.environ[name] for name in _NUMBERS_OF_RANKS if os.environ.get(name, "").isdigit()), "1")
+    needed = files_needed(int(told), on_cpu=not all(node.devices for node in nodes))
+    few = [(node.open_files, node.host) for node in nodes if node.open_files is not None and node.open_files < needed]
+    if not few:
+        return []
+    least, host = min(few)
+    what = f"Each of {told} ranks may need {needed} open files, mostly connections, and {host} allows {least}."
+    change = f"-> ulimit -Hn {needed}, which an administrator sets: LimitNOFILE of slurmd, or limits.conf"
+    return [Finding("open files", what, change)]
+
+
+_NUMBERS_OF_RANKS = ("SLURM_NTASKS", "WORLD_SIZE")
 
 
 def _node_as_json(node: NodeFacts) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_parstrat.distributed.comm.link_probe import backends
+from lightning_parstrat.distributed.comm.open_files import most_open_files
 
 _INTERFACES = Path("/sys/class/net")
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "jsonargparse", "lightning-parstrat")
@@ -41,6 +42,7 @@ class NodeFacts(NamedTuple):
         backends: Backends of torch.distributed, with their versions.
         interfaces: Network interfaces that are up, without loopback.
         variables: Environment variables that decide how ranks are started and find each other.
+        open_files: How many files a process may have open, at most; None for any number.
     """
 
     host: str
@@ -50,6 +52,7 @@ class NodeFacts(NamedTuple):
     backends: list[str]
     interfaces: list[Interface]
     variables: dict[str, str]
+    open_files: int | None = None
 
 
 def facts_of_this_node() -> NodeFacts:
@@ -63,6 +66,7 @@ def facts_of_this_node() -> NodeFacts:
         backends=backends(),
         interfaces=_interfaces(),
         variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+        open_files=most_open_files(),
     )
 
 

@@ -6,7 +6,8 @@ computes an offset of its own (the idea is Megatron-LM's distributed optimizer's
 
 import hashlib
 import heapq
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -107,10 +108,52 @@ class ShardSlice(NamedTuple):
         return slice(self.parameter_start, self.parameter_start + self.numel)
 
 
+class Part(NamedTuple):
+    """Elements ``[start, stop)`` of what is cut, of which ``rank`` has all."""
+
+    rank: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+
+def parts_of(bounds: Sequence[int], start: int, stop: int) -> Iterator[Part]:
+    """Who has which of the elements ``[start, stop)``, in their order; who has none of them is left out.
+
+    Found by bisection: in the logarithm of the world size for each part.
+
+    Args:
+        bounds: Rank r has the elements ``[bounds[r], bounds[r + 1])``.
+        start: The first element.
+        stop: The one after the last, at most ``bounds[-1]``.
+    """
+    while start < stop:
+        # Of ranks that have nothing, the last to begin there is the one that has something.
+        rank = bisect_right(bounds, start) - 1
+        end = min(stop, bounds[rank + 1])
+        yield Part(rank, start, end)
+        start = end
+
+
+def even_bounds(numel: int, world_size: int) -> range:
+    """The bounds of equal parts.
+
+    Args:
+        numel: Of all parts, a multiple of the world size, and not zero.
+        world_size: Number of parts.
+    """
+    return range(0, numel + 1, numel // world_size)
+
+
 class BucketLayout(NamedTuple):
     """One bucket, padding included: rank r owns the elements ``[bounds[r], bounds[r + 1])``.
 
     ``bounds`` has ``world_size + 1`` entries; where the shards are equal it is a range, which costs nothing to keep.
+    The number of elements is a multiple of the world size either way, so that any bucket can be cut into equal parts.
     """
 
     slots: tuple[Slot, ...]
@@ -131,6 +174,11 @@ class BucketLayout(NamedTuple):
     def padding(self) -> int:
         """Elements that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all shards are equal."""
+        return isinstance(self.bounds, range)
 
     def shard_numel(self, rank: int) -> int:
         """Elements that ``rank`` owns, padding included."""
@@ -261,7 +309,7 @@ def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy
     # At least one element, so that empty parameters need no special case; a multiple of the alignment times the world
     # size, so that all shards are equal and aligned.
     numel = _round_up(max(end, 1), alignment * policy.world_size)
-    return BucketLayout(tuple(slots), range(0, numel + 1, numel // policy.world_size), itemsize)
+    return BucketLayout(tuple(slots), even_bounds(numel, policy.world_size), itemsize)
 
 
 def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list[int]:
@@ -285,7 +333,10 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
 
 
 def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
-    """One rank's parameters after the other's; a rank that owns none of the bucket has an empty shard."""
+    """One rank's parameters after the other's; a rank that owns none of the bucket has an empty shard.
+
+    But for the last, which has the padding: collectives carry equal parts (see ``distributed/comm/uneven.py``).
+    """
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)
     starts: dict[int, int] = {}
@@ -298,9 +349,8 @@ def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPol
             starts[index] = end
             end = _round_up(end + spec.numel, alignment)
         bounds.append(end)
-    if end == 0:
-        # Only empty parameters: a minimal shard each spares buffers and collectives a special case.
-        bounds = [0] + [alignment] * policy.world_size
+    # At least one element, as above.
+    bounds[-1] = _round_up(max(end, 1), alignment * policy.world_size)
     slots = tuple(Slot(index, starts[index], spec.numel) for index, spec, _ in members)
     return BucketLayout(slots, tuple(bounds), itemsize)
 

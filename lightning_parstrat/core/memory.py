@@ -1,17 +1,16 @@
 """Bytes held per rank and bytes sent per step: the formulas that tests, reports and planners share.
 
 With Psi parameters of b bytes on N ranks, a step sends ``(N - 1) / N * Psi * 2 b`` bytes per rank (gradients out,
-gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. ZeRO: Rajbhandari et al.,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
+gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. Where parameters stay
+uncut it is ``Psi * 2 b`` at most in the mean over ranks, as sums are passed on to their owners. ZeRO: Rajbhandari et
+al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
 
-from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from lightning_parstrat.core.halving import HalvingPlan, halving_plan
-from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.core.halving import HalvingPlan, HalvingRound, halving_plan
+from lightning_parstrat.core.layout import BucketLayout, even_bounds, parts_of
 from lightning_parstrat.core.topology import Topology
 
 
@@ -31,7 +30,8 @@ def step_traffic(
     rank: int,
     topology: Topology | None = None,
     gathered: Sequence[BucketLayout] | None = None,
-    summed_itemsizes: Sequence[int] | None = None,
+    summed: Sequence[BucketLayout] | None = None,
+    native: bool = False,
 ) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
@@ -40,56 +40,81 @@ def step_traffic(
         rank: The rank that sends.
         topology: Which ranks share a node, where they exchange chunks in two levels; see :class:`Topology`.
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
-        summed_itemsizes: Of what each bucket's gradients are summed in, where that is wider than what they travel in.
+        summed: The plan with the item sizes that gradients are summed in, where they travel in others.
+        native: Whether a backend's own collectives carry equal parts, as on GPUs: no partial sum travels in a wider
+            dtype.
 
     Returns:
-        For each bucket it sends away what the others own of the gradients, and what it owns of the parameters to each
-        of the others. Where shards are equal, both are ``(world_size - 1) / world_size`` of the bucket; nothing at
-        world size 1. In two levels some of it is sent on: with K nodes of R ranks both are ``(R - 1) / R`` of the
-        bucket within the node and ``(K - 1) / (K R)`` of it between nodes. Many ranks exchange in rounds
-        (``halving.py``), of as many bytes; where gradients are summed in a wider dtype, sums travel in it.
+        For each bucket ``(world_size - 1) / world_size`` of it each way: what the others get of the gradients, and its
+        equal part of the parameters to each of the others; nothing at world size 1. In two levels some of it is sent
+        on: with K nodes of R ranks both are ``(R - 1) / R`` of the bucket within the node and ``(K - 1) / (K R)`` of it
+        between nodes. Many CPU ranks exchange in rounds (``halving.py``), of as many bytes; where gradients are summed
+        in a wider dtype, sums travel in it. Where shards differ, the rank also passes on the sums that others own of
+        its equal part, and what it owns of the parameters in others' equal parts: in the mean over ranks less than a
+        ``world_size``-th of the bucket each way.
     """
     if not buckets:
         return StepTraffic(0, 0, 0, 0, 0)
     topology = topology or Topology.flat(buckets[0].world_size)
     plan = halving_plan(rank, topology)
-    summed = summed_itemsizes or [bucket.itemsize for bucket in buckets]
-    reductions = [_sent(*one, plan, rank, topology) for one in zip(buckets, summed, strict=True)]
-    gathers = [_sent(bucket, bucket.itemsize, plan, rank, topology) for bucket in gathered or buckets]
+    reductions, gathers = [], []
+    for bucket, wide, home in zip(buckets, summed or buckets, gathered or buckets, strict=True):
+        equal = even_bounds(bucket.numel, bucket.world_size)
+        reduced = _reduced(bucket, bucket.itemsize if native else wide.itemsize, plan, topology)
+        reductions.append(reduced.plus(_passed_on(wide, rank, topology, equal, bucket.bounds)))
+        gathers.append(_gathered(home, plan, topology).plus(_passed_on(home, rank, topology, bucket.bounds, equal)))
     count = sum(bucket.world_size > 1 for bucket in buckets)
     return StepTraffic(
         reduce_scatters=count,
-        reduce_scatter_bytes=sum(one.reduced_within + one.reduced_between for one in reductions),
+        reduce_scatter_bytes=sum(one.within + one.between for one in reductions),
         all_gathers=count,
-        all_gather_bytes=sum(one.gathered_within + one.gathered_between for one in gathers),
-        between_nodes_bytes=sum(
-            r.reduced_between + g.gathered_between for r, g in zip(reductions, gathers, strict=True)
-        ),
+        all_gather_bytes=sum(one.within + one.between for one in gathers),
+        between_nodes_bytes=sum(one.between for one in (*reductions, *gathers)),
     )
 
 
 class _Sent(NamedTuple):
-    """Bytes that one rank sends for one bucket."""
+    """Bytes that one rank sends for one bucket, one way: within its node, and to others."""
 
-    reduced_within: int
-    reduced_between: int
-    gathered_within: int
-    gathered_between: int
+    within: int
+    between: int
+
+    def plus(self, other: "_Sent") -> "_Sent":
+        return _Sent(self.within + other.within, self.between + other.between)
 
 
-def _sent(bucket: BucketLayout, summed_itemsize: int, plan: HalvingPlan, rank: int, topology: Topology) -> _Sent:
-    begins = list(accumulate((bucket.shard_numel(owner) for owner in plan.order), initial=0))
-    reduced, gathered = Counter[bool](), Counter[bool]()
+def _reduced(bucket: BucketLayout, summed_itemsize: int, plan: HalvingPlan, topology: Topology) -> _Sent:
+    """In a reduce-scatter of equal parts: to each of the others what it goes on with."""
+    part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
     for of_round in plan.rounds:
-        # A reduce-scatter sends each of the others what it goes on with, an all-gather what this rank has gathered.
-        itemsize = summed_itemsize if of_round.sends_sums else bucket.itemsize
-        blocks = [begins[stop] - begins[start] for start, stop in pairwise(of_round.cuts)]
-        for other, block in zip(of_round.ranks, blocks, strict=True):
-            if other != rank:
-                is_near = topology.share_node(rank, other)
-                reduced[is_near] += block * itemsize
-                gathered[is_near] += blocks[of_round.place] * bucket.itemsize
-    return _Sent(reduced[True], reduced[False], gathered[True], gathered[False])
+        block = part * of_round.cuts.step * (summed_itemsize if of_round.sends_sums else bucket.itemsize)
+        sent = sent.plus(_to_others(of_round, block, topology))
+    return sent
+
+
+def _gathered(bucket: BucketLayout, plan: HalvingPlan, topology: Topology) -> _Sent:
+    """In an all-gather of equal parts: to each of the others what this rank has gathered."""
+    part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
+    for of_round in plan.rounds:
+        sent = sent.plus(_to_others(of_round, part * of_round.cuts.step * bucket.itemsize, topology))
+    return sent
+
+
+def _to_others(of_round: HalvingRound, block: int, topology: Topology) -> _Sent:
+    rank = of_round.ranks[of_round.place]
+    mates = sum(topology.share_node(rank, other) for other in of_round.ranks) - 1
+    return _Sent(mates * block, (len(of_round.ranks) - 1 - mates) * block)
+
+
+def _passed_on(bucket: BucketLayout, rank: int, topology: Topology, had: Sequence[int], wanted: Sequence[int]) -> _Sent:
+    """What the rank has by the bounds ``had`` and others want by ``wanted``."""
+    within = between = 0
+    for part in parts_of(wanted, had[rank], had[rank + 1]):
+        if not topology.share_node(rank, part.rank):
+            between += part.numel * bucket.itemsize
+        elif part.rank != rank:
+            within += part.numel * bucket.itemsize
+    return _Sent(within, between)
 
 
 class BucketMemory(NamedTuple):

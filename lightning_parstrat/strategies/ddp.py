@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy
 from lightning_parstrat.core.tuning_report import TuningReport
 from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.comm.process_groups import connect_for_sums
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook, wire_dtype
 from lightning_parstrat.distributed.ddp.plan_cache import PlanCache
@@ -132,6 +133,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         # Only now: until then these are what the strategy was given, for whoever asks.
         self._ddp_kwargs["gradient_as_bucket_view"] = self._gradient_as_bucket_view
         super().configure_ddp()
+        connect_for_sums(self._ddp.process_group, self.root_device)
         self._trained = TrainedParameters(self._ddp, self._messages)
         self._begin_with_reducer()
 

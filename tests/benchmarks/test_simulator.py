@@ -29,6 +29,7 @@ from benchmarks.scale.synthetic import (
     sharded_plan,
     zero1_record,
 )
+from benchmarks.scale.whole_study import FLOPS, found_at, matrices
 from lightning_parstrat.core.cost_model import AlphaBeta
 
 SLACK = 0.15
@@ -380,6 +381,26 @@ def test_the_recommended_cap_exposes_no_more_than_ddp(model: Model, ranks: int) 
 def test_the_recommended_cap_is_near_the_best_one(model: Model, ranks: int) -> None:
     found = evidence(model, ranks, caps=[2**power * MIB for power in range(6, 11)])
     assert all(found.bound <= plan <= 1.1 * found.bound for plan in (found.filled, found.counted_thrice))
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_owners_of_matrices_wait_for_the_largest_and_hold_no_more_than_two_buckets(ranks: int) -> None:
+    specs = matrices()
+    found = found_at(ranks, specs)
+    largest = max(spec.update_cost or 0 for spec in specs)
+    assert found.owners == min(ranks, len(specs))
+    # Graham's bound on packing, and the floor that no number of ranks lowers.
+    floor = max(found.shared_update_seconds, largest / FLOPS)
+    assert floor * (1 - 1e-9) <= found.update_seconds <= floor * 4 / 3
+    # A cap of 512 MiB, or the largest matrix with what it takes along.
+    assert found.largest_receive_bytes <= 2 * 512 * MIB
+    assert found.even_seconds < found.passed_on_seconds
+
+
+def test_many_owners_are_reached_sooner_by_what_is_passed_on_than_by_a_reduce_for_each() -> None:
+    few, many = (found_at(ranks, matrices()) for ranks in (8, 512))
+    assert few.reduced_seconds < few.passed_on_seconds
+    assert 2 * many.passed_on_seconds < many.reduced_seconds
 
 
 def test_shard_groups_hold_off_the_growth_that_no_cap_holds_off() -> None:

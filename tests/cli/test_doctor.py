@@ -81,6 +81,37 @@ def test_nodes_that_differ(
     assert (issue is None) == ("The nodes have different" not in printed)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "devices", "allowed", "said"),
+    [
+        ("512", ["H200"], 4096, None),
+        # 256 + N + 2 N, and five times N between CPUs.
+        ("512", ["H200"], 1024, "512 ranks may need 1792 open files"),
+        ("1024", [], 6399, "1024 ranks may need 6400 open files, mostly connections, and two allows 6399"),
+        ("1024", [], 6400, None),
+        ("1024", [], None, None),
+    ],
+)
+def test_fewer_open_files_than_ranks_need(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: str,
+    devices: list[str],
+    allowed: int | None,
+    said: str | None,
+) -> None:
+    one, two = (ONE._replace(host=host, devices=devices, open_files=None) for host in ("one", "two"))
+    monkeypatch.setenv("SLURM_NTASKS", ranks)
+    monkeypatch.setattr("lightning_parstrat.cli.doctor._in_allocation", lambda: True)
+    monkeypatch.setattr(
+        "lightning_parstrat.cli.doctor._all_nodes", lambda: ([one, two._replace(open_files=allowed)], [])
+    )
+    main(["doctor", "--no-measurement"])
+    printed = capsys.readouterr().out
+    assert ("\nopen files: " in printed) == (said is not None)
+    assert said is None or (said in printed and "ulimit -Hn" in printed)
+
+
 @pytest.mark.slow
 def test_no_connection_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     # An interface that is not there: neither process can be reached by the other.

@@ -2,7 +2,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -15,7 +15,9 @@ from lightning_parstrat.core.layout import (
     ParameterSpec,
     Partition,
     ShardSlice,
+    even_bounds,
     fingerprint,
+    parts_of,
     plan_buckets,
 )
 from lightning_parstrat.core.update_cost import newton_schulz
@@ -145,23 +147,48 @@ def test_element_partition_pads_less_than_an_alignment_per_slot_and_one_per_rank
 
 
 @given(parameter_lists, policies("parameter"), st.integers(1, 1000))
-def test_parameter_partition_pads_less_than_an_alignment_per_slot_whatever_the_world_size(
+def test_parameter_partition_pads_less_than_an_alignment_per_slot_and_one_per_rank(
     parameters: list[ParameterSpec], policy: LayoutPolicy, world_size: int
 ) -> None:
     for bucket in plan_buckets(parameters, replace(policy, world_size=world_size)):
         alignment = alignment_of(bucket, policy)
         filled = sum(1 for slot in bucket.slots if slot.numel)
-        # A bucket of empty parameters alone has one alignment, so that it is not itself empty.
-        assert bucket.padding <= filled * (alignment - 1) if filled else bucket.padding == alignment
+        assert bucket.padding <= filled * (alignment - 1) + alignment * world_size
+        # What makes equal parts of it is the last rank's.
+        ends = [slot.offset + slot.numel for slot in bucket.slots if slot.numel]
+        assert bucket.bounds[world_size - 1] - max(ends, default=0) < alignment
+
+
+@given(parameter_lists, policies())
+def test_any_bucket_can_be_cut_into_equal_aligned_parts(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
+    for bucket in plan_buckets(parameters, policy):
+        equal = even_bounds(bucket.numel, policy.world_size)
+        assert len(equal) == policy.world_size + 1 and equal[-1] == bucket.numel
+        assert equal.step % alignment_of(bucket, policy) == 0
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
+def test_parts_are_those_of_the_ranks_that_have_each_element(lengths: list[int], data: st.DataObject) -> None:
+    bounds = tuple(accumulate(lengths, initial=0))
+    stop = data.draw(st.integers(0, bounds[-1]))
+    start = data.draw(st.integers(0, stop))
+    owner_of = [rank for rank, length in enumerate(lengths) for _ in range(length)]
+    parts = list(parts_of(bounds, start, stop))
+    assert [rank for rank, first, end in parts for _ in range(first, end)] == owner_of[start:stop]
+    assert [element for part in parts for element in range(part.start, part.stop)] == list(range(start, stop))
+    # One for each rank that has any.
+    assert len(parts) == len(set(owner_of[start:stop]))
 
 
 def test_a_thousand_ranks_take_no_more_room_than_their_three_parameters() -> None:
     policy = LayoutPolicy(world_size=1000, bucket_cap_bytes=2**30, partition="parameter")
     (bucket,) = plan_buckets(specs_of((1000, 1000), (17,), (500, 1000)), policy)
-    assert bucket.numel == 1_000_000 + 32 + 500_000
+    # But for what makes equal parts of it: less than an aligned start for each rank.
+    assert bucket.numel == 1_504_000 < 1_000_000 + 32 + 500_000 + 16 * 1000
     assert len(bucket.bounds) == 1001
     assert [bucket.shard_numel(rank) for rank in range(4)] == [1_000_000, 500_000, 32, 0]
-    assert not any(bucket.shard_numel(rank) for rank in range(3, 1000))
+    assert not any(bucket.shard_numel(rank) for rank in range(3, 999))
+    assert bucket.shard_slices(999) == ()
 
 
 @pytest.mark.parametrize(
@@ -172,9 +199,9 @@ def test_a_thousand_ranks_take_no_more_room_than_their_three_parameters() -> Non
         pytest.param([(16,), (16,)], 2, "element", [0, 16], [0, 16, 32], id="nothing to pad"),
         pytest.param([(33,)], 3, "element", [0], [0, 16, 32, 48], id="a tail"),
         pytest.param([(5,), (40,)], 2, "parameter", [48, 0], [0, 48, 64], id="the first rank has the largest"),
-        pytest.param([(5,), (40,), (9,)], 2, "parameter", [48, 0, 64], [0, 48, 80], id="a rank's own in their order"),
-        pytest.param([(5,)], 4, "parameter", [0], [0, 16, 16, 16, 16], id="fewer parameters than ranks"),
-        pytest.param([(0,)], 2, "parameter", [0], [0, 16, 16], id="nothing but an empty one"),
+        pytest.param([(5,), (40,), (9,)], 2, "parameter", [48, 0, 64], [0, 48, 96], id="a rank's own in their order"),
+        pytest.param([(5,)], 4, "parameter", [0], [0, 16, 16, 16, 64], id="the last rank pads"),
+        pytest.param([(0,)], 2, "parameter", [0], [0, 0, 32], id="nothing but an empty one"),
     ],
 )
 def test_known_layouts(
@@ -262,7 +289,8 @@ def test_parameter_partition_gives_no_rank_more_than_four_thirds_of_the_optimum(
 def test_all_buckets_together_are_balanced_not_each_alone(cap: int) -> None:
     policy = LayoutPolicy(world_size=4, bucket_cap_bytes=cap, partition="parameter")
     buckets = plan_buckets(specs_of(*[(16,)] * 8), policy)
-    assert [sum(bucket.shard_numel(rank) for bucket in buckets) for rank in range(4)] == [32] * 4
+    owned = [sum(piece.numel for bucket in buckets for piece in bucket.shard_slices(rank)) for rank in range(4)]
+    assert owned == [32] * 4
 
 
 @given(parameter_lists, policies("parameter"), st.sampled_from((2.0**-80, 2.0**-10, 2.0**10)))

@@ -12,10 +12,10 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.profiling import marked
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """The value of the group's rank 0, on all of its ranks. Collective; pickled; works on host memory."""
+def broadcast_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
+    """The value of one of the group's ranks, on all of them. Collective; pickled; works on host memory."""
     holder = [value]
-    dist.broadcast_object_list(holder, group=group, group_src=0)
+    dist.broadcast_object_list(holder, group=group, group_src=source)
     return holder[0]
 
 

@@ -1,6 +1,8 @@
 """Which collectives suit a process group and a device: torch's own, chunks that the ranks exchange, or none."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -8,11 +10,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.halving import exchanges_in_rounds
+from lightning_parstrat.core.layout import even_bounds
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.halving import HalvingCollectives
+from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
+from lightning_parstrat.distributed.comm.uneven import UnevenCollectives, sizes_by_rank
 from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
 
 
@@ -39,10 +44,10 @@ def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: T
     if device.type != "cpu":
         return NativeCollectives(group, topology)
     if exchanges_in_rounds(dist.get_world_size(group)):
-        return HalvingCollectives(group, topology)
+        return UnevenCollectives(HalvingCollectives(group, topology))
     if topology is not None and topology.has_two_levels:
-        return TwoLevelCollectives(group, topology)
-    return PairwiseCollectives(group, topology)
+        return UnevenCollectives(TwoLevelCollectives(group, topology))
+    return UnevenCollectives(PairwiseCollectives(group, topology))
 
 
 class LocalCollectives(Collectives):
@@ -59,32 +64,38 @@ class LocalCollectives(Collectives):
         return DONE
 
 
-class NativeCollectives(PairwiseCollectives):
-    """torch's own collectives where all parts are equal, as NCCL requires; otherwise the ranks exchange chunks.
+class NativeCollectives(Collectives):
+    """torch's own collectives, of equal parts, as NCCL requires; an all-to-all brings unequal parts to their owners.
 
     Gradients that are summed in a wider dtype than they travel in take an all-to-all, of as many bytes as the
-    reduce-scatter, and a local sum: until then there is one more buffer of the bucket's size.
+    reduce-scatter, and a local sum: until then there is one more buffer of the bucket's size. How unequal parts
+    travel, and what that costs, is described in ``uneven.py``: by two collectives. A stream of their own waits for the
+    first, so that neither the host nor the caller's stream does.
     """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
+        super().__init__(group, topology)
+        self._side: Any = None
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         # A range means equal parts (see `BucketLayout`), the only ones that torch's single-tensor collectives take.
-        if not isinstance(bounds, range):
-            return super()._reduce_scatter(buffer, shard, bounds)
+        if isinstance(bounds, range):
+            return self._reduce_scatter_evenly(buffer, shard)
+        equal = even_bounds(buffer.numel(), self.world_size)
+        sums = shard.new_empty(equal.step)
+        with self._beside(buffer.device):
+            self._reduce_scatter_evenly(buffer, sums).wait()
+            work = self._pass_on(sums, equal, shard, bounds)
+        self.traffic.reduce_scatter_bytes += self._bytes_away(sums, equal, bounds)
+        return Transfers([work], buffer, sums)
+
+    def _reduce_scatter_evenly(self, buffer: Tensor, shard: Tensor) -> Work:
         self.traffic.reduce_scatter_bytes += buffer.nbytes - shard.numel() * buffer.element_size()
         if shard.dtype != buffer.dtype:
             return self._exchange_and_sum(buffer, shard)
         work = _reduce_scatter_single(real_view(shard), real_view(buffer), group=self.group, async_op=True)
         return as_work(work)
-
-    @override
-    def _start(self, transfers: Sequence[ChunkTransfer], tag: int) -> list[Work]:
-        # NCCL must be told of all at once: one after the other, they could wait for each other.
-        operations = [
-            dist.P2POp(dist.isend if sends else dist.irecv, chunk, group=self.group, group_peer=peer, tag=tag)
-            for sends, chunk, peer in transfers
-        ]
-        return [as_work(work) for work in dist.batch_isend_irecv(operations)] if operations else []
 
     def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Work:
         """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""
@@ -94,13 +105,44 @@ class NativeCollectives(PairwiseCollectives):
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
-        if not isinstance(bounds, range):
-            return super()._all_gather(buffer, bounds)
-        self.traffic.all_gather_bytes += buffer.nbytes - buffer.nbytes // self.world_size
-        unsharded = real_view(buffer)
-        # In place: where its input lies at this rank's part of the output, NCCL copies nothing.
-        own = unsharded.view(self.world_size, -1)[self.rank]
-        return as_work(_all_gather_single(unsharded, own, group=self.group, async_op=True))
+        if isinstance(bounds, range):
+            # In place: where its input lies at this rank's part of the output, NCCL copies nothing.
+            return self._all_gather_evenly(buffer, buffer.view(self.world_size, -1)[self.rank])
+        equal = even_bounds(buffer.numel(), self.world_size)
+        part, stepped = buffer.new_empty(equal.step), buffer[bounds[self.rank] : bounds[self.rank + 1]]
+        with self._beside(buffer.device):
+            self._pass_on(stepped, bounds, part, equal).wait()
+            work = self._all_gather_evenly(buffer, part)
+        self.traffic.all_gather_bytes += self._bytes_away(stepped, bounds, equal)
+        return Transfers([work], buffer, part)
+
+    def _all_gather_evenly(self, buffer: Tensor, part: Tensor) -> Work:
+        self.traffic.all_gather_bytes += buffer.nbytes - part.nbytes
+        return as_work(_all_gather_single(real_view(buffer), real_view(part), group=self.group, async_op=True))
+
+    @contextmanager
+    def _beside(self, device: torch.device) -> Iterator[None]:
+        """Within it, what is waited for is waited for beside the caller's stream, after what that has queued."""
+        streams = streams_of(device)
+        launching = streams.current()
+        self._side = self._side or streams.another()
+        with streams.on(self._side):
+            streams.wait_for(launching)
+            yield
+
+    def _pass_on(self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int]) -> Work:
+        """Brings what this rank has by the bounds ``had`` to those who want it by ``wanted``, and theirs here."""
+        rank, width = self.rank, 2 if source.is_complex() else 1
+        received = [width * size for size in sizes_by_rank(had, wanted[rank], wanted[rank + 1])]
+        sent = [width * size for size in sizes_by_rank(wanted, had[rank], had[rank + 1])]
+        group = self.group
+        # Both are parts of one buffer, in its order, and so are the messages: nothing need be sorted.
+        work = dist.all_to_all_single(real_view(target), real_view(source), received, sent, group=group, async_op=True)
+        return as_work(work)
+
+    def _bytes_away(self, source: Tensor, had: Sequence[int], wanted: Sequence[int]) -> int:
+        stay = max(0, min(had[self.rank + 1], wanted[self.rank + 1]) - max(had[self.rank], wanted[self.rank]))
+        return source.nbytes - stay * source.element_size()
 
 
 class _SummedRows:

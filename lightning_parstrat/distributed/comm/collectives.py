@@ -180,7 +180,7 @@ class _SmallReduction:
         return self._exchange.has_ended
 
 
-_TAG = 15
+_TAG = 31
 """Of small reductions: above those of exchanged chunks, two for each round, and below those of control messages."""
 
 _TOGETHER: dict[dist.ReduceOp.RedOpType, Together] = {

@@ -113,7 +113,7 @@ class ControlMessages:
         self._latest = None
 
 
-_FIRST_TAG = 16
+_FIRST_TAG = 32
 """Above those of exchanged chunks and of small reductions."""
 
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 
@@ -100,6 +101,22 @@ def connections_on_demand(world_size: int) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_CONNECT_ON_DEMAND, None)
+
+
+def connect_for_sums(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connects this rank with those that an all-reduce of the group exchanges with. Collective; of 8 bytes a rank.
+
+    Else those of large groups would be connected within the first backward: and a rank that waits there for one that
+    has ended since waits for five timeouts, where the end of a connection is noticed at once.
+
+    Args:
+        group: The process group.
+        device: Of what will be summed.
+    """
+    size = dist.get_world_size(group)
+    if size > 1:
+        # As many numbers as Gloo cuts a sum into, so that each rank sends one to its neighbour in the ring.
+        dist.all_reduce(torch.zeros(2 * size, device=device), group=group)
 
 
 _CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"

@@ -17,6 +17,9 @@ class Streams(Protocol):
     def current(self) -> Any:
         """The stream that is queued on now."""
 
+    def another(self) -> Any:
+        """A stream of its own."""
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
 
@@ -29,6 +32,10 @@ class HostStreams:
 
     def current(self) -> Hashable:
         """The only one."""
+        return None
+
+    def another(self) -> Hashable:
+        """The only one again."""
         return None
 
     def on(self, stream: Hashable) -> AbstractContextManager[object]:
@@ -52,6 +59,10 @@ class CudaStreams:
     def current(self) -> torch.cuda.Stream:
         """The stream that is queued on now."""
         return torch.cuda.current_stream(self._device)
+
+    def another(self) -> torch.cuda.Stream:
+        """A stream of its own."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""

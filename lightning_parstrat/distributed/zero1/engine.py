@@ -262,10 +262,9 @@ class ShardedDataParallel:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
         reduced = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
         gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
-        # GPUs sum at the end, whatever travels.
-        on_cpu = self.buckets and self.buckets[0].device.type == "cpu"
-        summed = [bucket.shard_dtype.itemsize for bucket in self.buckets] if on_cpu else None
-        return step_traffic(reduced, self.reducer.collectives.rank, self.topology, gathered, summed)
+        summed = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize) for bucket in self.buckets]
+        native = any(bucket.device.type != "cpu" for bucket in self.buckets)
+        return step_traffic(reduced, self.reducer.collectives.rank, self.topology, gathered, summed, native)
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""

@@ -5,13 +5,13 @@ the shard. In a plain ``GradientBucket`` the parameters stay where they are, eve
 mean gradient is shown to all, as under DDP; in a ``ParameterBucket`` (``parameter_bucket.py``) they live in one buffer.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parstrat.core.layout import BucketLayout, Slot
+from lightning_parstrat.core.layout import BucketLayout, Part, Slot, parts_of
 from lightning_parstrat.distributed.torch_compat import copy_all
 
 
@@ -107,6 +107,12 @@ class ParameterSlot:
             raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
         part = self.storage_order(unsharded)[self.shard_slice.elements]
         return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
+
+    def owners_of(self, elements: slice) -> Iterator[Part]:
+        """Who owns which of its elements from ``elements.start`` to ``elements.stop``, in storage order."""
+        first = self.place.offset
+        for part in parts_of(self.bucket.layout.bounds, first + elements.start, first + elements.stop):
+            yield Part(part.rank, part.start - first, part.stop - first)
 
     def elements_of(self, rank: int) -> slice:
         """Which elements of it ``rank`` owns, in storage order, wherever they lie in the shard; may be none."""

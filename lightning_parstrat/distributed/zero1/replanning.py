@@ -23,7 +23,7 @@ from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import Grouping, PlannedBucket
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
-from lightning_parstrat.distributed.zero1.redistribution import Move, move_gradients, move_master_weights, move_state
+from lightning_parstrat.distributed.zero1.redistribution import Move, move_all
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 
 _MEASURED_ROUND = 2
@@ -189,18 +189,16 @@ class Replanner:
         new = [_make(one, index, rank, old) for index, one in enumerate(planned)]
         places = {slot.parameter: slot for bucket in new for slot in bucket.slots}
         moves = {slot.parameter: Move(slot, places[slot.parameter]) for bucket in old for slot in bucket.slots}
-        move_master_weights(list(moves.values()), self._gatherer.collectives)
-        move_gradients(list(moves.values()), self._gatherer.collectives)
+        of_optimizers = {optimizer: list(sharding_of(optimizer).slots) for optimizer in optimizers}
+        states = move_all(moves, of_optimizers, self._gatherer.collectives, control)
         for optimizer in optimizers:
             sharding = sharding_of(optimizer)
-            of_optimizer = [moves[parameter] for parameter in sharding.slots]
             others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
             replicated = {key: value for key, value in optimizer.state.items() if key in sharding.replicated}
-            states = move_state(optimizer, of_optimizer, self._gatherer.collectives, control)
             sharding.exchange_slots({parameter: places[parameter] for parameter in sharding.slots})
             # The same dictionary: users may hold it.
             optimizer.state.clear()
-            optimizer.state.update({**others, **replicated, **states})
+            optimizer.state.update({**others, **replicated, **states[optimizer]})
         self._reducer.replace_buckets(old, new)
         for bucket in new:
             bucket.attach_gradients()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -29,7 +30,7 @@ from lightning_parstrat.distributed.checkpoint.pieces import (
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
-from lightning_parstrat.distributed.comm.process_groups import checkpoint_group
+from lightning_parstrat.distributed.comm.process_groups import checkpoint_group, control_group
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
@@ -109,6 +110,15 @@ class CheckpointingStrategy(RanksStrategy):
     @property
     def _saves_sharded(self) -> bool:
         return self._checkpoint_policy.checkpoint_format == "sharded"
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers, and all process groups that their training will use: not in the first save."""
+        if self.world_size > 1:
+            control_group(self._timeout)
+            if self._saves_sharded:
+                checkpoint_group(self._timeout)
+        super().setup_optimizers(trainer)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
+from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed
 from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, control_group, world_size
 from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch
 from lightning_parstrat.strategies.launch.elastic import (
@@ -111,6 +112,7 @@ class RanksStrategy(DDPStrategy):
         Raises:
             MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
         """
+        allow_open_files(files_needed(self.world_size, self.root_device.type == "cpu"))
         connect_started(self, self._get_process_group_backend(), self._timeout)
         with connections_on_demand(self.world_size):
             super().setup_distributed()

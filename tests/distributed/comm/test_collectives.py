@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import time
-from itertools import accumulate, pairwise
+from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.distributed.comm.backends import LocalCollectives, NativeCollectives, make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
 from tests.pool import RankPool
 
 SHARD = 5
@@ -60,10 +64,10 @@ def test_reduces_to_the_owner_and_gathers_in_place(
 
 
 PARTS: dict[int, list[tuple[int, ...]]] = {
-    1: [(7,), (0,)],
-    2: [(4, 5), (0, 9), (9, 0), (0, 0)],
-    3: [(4, 3, 2), (5, 0, 4), (0, 0, 9), (0, 9, 0), (0, 0, 0)],
-    4: [(1, 2, 3, 3), (4, 0, 5, 0), (0, 9, 0, 0), (0, 4, 1, 4)],
+    1: [(7,)],
+    2: [(4, 6), (0, 10), (10, 0), (5, 5)],
+    3: [(4, 3, 2), (5, 0, 4), (0, 0, 9), (0, 9, 0), (1, 1, 7)],
+    4: [(1, 2, 3, 6), (4, 0, 8, 0), (0, 12, 0, 0), (0, 4, 1, 7)],
 }
 """How long each rank's part of a buffer is, by world size; buffers of one length are summed alike, however cut."""
 
@@ -74,10 +78,15 @@ def random_contribution(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     )
 
 
-def exchange_parts(
-    kind: type[Collectives], parts: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Traffic]:
-    collectives = kind(process_groups().gradients)
+Make = Callable[[dist.ProcessGroup], Collectives]
+
+
+def uneven(group: dist.ProcessGroup) -> Collectives:
+    return UnevenCollectives(PairwiseCollectives(group))
+
+
+def exchange_parts(make: Make, parts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Traffic]:
+    collectives = make(process_groups().gradients)
     rank, bounds = dist.get_rank(), tuple(accumulate(parts, initial=0))
     shard = torch.full((parts[rank],), -1.0).to(dtype)
     reduction = collectives.reduce_scatter(random_contribution(rank, bounds[-1], dtype), shard, bounds)
@@ -90,52 +99,60 @@ def exchange_parts(
 
 
 @pytest.mark.parametrize(
-    ("kind", "world_size", "dtype"),
+    ("make", "world_size", "dtype"),
     [
         (LocalCollectives, 1, torch.float32),
         (NativeCollectives, 2, torch.complex64),
         (NativeCollectives, 3, torch.float32),
         (PairwiseCollectives, 2, torch.float32),
-        (PairwiseCollectives, 3, torch.bfloat16),
-        (PairwiseCollectives, 3, torch.complex64),
+        (uneven, 2, torch.float32),
+        (uneven, 3, torch.bfloat16),
+        (uneven, 3, torch.complex64),
         (PairwiseCollectives, 4, torch.float32),
+        (uneven, 4, torch.float32),
     ],
     ids=str,
 )
 def test_parts_may_differ_in_length_and_be_empty(
-    pool: RankPool, kind: type[Collectives], world_size: int, dtype: torch.dtype
+    pool: RankPool, make: Make, world_size: int, dtype: torch.dtype
 ) -> None:
     for parts in PARTS[world_size]:
-        check_parts(pool, kind, parts, dtype)
+        check_parts(pool, make, parts, dtype)
 
 
-def check_parts(pool: RankPool, kind: type[Collectives], parts: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_parts(pool: RankPool, make: Make, parts: tuple[int, ...], dtype: torch.dtype) -> None:
     numel, world_size = sum(parts), len(parts)
     # In rank order, to the last bit, so that how the buffer is cut does not change the training.
     total = sum(random_contribution(rank, numel, dtype) for rank in range(world_size))
     assert isinstance(total, Tensor)
     expected_gather = torch.repeat_interleave(torch.arange(1, world_size + 1), torch.tensor(parts)).to(dtype)
-    count = int(world_size > 1)
-    bounds = list(pairwise(accumulate(parts, initial=0)))
-    for rank, (shard, gathered, traffic) in enumerate(pool.run(world_size, exchange_parts, kind, parts, dtype)):
-        start, stop = bounds[rank]
-        assert torch.equal(shard, total[start:stop])
+    bounds = tuple(accumulate(parts, initial=0))
+    layout = BucketLayout((), bounds, dtype.itemsize)
+    for rank, (shard, gathered, traffic) in enumerate(pool.run(world_size, exchange_parts, make, parts, dtype)):
+        # torch's own sums come in an order of their own.
+        rounding = 4 * torch.finfo(dtype).eps if make is NativeCollectives else 0
+        torch.testing.assert_close(shard, total[bounds[rank] : bounds[rank + 1]], rtol=rounding, atol=rounding)
         assert torch.equal(gathered, expected_gather)
-        away, home = numel - parts[rank], (world_size - 1) * parts[rank]
-        assert traffic == Traffic(count, away * dtype.itemsize, count, home * dtype.itemsize, 0)
+        away, home = (numel - parts[rank]) * dtype.itemsize, (world_size - 1) * parts[rank] * dtype.itemsize
+        straight = Traffic(int(world_size > 1), away, int(world_size > 1), home, 0)
+        assert traffic == (straight if make is PairwiseCollectives else Traffic(*step_traffic([layout], rank)))
 
 
-def reduce_into(kind: type[Collectives], large: float, narrow: torch.dtype, wide: torch.dtype, uneven: bool) -> Tensor:
+def reduce_into(make: Make, large: float, narrow: torch.dtype, wide: torch.dtype, differ: bool) -> Tensor:
     """Rank 0 contributes a number to which one cannot be added in the narrow dtype, the others one."""
-    collectives = kind(process_groups().gradients)
+    collectives = make(process_groups().gradients)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = [SHARD + other if uneven else SHARD for other in range(world_size)]
+    parts = parts_of_ranks(world_size, differ)
     shard = torch.full((parts[rank],), -1.0).to(wide)
     buffer = torch.full((sum(parts),), 1.0 if rank else large).to(narrow)
-    bounds = tuple(accumulate(parts, initial=0)) if uneven else None
+    bounds = tuple(accumulate(parts, initial=0)) if differ else None
     work = collectives.reduce_scatter(buffer, shard, bounds)
     work.wait()
-    assert collectives.traffic.reduce_scatter_bytes == (sum(parts) - parts[rank]) * narrow.itemsize
+    if make is PairwiseCollectives or not differ:
+        assert collectives.traffic.reduce_scatter_bytes == (sum(parts) - parts[rank]) * narrow.itemsize
+    else:
+        sent, summed = (BucketLayout((), bounds or (), dtype.itemsize) for dtype in (narrow, wide))
+        assert collectives.traffic.reduce_scatter_bytes == step_traffic([sent], rank, summed=[summed])[1]
     total = shard.clone()
     # Waiting again does not write again.
     shard.zero_()
@@ -144,50 +161,45 @@ def reduce_into(kind: type[Collectives], large: float, narrow: torch.dtype, wide
     return total
 
 
+def parts_of_ranks(world_size: int, differ: bool) -> list[int]:
+    return [SHARD + other * world_size if differ else SHARD for other in range(world_size)]
+
+
 BF16 = (2.0**8, torch.bfloat16, torch.float32)
 FP16 = (2.0**11, torch.float16, torch.float32)
 FP32 = (2.0**24, torch.float32, torch.float64)
 COMPLEX = (2.0**24, torch.complex64, torch.complex128)
 
 
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("differ", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize(
-    ("kind", "world_size", "large", "narrow", "wide"),
+    ("make", "world_size", "large", "narrow", "wide"),
     [
         (LocalCollectives, 1, *BF16),
         (NativeCollectives, 2, *FP16),
         (NativeCollectives, 3, *BF16),
         (PairwiseCollectives, 2, *FP16),
-        (PairwiseCollectives, 2, *COMPLEX),
-        (PairwiseCollectives, 3, *BF16),
-        (PairwiseCollectives, 3, *FP32),
+        (uneven, 2, *COMPLEX),
+        (uneven, 3, *BF16),
+        (uneven, 3, *FP32),
     ],
     ids=str,
 )
 def test_narrow_buffers_are_summed_into_wider_shards(
-    pool: RankPool,
-    kind: type[Collectives],
-    world_size: int,
-    large: float,
-    narrow: torch.dtype,
-    wide: torch.dtype,
-    uneven: bool,
+    pool: RankPool, make: Make, world_size: int, large: float, narrow: torch.dtype, wide: torch.dtype, differ: bool
 ) -> None:
     assert (torch.tensor(large, dtype=narrow) + 1).item() == large
-    # Gloo's own reduction sums in the dtype of what it is given, and knows equal parts only.
-    in_narrow = kind is NativeCollectives and not uneven
-    for rank, shard in enumerate(pool.run(world_size, reduce_into, kind, large, narrow, wide, uneven)):
-        expected = torch.full((SHARD + rank if uneven else SHARD,), large + world_size - 1, dtype=wide)
+    for rank, shard in enumerate(pool.run(world_size, reduce_into, make, large, narrow, wide, differ)):
+        expected = torch.full((parts_of_ranks(world_size, differ)[rank],), large + world_size - 1, dtype=wide)
         assert shard.dtype == wide
-        torch.testing.assert_close(shard, expected, rtol=4 * torch.finfo(narrow).eps if in_narrow else 0, atol=0)
+        torch.testing.assert_close(shard, expected, rtol=0, atol=0)
 
 
-def many_under_way(uneven: bool) -> list[float]:
+def many_under_way(differ: bool) -> list[float]:
     collectives = make_collectives(process_groups().gradients, torch.device("cpu"))
-    assert isinstance(collectives, PairwiseCollectives)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    parts = [1000 + 100 * other if uneven else 1000 for other in range(world_size)]
-    bounds = tuple(accumulate(parts, initial=0)) if uneven else None
+    parts = [1000 + 102 * other if differ else 1000 for other in range(world_size)]
+    bounds = tuple(accumulate(parts, initial=0)) if differ else None
     shards = [torch.empty(parts[rank]) for _ in range(20)]
     works = [
         collectives.reduce_scatter(torch.full((sum(parts),), float(index)), shard, bounds)
@@ -199,10 +211,10 @@ def many_under_way(uneven: bool) -> list[float]:
     return [shard.unique().item() for shard in shards]
 
 
-@pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
+@pytest.mark.parametrize("differ", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_many_reductions_under_way_do_not_mix(pool: RankPool, world_size: int, uneven: bool) -> None:
-    for results in pool.run(world_size, many_under_way, uneven):
+def test_many_reductions_under_way_do_not_mix(pool: RankPool, world_size: int, differ: bool) -> None:
+    for results in pool.run(world_size, many_under_way, differ):
         assert results == [float(index * world_size) for index in range(20)]
 
 

@@ -7,13 +7,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.open_files import files_needed
 from lightning_parstrat.distributed.comm.process_groups import (
     ProcessGroups,
+    checkpoint_group,
+    connect_for_sums,
     connections_on_demand,
     process_groups,
 )
@@ -62,6 +66,37 @@ def test_what_the_environment_says_is_left(monkeypatch: pytest.MonkeyPatch) -> N
     with connections_on_demand(4):
         assert "TORCH_GLOO_LAZY_INIT" not in os.environ
     assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+
+
+def sockets_of_first_sum(connects: bool) -> int:
+    """How many more this rank has when it has made a large sum than before; first it may be connected for sums."""
+    group = groups_connected_on_demand(63 + connects).gradients
+    if connects:
+        connect_for_sums(group, torch.device("cpu"))
+    before = sockets()
+    summed = torch.ones(100_000)
+    dist.all_reduce(summed, group=group)
+    assert summed.eq(dist.get_world_size()).all()
+    return sockets() - before
+
+
+def test_no_rank_waits_for_a_connection_in_its_first_sum(pool: RankPool) -> None:
+    assert pool.run(5, sockets_of_first_sum, True) == [0] * 5
+    # With its neighbours in a ring.
+    assert sum(pool.run(5, sockets_of_first_sum, False)) >= 5
+
+
+def sockets_of_all_groups() -> int:
+    process_groups(timedelta(seconds=65))
+    checkpoint_group(timedelta(seconds=65))
+    return sockets()
+
+
+def test_a_rank_has_no_more_sockets_than_the_formula_says(pool: RankPool) -> None:
+    for size in (2, 6):
+        for found in pool.run(size, sockets_of_all_groups):
+            # Groups that other tests have made are there, too, and the pool's own pipes.
+            assert 0 < found <= files_needed(size, on_cpu=True)
 
 
 def sockets_of_first_step() -> int:

@@ -17,6 +17,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
+from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.comparing import distance
@@ -35,7 +36,7 @@ def contribution(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Te
 
 def exchange(keys: str, parts: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     collectives = make_collectives(process_groups().gradients, CPU, Topology.of(keys))
-    assert isinstance(collectives, TwoLevelCollectives)
+    assert isinstance(collectives, UnevenCollectives)
     rank, bounds = dist.get_rank(), tuple(accumulate(parts, initial=0))
     shard = torch.full((parts[rank],), -1.0).to(dtype)
     reduction = collectives.reduce_scatter(contribution(rank, bounds[-1], dtype), shard, bounds)
@@ -49,7 +50,7 @@ def exchange(keys: str, parts: tuple[int, ...], dtype: torch.dtype) -> tuple[Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-@pytest.mark.parametrize("parts", [EQUAL, (1, 2, 3, 3), (0, 9, 0, 0), (0, 0, 0, 0)], ids=str)
+@pytest.mark.parametrize("parts", [EQUAL, (1, 2, 3, 6), (0, 12, 0, 0), (0, 0, 0, 8)], ids=str)
 @pytest.mark.parametrize("keys", ["aabb", "abab", "abba"])
 def test_reduces_to_the_owner_and_gathers_in_place(
     pool: RankPool, keys: str, parts: tuple[int, ...], dtype: torch.dtype
@@ -138,7 +139,8 @@ def trained(node_of: str, steps: int = 4) -> tuple[list[Tensor], bool, bool]:
         steps * formula.all_gather_bytes,
     )
     between = sent.between_nodes_bytes + home.between_nodes_bytes == steps * formula.between_nodes_bytes
-    two_levels = isinstance(engine.reducer.collectives, TwoLevelCollectives)
+    assert isinstance(engine.reducer.collectives, UnevenCollectives)
+    two_levels = isinstance(engine.reducer.collectives.even, TwoLevelCollectives)
     assert two_levels == engine.topology.has_two_levels and len(engine.buckets) > 2
     parameters = [parameter.detach().clone() for parameter in module.parameters()]
     engine.close()
@@ -187,4 +189,5 @@ def test_world_size_one_and_single_ranks_per_node_need_no_levels(pool: RankPool)
 
 
 def kind_of(keys: str) -> type:
-    return type(make_collectives(process_groups().gradients, CPU, Topology.of(keys)))
+    collectives = make_collectives(process_groups().gradients, CPU, Topology.of(keys))
+    return type(collectives.even) if isinstance(collectives, UnevenCollectives) else type(collectives)

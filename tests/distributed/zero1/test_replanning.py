@@ -1,8 +1,11 @@
 """Buckets planned anew by when gradients are ready: everything moves along, and nothing else changes."""
 
+import copy
 import gc
+from collections import deque
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +14,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.exchange import exchange_chunks
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.zero1 import replanning
+from lightning_parstrat.distributed.zero1 import redistribution, replanning
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from lightning_parstrat.distributed.zero1.redistribution import Move, _describe
+from lightning_parstrat.distributed.zero1.redistribution import Move, _describe, _digest, _Known, digests_of_owners
 from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS
 from tests.comparing import assert_same, distance
 from tests.distributed.engines import backward, make_engine
@@ -103,7 +108,7 @@ def train(
     return parameters, states, before, after
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("maker", MAKERS)
 def test_parameters_and_state_are_those_without_a_new_plan(pool: RankPool, maker: str, world_size: int) -> None:
     moved = pool.run(world_size, train, maker, "measured")
@@ -347,6 +352,144 @@ def test_buckets_stay_where_a_parameter_has_left_its_optimizer(pool: RankPool) -
     assert distance(measured, registration) == 0
 
 
+class Found(NamedTuple):
+    """Of one parameter on one rank, after its state has moved: its name, elements, and what somebody has added."""
+
+    name: str
+    changed_hands: bool
+    elements: slice
+    mine: Tensor | None
+    note: Any
+    steps: float | None
+
+
+def with_state_of_one_rank() -> tuple[list[Found], dict[str, slice]]:
+    """Rank 1 adds to the state of what it owns, forgets that of one parameter, and notes it before buckets change."""
+    torch.manual_seed(0)
+    module = Shuffled()
+    (optimizer,) = adamw(module)
+    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(bucket_cap_mb=3e-4), process_groups())
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    for step in range(2):
+        train_step(engine, module, [optimizer], step)
+    engine.gatherer.finish()
+    of_rank_1 = {names[slot.parameter]: slot.elements_of(1) for slot in engine.slots.values()}
+    old = dict(engine.slots)
+    if dist.get_rank() == 1:
+        for slot in engine.slots.values():
+            if slot.shard is None or slot.shard_slice is None or slot.shard not in optimizer.state:
+                continue
+            elements = slot.shard_slice.elements
+            added = torch.arange(elements.start + 1, elements.stop + 1, dtype=torch.float64)
+            optimizer.state[slot.shard]["mine"] = added.as_strided(slot.shard.shape, slot.shard.stride())
+            optimizer.state[slot.shard]["note"] = {"by": ["rank 1"]}
+            if names[slot.parameter] == "second.weight":
+                del optimizer.state[slot.shard]
+    engine.prepare_forward()
+    found = []
+    for parameter, slot in engine.slots.items():
+        if slot.shard is None or slot.shard_slice is None:
+            continue
+        state = optimizer.state.get(slot.shard, {})
+        mine, steps = state.get("mine"), state.get("step")
+        flat = None if mine is None else mine.reshape(-1)
+        changed = Move(old[parameter], slot).changes_hands
+        steps = None if steps is None else steps.item()
+        found.append(Found(names[parameter], changed, slot.shard_slice.elements, flat, state.get("note"), steps))
+    return found, of_rank_1
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_what_one_rank_alone_has_of_a_state_reaches_all_who_own_the_parameter_now(
+    pool: RankPool, world_size: int
+) -> None:
+    seen = set[str]()
+    for found, of_rank_1 in pool.run(world_size, with_state_of_one_rank):
+        for one in found:
+            if not one.changed_hands or one.name.startswith(("unused", "frozen")):
+                continue
+            assert one.steps == 2.0
+            theirs = of_rank_1[one.name]
+            if theirs.start == theirs.stop or one.name == "second.weight":
+                assert one.mine is None and one.note is None
+                continue
+            seen.add(one.name)
+            assert one.note == {"by": ["rank 1"]} and one.mine is not None
+            # Zeros where another rank should have had it.
+            places = range(one.elements.start, one.elements.stop)
+            expected = [place + 1.0 if theirs.start <= place < theirs.stop else 0.0 for place in places]
+            assert one.mine.tolist() == expected
+    assert seen
+
+
+def test_what_nobody_has_stepped_has_no_state_anywhere(pool: RankPool) -> None:
+    for found, _ in pool.run(3, with_state_of_one_rank):
+        idle = [one for one in found if one.name.startswith(("unused", "frozen"))]
+        assert all((one.mine, one.note, one.steps) == (None, None, None) for one in idle)
+
+
+def entries(value: Any, dtype: torch.dtype | None = None) -> dict[str, _Known]:
+    return {"momentum": _Known(torch.float32, None, True), "entry": _Known(dtype, value, False)}
+
+
+def test_equal_states_have_one_digest_wherever_they_lie_and_others_have_others() -> None:
+    values = [
+        torch.tensor(3.0),
+        torch.tensor(4.0),
+        torch.tensor(3.0, dtype=torch.float64),
+        torch.tensor([3.0]),
+        torch.tensor([1j, 2.0]),
+        [torch.tensor(3.0)],
+        {"a": (torch.tensor(3.0), deque([1, torch.ones(2, dtype=torch.bool)]))},
+        3,
+        3.0,
+        "3",
+        None,
+    ]
+    digests = [_digest(entries(value)) for value in values]
+    assert [_digest(entries(copy.deepcopy(value))) for value in values] == digests
+    assert len(set(digests)) == len(values) and all(0 < digest < 2**62 for digest in digests)
+    assert _digest({}) == 0 != _digest({"momentum": _Known(torch.float32, None, True)})
+
+
+def agreed(own: dict[int, list[int | None]]) -> list[int]:
+    return digests_of_owners(own[dist.get_rank()], make_collectives(process_groups().control, torch.device("cpu")))
+
+
+def test_owners_agree_or_not_and_who_owns_nothing_has_no_say(pool: RankPool) -> None:
+    own: dict[int, list[int | None]] = {
+        0: [5, 5, None, 0, 0, None, 2**61],
+        1: [5, 6, None, 0, 7, 9, 2**61],
+        2: [None, 5, None, None, 7, None, 2**61 + 1],
+    }
+    assert pool.run(3, agreed, own) == [[5, -1, 0, 0, -1, 9, -1]] * 3
+    assert pool.run(3, agreed, {rank: [] for rank in range(3)}) == [[]] * 3
+
+
+def exchanges_of_a_new_plan() -> tuple[list[dict[int, int]], int]:
+    """The messages to each rank in every exchange that moves state, and how many buckets there are then."""
+    torch.manual_seed(0)
+    module = Shuffled().to(torch.bfloat16)
+    engine = ShardedDataParallel(module, adamw(module), ShardingPolicy(bucket_cap_mb=3e-4), process_groups())
+    for step in range(2):
+        train_step(engine, module, engine.optimizers, step, torch.bfloat16)
+    exchanged: list[dict[int, int]] = []
+
+    def counting(carrier: Any, outgoing: Any, incoming: Any) -> None:
+        exchanged.append({rank: len(messages) for rank, messages in outgoing.items()})
+        exchange_chunks(carrier, outgoing, incoming)
+
+    with mock.patch.object(redistribution, "exchange_chunks", counting):
+        engine.prepare_forward()
+    return exchanged, len(engine.buckets)
+
+
+def test_all_that_moves_to_a_rank_for_a_bucket_is_one_message(pool: RankPool) -> None:
+    for exchanged, buckets in pool.run(3, exchanges_of_a_new_plan):
+        assert len(exchanged) == buckets
+        assert {messages for of_bucket in exchanged for messages in of_bucket.values()} == {1}
+
+
 @pytest.mark.parametrize(("device", "moves_as_a_value"), [("meta", True), ("cpu", False)])
 def test_a_scalar_parameters_count_of_steps_stays_where_it_is(device: str, moves_as_a_value: bool) -> None:
     parameter = nn.Parameter(torch.tensor(1.0, device=device))
@@ -379,7 +522,8 @@ def messages_before_the_third_step(idle: bool) -> int:
 
 def test_one_small_bucket_is_planned_anew_only_to_leave_out_what_is_not_used(pool: RankPool) -> None:
     assert pool.run(2, messages_before_the_third_step, False) == [0, 0]
-    assert pool.run(2, messages_before_the_third_step, True) == [2, 2]
+    # When gradients were ready, whether plans are the same, and whether owners have the same state.
+    assert pool.run(2, messages_before_the_third_step, True) == [3, 3]
 
 
 class Graph(nn.Module):
