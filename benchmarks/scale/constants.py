@@ -104,3 +104,8 @@ UPDATE_ACCESSES = 7
 GLOO_HOP_US = 40.0
 # Ethernet of 10 Gbit/s: an assumption for where nothing has been measured.
 GLOO_GBS = 1.25
+
+# What a rank's processor does in a step of 60 tensors over Gloo, and for each message: ``scale_counts.json`` of
+# 2026-11-22, "forked": 12.5 ms at 2 ranks (8 messages), 17.2 at 8 (56), 42.3 at 32 (248) under zero1_custom.
+GLOO_HOST_MS = 12.0
+GLOO_MESSAGE_US = 110.0

@@ -1,17 +1,38 @@
-"""What a step between CPUs should take, from a few measured numbers: to be held against measured steps.
+"""What a step between CPUs should take, from a few measured numbers, and how that compares with measured steps.
 
-python -m benchmarks.scale.gloo_steps --hop-us 40 --gbs 1.25 --forward-ms 1 --backward-ms 2 --update-ms 0.5
+    python -m benchmarks.scale.gloo_steps --hop-us 40 --gbs 1.25 --forward-ms 1 --backward-ms 2 --update-ms 0.5
+    python -m benchmarks.scale.gloo_steps --measure --output benchmarks/results/scale_gloo_steps.json
+
+``--measure`` trains real ranks, forked on this machine, whose layers sleep and whose messages go by a wire of a known
+latency and rate (``paced_wire.py``), slow enough that it, not the machine's cores, is what is measured. What the cores
+take all the same is a constant, measured before (``constants.py``), times the ranks that share a core.
 """
 
 import argparse
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+from torch.distributed import distributed_c10d
 
 from benchmarks.scale import constants
+from benchmarks.scale.fake_ranks import silence
+from benchmarks.scale.models import small
 from benchmarks.scale.networks import Gloo, Network
+from benchmarks.scale.paced_wire import paced
+from benchmarks.scale.real_ranks import allow_many_files, run
+from benchmarks.scale.recorder import Recorder
 from benchmarks.scale.simulator import Machine, Step, steady_step
-from benchmarks.scale.synthetic import MIB, Model, ddp_record, sharded_plan, zero1_record
+from benchmarks.scale.synthetic import DDP_CAPS, MIB, Model, ddp_record, sharded_plan, zero1_record
+from benchmarks.scale.training import StrategyName, Training
 from lightning_parstrat.core.cost_model import AlphaBeta
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from machine import write_result
 
 RANKS = (2, 4, 8, 16)
 
@@ -49,6 +70,7 @@ def predict(
     compute: ComputeTimes,
     *,
     cap_bytes: int = 8 * MIB,
+    ddp_caps: Sequence[int] = DDP_CAPS,
     message_seconds: float | None = None,
     launch_seconds: float = 0.0,
 ) -> Prediction:
@@ -63,6 +85,7 @@ def predict(
         message: What a message from one rank to another takes: the hop, and what each byte adds.
         compute: What was measured of one process.
         cap_bytes: Of the buckets of zero1_custom.
+        ddp_caps: Of the first bucket of DDP, and the others.
         message_seconds: What each further message of an exchange costs its host; by default a hop.
         launch_seconds: What Python needs for each collective.
     """
@@ -91,7 +114,7 @@ def predict(
         layouts = sharded_plan(model, ranks, cap_bytes)
         return steady_step(lambda steps: zero1_record(model, layouts, steps), machine, networks)
 
-    ddp = steady_step(lambda steps: ddp_record(model, steps), machine, {"gradients": gloo("ring")})
+    ddp = steady_step(lambda steps: ddp_record(model, steps, ddp_caps), machine, {"gradients": gloo("ring")})
     return Prediction(ranks, ddp, zero1("ring"), zero1("doubling"))
 
 
@@ -104,17 +127,105 @@ def markdown(predictions: Sequence[Prediction]) -> list[str]:
     return lines
 
 
+class Emulated(NamedTuple):
+    """Steps that are measured: what computes, and what carries.
+
+    Attributes:
+        forward_ms: Of each of 60 tensors, all of which sleep; a backward takes twice as long.
+        hop_ms: Of the wire.
+        bytes_per_second: Of each rank's interface.
+        cap_mb: Of buckets in MiB.
+        steps: That are measured, after those in which buckets are planned.
+        cores: Of this machine, which the ranks share.
+    """
+
+    forward_ms: float = 3.0
+    hop_ms: float = 2.0
+    bytes_per_second: float = 1e6
+    cap_mb: float = 0.25
+    steps: int = 2
+    cores: int = 2
+
+    @property
+    def message(self) -> AlphaBeta:
+        return AlphaBeta(latency_seconds=self.hop_ms / 1e3, seconds_per_byte=1 / self.bytes_per_second)
+
+
+def expected(emulated: Emulated, ranks: int) -> dict[str, float]:
+    """Seconds of a step, by strategy."""
+    shapes = small()
+    model = Model(shapes.name, shapes.elements, shapes.dtype.itemsize)
+    forward = len(shapes.elements) * emulated.forward_ms / 1e3
+    cap = round(emulated.cap_mb * MIB)
+    sharing = max(1.0, ranks / emulated.cores)
+    launches = 2 * len(sharded_plan(model, ranks, cap)) + 1
+    found = predict(
+        model,
+        ranks,
+        emulated.message,
+        ComputeTimes(forward, 2 * forward, 0.0),
+        cap_bytes=cap,
+        ddp_caps=(cap // 25, cap),
+        message_seconds=sharing * constants.GLOO_MESSAGE_US * constants.MICROSECOND,
+        launch_seconds=sharing * constants.GLOO_HOST_MS / 1e3 / launches,
+    )
+    return {"zero1_custom": found.zero1_doubling.seconds, "ddp": found.ddp.seconds}
+
+
+def measured(emulated: Emulated, strategy: StrategyName, ranks: int) -> float:
+    """Seconds of a settled step of real ranks: of the slowest one."""
+    shapes = small()
+    wire = paced(distributed_c10d.ProcessGroupGloo, emulated.hop_ms / 1e3, 1 / emulated.bytes_per_second)
+    training = Training(strategy, shapes, emulated.cap_mb, emulated.steps, ranks_per_node=1)
+    seconds_per_byte = emulated.forward_ms / 1e3 / (shapes.elements[0] * shapes.dtype.itemsize)
+    with (
+        mock.patch.object(distributed_c10d, "ProcessGroupGloo", wire),
+        mock.patch.object(Recorder, "compute", _sleeping(Recorder.compute, seconds_per_byte)),
+    ):
+        return max(one.step_seconds for one in run(training, ranks))
+
+
+def _sleeping(compute: Callable[..., None], seconds_per_byte: float) -> Callable[..., None]:
+    def computed(self: Recorder, kind: str, nbytes: int) -> None:
+        time.sleep({"forward": 1, "backward": 2}[kind] * seconds_per_byte * nbytes)
+        compute(self, kind, nbytes)
+
+    return computed
+
+
+def compare(emulated: Emulated, sizes: Sequence[int]) -> dict[str, Any]:
+    """Measured and expected steps in seconds, and by how much the latter are off, by strategy and ranks."""
+    found: dict[str, Any] = {"zero1_custom": {}, "ddp": {}}
+    for ranks in sizes:
+        for strategy, seconds in expected(emulated, ranks).items():
+            took = measured(emulated, strategy, ranks)  # type: ignore[arg-type]
+            cell = {"measured": round(took, 4), "expected": round(seconds, 4), "off": round(seconds / took - 1, 3)}
+            found[strategy][ranks] = cell
+            print(f"{strategy}, {ranks} ranks: {cell}", file=sys.stderr, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hop-us", type=float, default=constants.GLOO_HOP_US, help="of an empty message")
     parser.add_argument("--gbs", type=float, default=constants.GLOO_GBS, help="of large messages, in GB/s")
     for kind in ComputeTimes._fields:
-        parser.add_argument(f"--{kind}-ms", type=float, required=True, help="of the whole model, in one process")
+        parser.add_argument(f"--{kind}-ms", type=float, help="of the whole model, in one process")
     parser.add_argument("--launch-us", type=float, default=0.0, help="what Python needs for a collective")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--measure", action="store_true", help="measure steps over a slow wire, and compare")
+    parser.add_argument("--output", type=Path, help="where to write what was measured")
     options = parser.parse_args()
+    if options.measure:
+        silence()
+        allow_many_files()
+        emulated = Emulated()
+        write_result({"emulated": emulated._asdict(), "steps": compare(emulated, options.ranks)}, options.output)
+        return
+    if None in (options.forward_ms, options.backward_ms, options.update_ms):
+        parser.error("--forward-ms, --backward-ms and --update-ms are needed where nothing is measured")
     message = AlphaBeta(
         latency_seconds=options.hop_us * constants.MICROSECOND,
         seconds_per_byte=1 / (options.gbs * constants.GIGABYTE),

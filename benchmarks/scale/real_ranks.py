@@ -45,12 +45,14 @@ class Counted(NamedTuple):
     Attributes:
         sockets: That are open in the settled steps, those to the store among them.
         cpu_seconds: Of all threads, in a settled step.
+        step_seconds: That a settled step has taken.
         launches: By the code in Python, in all of the training: threads launch where a step has ended. DDP's reducer
             launches in C++.
     """
 
     sockets: int
     cpu_seconds: float
+    step_seconds: float
     launches: dict[str, int]
 
 
@@ -61,12 +63,14 @@ class _Clock(Callback):
         self.steps = steps
         self.sockets = 0
         self.began = self.seconds = 0.0
+        self.began_at = self.step_seconds = 0.0
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == SETTLED:
-            self.began = time.process_time()
+            self.began, self.began_at = time.process_time(), time.perf_counter()
         elif batch_idx == SETTLED + self.steps:
             self.seconds = (time.process_time() - self.began) / self.steps
+            self.step_seconds = (time.perf_counter() - self.began_at) / self.steps
             self.sockets = open_sockets()
 
 
@@ -174,7 +178,7 @@ def _rank(training: Training, rank: int, size: int, listener: socket.socket) -> 
         launches = sum((counters.launches for counters in recorder.counters.values()), Counter())
         # Rank 0 serves the store.
         dist.barrier()
-    return Counted(clock.sockets, clock.seconds, dict(launches))
+    return Counted(clock.sockets, clock.seconds, clock.step_seconds, dict(launches))
 
 
 def _wait_for(children: Sequence[int], results: Sequence[Path]) -> None:

@@ -13,8 +13,8 @@ from lightning_parstrat.core.topology import Topology
 MOST_BY_PAIRS = 32
 """Up to so many ranks, each sends every other one a message, which takes one latency and no partial sums.
 
-At 64, rounds take no more of the processors, and a third less of the thread that computes; at 32 they take more. See
-``benchmarks/results/scale_exchange.json``.
+Real ranks over Gloo: of processor time in a step, rounds take a quarter less than pairs at 64 ranks, as much at 32, and
+more at 8 (``benchmarks/results/scale_exchange.json``).
 """
 
 LARGEST_ROUND = 8

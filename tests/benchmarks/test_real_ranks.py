@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from benchmarks.scale.paced_wire import Interface, PacedGroup
 from lightning_parstrat.core.rounds import exchange_rounds
+from tests.pool import RankPool
 from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,3 +56,17 @@ def test_real_ranks_launch_what_played_ones_do_within_a_node_and_between_two(tmp
         meshes = sum(sockets["full_mesh"] for sockets in one["sockets"].values())
         assert counted["sockets"] - of_ddp["sockets"] >= meshes - (size - 1)
         assert 0 < counted["cpu_seconds"] < 10
+
+
+def test_sums_go_around_a_ring_of_paced_messages(pool: RankPool) -> None:
+    assert pool.run(3, paced_sum) == [True] * 3
+
+
+def paced_sum() -> bool:
+    group = PacedGroup(dist.group.WORLD, Interface(latency_seconds=1e-3, seconds_per_byte=1e-6))
+    rank, numels = dist.get_rank(), (10, 2, 1)
+    tensors = [torch.arange(numel) * 1.0 + rank for numel in numels]
+    works = [group.allreduce([tensor]) for tensor in tensors]
+    for work in works:
+        work.wait()
+    return all(torch.equal(t, torch.arange(n) * 3.0 + 3) for t, n in zip(tensors, numels, strict=True))

@@ -1,6 +1,8 @@
 """The simulator of steps on up to a thousand ranks: its parts, and the table that was read in the sources."""
 
 import math
+import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +15,9 @@ from hypothesis import strategies as st
 from benchmarks.scale import replay_record
 from benchmarks.scale.cap_study import evidence
 from benchmarks.scale.events import Compute, Event, Kind, Launch, Wait, read_events, write_events
-from benchmarks.scale.gloo_steps import ComputeTimes, predict, small_decoder
+from benchmarks.scale.gloo_steps import ComputeTimes, Emulated, expected, predict, small_decoder
 from benchmarks.scale.networks import Cost, Gloo, Nccl, Placement, ShardGroups, Wire, placed, tree_correction
+from benchmarks.scale.paced_wire import Interface
 from benchmarks.scale.reading import compared
 from benchmarks.scale.simulator import Machine, accelerator, replay, replay_phase
 from benchmarks.scale.study import best_groups, cluster_for, curves, ddp_step, exponent, markdown, row, zero1_step
@@ -480,3 +483,33 @@ def test_a_recorded_file_is_played(plane: str, options: list[str], tmp_path: Pat
 def test_what_a_plane_of_cpus_takes_has_to_be_said(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         replay_record.main([str(tmp_path / "events.jsonl"), "--ranks", "8", "--plane", "gloo"])
+
+
+def test_a_step_over_a_slow_wire_is_expected_to_take_what_wire_and_cores_take() -> None:
+    # One bucket of 0.94 MiB on an interface of 1 MB/s, computations of 180 ms forward and 360 backward.
+    emulated = Emulated(hop_ms=0.0, cap_mb=1.0)
+    alone, shared = expected(emulated, 2)["zero1_custom"], expected(emulated, 8)["zero1_custom"]
+    wire = 60 * 4096 * 4 / 1e6
+    per_message, of_host = 110e-6, 12e-3
+    assert alone == pytest.approx(0.54 + 2 * (wire / 2 + per_message) + of_host, rel=0.02)
+    # Four ranks share each core.
+    assert shared == pytest.approx(0.54 + 2 * (wire * 7 / 8 + 4 * 7 * per_message) + 4 * of_host, rel=0.02)
+    assert expected(emulated, 2)["ddp"] == pytest.approx(0.54 + wire, rel=0.05)
+
+
+def test_messages_leave_one_after_the_other_and_arrive_a_latency_later() -> None:
+    arrived: list[float] = []
+    all_have = threading.Event()
+
+    def deliver() -> None:
+        arrived.append(time.perf_counter())
+        if len(arrived) == 3:
+            all_have.set()
+
+    interface, began = Interface(latency_seconds=0.2, seconds_per_byte=0.01), time.perf_counter()
+    for _ in range(3):
+        interface.send(5, deliver)
+    assert all_have.wait(30)
+    # A sleep may take longer, and never less.
+    for number, at in enumerate(arrived, start=1):
+        assert at - began >= 0.2 + 0.05 * number
