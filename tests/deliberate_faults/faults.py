@@ -115,6 +115,22 @@ FAULTS = (
         ("tests/distributed/zero1/test_read_guard.py",),
     ),
     Fault(
+        "sums are passed on from the wrong place",
+        "distributed/comm/uneven.py",
+        "return self.memory[start - self.start : stop - self.start]",
+        "return self.memory[: stop - start]",
+        ("tests/distributed/comm/test_uneven.py::test_sums_are_those_of_a_straight_way_to_the_owner",),
+    ),
+    Fault(
+        "what an owner alone has of a state is forgotten when it moves",
+        "distributed/zero1/redistribution.py",
+        "high if high == -low else _DISPUTED",
+        "high",
+        (
+            "tests/distributed/zero1/test_replanning.py::test_what_one_rank_alone_has_of_a_state_reaches_all_who_own_the_parameter_now",
+        ),
+    ),
+    Fault(
         "state moves from the wrong place",
         "distributed/zero1/redistribution.py",
         "(part.rank, slice(part.start - elements.start, part.stop - elements.start))",
