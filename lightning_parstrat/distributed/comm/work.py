@@ -155,13 +155,13 @@ class SeenThrough:
     def __init__(self, complete: Callable[[], object], thread: ExchangeThread) -> None:
         self._complete = complete
         self._thread = thread
-        self._handed_over: ExchangedWork | None = None
+        self._completed_by: Work | None = None
 
     def hand_over(self) -> None:
         """Has the thread complete it, and let go of its memory, while nobody waits."""
-        if self._handed_over is None:
-            self._handed_over = ExchangedWork()
-            self._thread.run(self._handed_over, partial(_see_through, self._complete, self._handed_over))
+        if self._completed_by is None:
+            self._completed_by = by_thread = ExchangedWork()
+            self._thread.run(by_thread, partial(_see_through, self._complete, by_thread))
 
     def wait(self) -> None:
         """Blocks until it is complete.
@@ -169,15 +169,16 @@ class SeenThrough:
         Raises:
             RuntimeError: It failed, for instance because another rank has ended.
         """
-        if self._handed_over is None:
+        if self._completed_by is None:
             self._complete()
+            self._completed_by = DONE
         else:
-            self._handed_over.wait()
+            self._completed_by.wait()
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once. Who asks does not wait, so the thread completes it."""
         self.hand_over()
-        return self._handed_over is not None and self._handed_over.is_completed()
+        return self._completed_by is not None and self._completed_by.is_completed()
 
 
 def _see_through(complete: Callable[[], object], work: ExchangedWork) -> None:

@@ -28,6 +28,8 @@ def seen_through(error: RuntimeError | None = None) -> tuple[SeenThrough, Comple
 def test_who_waits_completes_it() -> None:
     work, completed = seen_through()
     work.wait()
+    assert work.is_completed()
+    work.wait()
     assert completed.by == [threading.current_thread().name]
 
 
