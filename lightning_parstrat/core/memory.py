@@ -6,9 +6,11 @@ gathered parameters), whatever the number of micro-batches: as much as DDP's rin
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.core.shard_groups import ShardGroups, even_bounds
 from lightning_parstrat.core.topology import Topology
 
 
@@ -20,7 +22,10 @@ class StepTraffic(NamedTuple):
     all_gathers: int
     all_gather_bytes: int
     between_nodes_bytes: int
-    """The part of both phases that goes to other nodes."""
+    """The part of all phases that goes to other nodes."""
+    all_reduces: int = 0
+    """Of shards, between groups of ranks that hold a copy each."""
+    all_reduce_bytes: int = 0
 
 
 def step_traffic(
@@ -28,6 +33,8 @@ def step_traffic(
     rank: int,
     topology: Topology | None = None,
     gathered: Sequence[BucketLayout] | None = None,
+    shard_groups: ShardGroups | None = None,
+    summed: Sequence[BucketLayout] | None = None,
 ) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
 
@@ -36,13 +43,18 @@ def step_traffic(
         rank: The rank that sends.
         topology: Which ranks share a node, where they exchange chunks in two levels; see :class:`Topology`.
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
+        shard_groups: Which ranks share a copy of what is sharded; by default all do.
+        summed: The plan with the item sizes that shards of gradients are summed in, where they travel in others.
 
     Returns:
         For each bucket it sends away what the others own of the gradients, and what it owns of the parameters to each
         of the others. Where shards are equal, both are ``(world_size - 1) / world_size`` of the bucket; nothing at
         world size 1. In two levels some of it is sent on: with K nodes of R ranks both are ``(R - 1) / R`` of the
-        bucket within the node and ``(K - 1) / (K R)`` of it between nodes.
+        bucket within the node and ``(K - 1) / (K R)`` of it between nodes. With K shard groups it sends both within its
+        group, and ``2 (K - 1) / K`` of its shard of the gradients to the ranks that hold the same.
     """
+    if shard_groups is not None and shard_groups.copies > 1:
+        return _grouped_traffic(buckets, gathered or buckets, summed or buckets, shard_groups, rank, topology)
     reductions = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in buckets]
     gathers = [_sent(bucket, rank, topology or Topology.flat(bucket.world_size)) for bucket in gathered or buckets]
     count = sum(bucket.world_size > 1 for bucket in buckets)
@@ -55,6 +67,36 @@ def step_traffic(
             r.reduced_between + g.gathered_between for r, g in zip(reductions, gathers, strict=True)
         ),
     )
+
+
+def _grouped_traffic(
+    reduced: Sequence[BucketLayout],
+    gathered: Sequence[BucketLayout],
+    summed: Sequence[BucketLayout],
+    groups: ShardGroups,
+    rank: int,
+    topology: Topology | None,
+) -> StepTraffic:
+    nodes = topology or Topology.flat(groups.world_size)
+    place, mates, holders = groups.place(rank), groups.mates(rank), groups.holders(rank)
+    sent_to = dict.fromkeys((*mates, *holders), 0)
+    reduce_scatter = all_gather = all_reduce = 0
+    for to_reduce, to_gather, to_sum in zip(reduced, gathered, summed, strict=True):
+        own = to_gather.shard_numel(place.shard) * to_gather.itemsize
+        pieces = [stop - start for start, stop in pairwise(even_bounds(to_sum.shard_numel(place.shard), groups.copies))]
+        for shard, mate in enumerate(mates):
+            if mate != rank:
+                away = to_reduce.shard_numel(shard) * to_reduce.itemsize
+                reduce_scatter, all_gather = reduce_scatter + away, all_gather + own
+                sent_to[mate] += away + own
+        for copy, holder in enumerate(holders):
+            if holder != rank:
+                pieces_sent = (pieces[copy] + pieces[place.copy]) * to_sum.itemsize
+                all_reduce += pieces_sent
+                sent_to[holder] += pieces_sent
+    count = len(reduced) if groups.size > 1 else 0
+    between_nodes = sum(nbytes for other, nbytes in sent_to.items() if not nodes.share_node(rank, other))
+    return StepTraffic(count, reduce_scatter, count, all_gather, between_nodes, len(reduced), all_reduce)
 
 
 class _Sent(NamedTuple):

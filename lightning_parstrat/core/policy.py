@@ -9,6 +9,7 @@ import torch
 from lightning_parstrat.core.accumulation import PartialWindow
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.grouping import default_bucket_cap
+from lightning_parstrat.core.shard_groups import ShardGroupChoice
 
 BucketCap = float | Literal["auto"]
 PartitionChoice = Literal["auto", "element", "parameter"]
@@ -40,6 +41,8 @@ class ShardingPolicy:
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them, at least 1; None for as many as there are.
+        shard_group: Which ranks share a copy of the optimizer state: ``"all"``, those of a ``"node"``, or so many
+            consecutive ones. See :mod:`lightning_parstrat.core.shard_groups`.
         reduce_dtype: The dtype in which fp32 gradients travel to their shards' owners, who sum them in fp32.
         gather_dtype: The dtype in which fp32 parameters are all-gathered; each rank steps its shard in fp32.
 
@@ -54,6 +57,7 @@ class ShardingPolicy:
     master_weights: MasterWeights = "auto"
     overlap_param_gather: bool = True
     max_inflight_buckets: int | None = None
+    shard_group: ShardGroupChoice = "all"
     reduce_dtype: WireDtype = None
     gather_dtype: WireDtype = None
 
@@ -72,6 +76,11 @@ class ShardingPolicy:
         # bool is a subclass of int: True would pass as 1.
         if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
             raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, or None.")
+        group = self.shard_group
+        if group not in ("all", "node") and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
+            raise ValueError(
+                f"Invalid shard_group: {group!r}. Must be 'all', 'node', or a whole number of ranks >= 1, such as 8."
+            )
         for name in ("reduce_dtype", "gather_dtype"):
             value = getattr(self, name)
             if value not in ("bf16", None):

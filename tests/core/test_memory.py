@@ -111,7 +111,7 @@ def test_known_plans(
     owned: list[int],
 ) -> None:
     buckets = plan(sizes, world_size, 2**20, partition)
-    assert [step_traffic(buckets, rank) for rank in range(world_size)] == [(*one, 0) for one in sent]
+    assert [step_traffic(buckets, rank) for rank in range(world_size)] == [(*one, 0, 0, 0) for one in sent]
     assert [owned_bytes(buckets, rank) for rank in range(world_size)] == owned
     assert parameter_bytes(buckets) == sum(owned)
 

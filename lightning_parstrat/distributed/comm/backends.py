@@ -7,30 +7,54 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import ChunkTransfer, PairwiseCollectives, SummedChunks
+from lightning_parstrat.distributed.comm.grouped import GroupedExchange, GroupedNativeCollectives
+from lightning_parstrat.distributed.comm.process_groups import subgroup
+from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
 
 
-def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: Topology | None = None) -> Collectives:
+def make_collectives(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    topology: Topology | None = None,
+    shard_groups: ShardGroups | None = None,
+) -> Collectives:
     """The collectives that suit the group's size, its ranks' nodes, and the device the tensors live on.
 
-    Not collective.
+    Not collective, but for several shard groups on a GPU, which have process groups of their own.
 
     Args:
         group: The process group.
         device: Where the tensors are.
         topology: Which ranks share a node; by default all do.
+        shard_groups: Which ranks share a copy of what is sharded; by default all do.
     """
     if dist.get_world_size(group) == 1:
         return LocalCollectives(group)
+    if shard_groups is not None and shard_groups.copies > 1:
+        if device.type != "cpu":
+            return _grouped_native(group, device, topology, shard_groups)
+        return GroupedExchange(group, topology, shard_groups)
     if device.type != "cpu":
         return NativeCollectives(group, topology)
     if topology is not None and topology.has_two_levels:
         return TwoLevelCollectives(group, topology)
     return PairwiseCollectives(group, topology)
+
+
+def _grouped_native(
+    group: dist.ProcessGroup, device: torch.device, topology: Topology | None, groups: ShardGroups
+) -> GroupedNativeCollectives:
+    rank = dist.get_rank(group)
+    # Where every rank has a copy of its own, nothing is left to do within.
+    within = NativeCollectives(subgroup(group, groups.mates(rank))) if groups.size > 1 else LocalCollectives(group)
+    between = subgroup(group, groups.holders(rank))
+    return GroupedNativeCollectives(group, topology, groups, within, between, streams_of(device))
 
 
 class LocalCollectives(Collectives):

@@ -20,6 +20,9 @@ class Streams(Protocol):
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
 
+    def another(self) -> Any:
+        """A stream beside all others, where the device has several."""
+
     def wait_for(self, stream: Any) -> None:
         """Has the current stream wait for what ``stream`` has queued so far."""
 
@@ -34,6 +37,10 @@ class HostStreams:
     def on(self, stream: Hashable) -> AbstractContextManager[object]:
         """Changes nothing."""
         return nullcontext()
+
+    def another(self) -> Hashable:
+        """The only one."""
+        return None
 
     def wait_for(self, stream: Hashable) -> None:
         """Has nothing to wait for."""
@@ -56,6 +63,10 @@ class CudaStreams:
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
         return torch.cuda.stream(stream)
+
+    def another(self) -> torch.cuda.Stream:
+        """A new one."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Has the current stream wait for what ``stream`` has queued so far, by an event."""

@@ -31,8 +31,8 @@ class Move(NamedTuple):
     @property
     def changes_hands(self) -> bool:
         """Whether any of its elements gets another owner."""
-        ranks = range(self.old.bucket.layout.world_size)
-        return any(self.old.elements_of(rank) != self.new.elements_of(rank) for rank in ranks)
+        shards = range(self.old.bucket.layout.world_size)
+        return any(self.old.elements_of(shard) != self.new.elements_of(shard) for shard in shards)
 
 
 class _Known(NamedTuple):
@@ -98,7 +98,7 @@ def move_gradients(moves: Sequence[Move], collectives: Collectives) -> None:
             continue
         bucket, reduced = move.new.bucket, move.old.bucket.shard_gradient
         if bucket.shard_gradient is None:
-            numel = bucket.layout.shard_numel(bucket.rank)
+            numel = bucket.layout.shard_numel(bucket.place.shard)
             bucket.shard_gradient = torch.zeros(numel, dtype=bucket.shard_dtype, device=bucket.device)
         own = None if reduced is None or move.old.shard_slice is None else move.old.view_into_shard(reduced)
         (arrived,) = _move_slices(move, [(own, bucket.shard_dtype)], collectives)
@@ -150,15 +150,15 @@ def _move_slices(
     Returns:
         This rank's parts under the new plan.
     """
-    rank = collectives.rank
     parts = [_flat(move.old, tensor, dtype) for tensor, dtype in own]
     arrived = [_flat(move.new, None, dtype) for _, dtype in own]
     outgoing: dict[int, list[Tensor]] = {}
     incoming: dict[int, list[Tensor]] = {}
-    for other in range(collectives.world_size):
-        to_send = _common(move.old.shard_slice, move.new.bucket.layout.slice_of(move.new.place, other), parts)
-        to_receive = _common(move.new.shard_slice, move.old.bucket.layout.slice_of(move.old.place, other), arrived)
-        if other == rank:
+    # Every group has a copy of the state: nothing moves between groups.
+    for shard, other in enumerate(collectives.mates):
+        to_send = _common(move.old.shard_slice, move.new.bucket.layout.slice_of(move.new.place, shard), parts)
+        to_receive = _common(move.new.shard_slice, move.old.bucket.layout.slice_of(move.old.place, shard), arrived)
+        if other == collectives.rank:
             for place, part in zip(to_receive, to_send, strict=True):
                 place.copy_(part)
         else:
