@@ -103,7 +103,7 @@ class GroupedNativeCollectives(Collectives):
         topology: Which of its ranks share a node.
         groups: Who shares a copy.
         within: Reduce-scatters and all-gathers among this rank's group.
-        between: The process group of those that hold this rank's shard; not needed where nothing is reduced.
+        between: Has the process group of those that hold this rank's shard.
         streams: Those of the device.
     """
 
@@ -113,7 +113,7 @@ class GroupedNativeCollectives(Collectives):
         topology: Topology | None,
         groups: ShardGroups,
         within: Collectives,
-        between: dist.ProcessGroup,
+        between: Collectives,
         streams: Streams,
     ) -> None:
         super().__init__(group, topology, groups)
@@ -133,7 +133,7 @@ class GroupedNativeCollectives(Collectives):
         with self._streams.on(self._beside):
             self._streams.wait_for(current)
             self._within._reduce_scatter(buffer, shard, bounds).wait()
-            second = as_work(self._between.allreduce([real_view(shard)]))
+            second = as_work(self._between.group.allreduce([real_view(shard)]))
         # Both until somebody waits on the stream that they were allocated on.
         return Transfers([second], buffer, shard)
 
