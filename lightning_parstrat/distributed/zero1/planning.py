@@ -185,7 +185,8 @@ class BucketPlanner:
         """The cap as long as nothing has been measured."""
         # What is frozen sends nothing, and may be of a layout that has no size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
-        wire = assumed_wire(self._shards, trained[0].device.type if trained else "cpu")
+        device = trained[0].device.type if trained else "cpu"
+        wire = assumed_wire(self._shards, device, self._place.copies)
         return self._policy.bucket_cap_bytes(sum(one.numel() * one.element_size() for one in trained), wire)
 
     def _check(self, plans: Sequence[_Plan]) -> None:
