@@ -53,7 +53,10 @@ def _grouped_native(
     rank = dist.get_rank(group)
     # Where every rank has a copy of its own, nothing is left to do within.
     within = NativeCollectives(subgroup(group, groups.mates(rank))) if groups.size > 1 else LocalCollectives(group)
-    between = NativeCollectives(subgroup(group, groups.holders(rank)))
+
+    def between() -> Collectives:
+        return NativeCollectives(subgroup(group, groups.holders(rank)))
+
     return GroupedNativeCollectives(group, topology, groups, within, between, streams_of(device))
 
 

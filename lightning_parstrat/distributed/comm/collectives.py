@@ -121,7 +121,7 @@ class Collectives(ABC):
         self.traffic.all_gathers += self.shards > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, reduces: bool = True) -> None:
         """Connects this rank with all that it will exchange chunks with. Collective; sends them a number each.
 
         Else they would be connected when they first have something to send, within a backward: and one that waits there
@@ -129,11 +129,16 @@ class Collectives(ABC):
 
         Args:
             device: Of what will be sent.
+            reduces: Whether that will be summed up, or only gathered.
         """
         counted = vars(self.traffic).copy()
         # Several elements a shard: each that holds it sends the others one.
         buffer = torch.zeros(self.world_size, device=device)
-        self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), self._bounds(buffer, None)).wait()
+        bounds = self._bounds(buffer, None)
+        if reduces:
+            self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), bounds).wait()
+        else:
+            self._all_gather(buffer, bounds).wait()
         vars(self.traffic).update(counted)
 
     def wait(self, work: Work) -> None:

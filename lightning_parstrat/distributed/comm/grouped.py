@@ -6,7 +6,7 @@ The second sum ends with the same bits on all of its ranks: copies of a state th
 stays within the group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,7 @@ class GroupedNativeCollectives(Collectives):
         topology: Which of its ranks share a node.
         groups: Who shares a copy.
         within: Reduce-scatters and all-gathers among this rank's group.
-        between: Has the process group of those that hold this rank's shard.
+        between: Makes what has the process group of those that hold this rank's shard; asked when first summing up.
         streams: Those of the device.
     """
 
@@ -113,14 +113,15 @@ class GroupedNativeCollectives(Collectives):
         topology: Topology | None,
         groups: ShardGroups,
         within: Collectives,
-        between: Collectives,
+        between: Callable[[], Collectives],
         streams: Streams,
     ) -> None:
         super().__init__(group, topology, groups)
         self._within = within
         # Only this host's thread counts.
         within.traffic = self.traffic
-        self._between = between
+        self._between: Collectives | None = None
+        self._make_between = between
         self._streams = streams
         self._beside = streams.another()
 
@@ -128,6 +129,8 @@ class GroupedNativeCollectives(Collectives):
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         self.traffic.all_reduces += 1
         self.traffic.all_reduce_bytes += 2 * shard.nbytes * (self.place.copies - 1) // self.place.copies
+        if self._between is None:
+            self._between = self._make_between()
         current = self._streams.current()
         # The second sum begins after the first: on a stream of its own, so that backward does not wait for either.
         with self._streams.on(self._beside):

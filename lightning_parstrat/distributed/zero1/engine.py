@@ -124,8 +124,8 @@ class ShardedDataParallel:
             if decision.partition is not None
         ]
         self._shard_optimizers()
-        for collectives in (self.reducer.collectives, self.gatherer.collectives):
-            collectives.connect(device)
+        self.reducer.collectives.connect(device)
+        self.gatherer.collectives.connect(device, reduces=False)
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
