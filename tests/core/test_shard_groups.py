@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lightning_parstrat.core.shard_groups import ShardGroups, ShardPlace, even_bounds
+from lightning_parstrat.core.shard_groups import ShardGroups, ShardPlace, advised_size, even_bounds
 from lightning_parstrat.core.topology import Topology
 
 
@@ -55,3 +55,10 @@ def test_pieces_cover_everything_and_differ_by_one_at_most(numel: int, count: in
     lengths = {stop - start for start, stop in pairwise(bounds)}
     assert (bounds[0], bounds[-1], len(bounds)) == (0, numel, count + 1)
     assert max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size"), [(8, None), (64, None), (127, None), (128, 64), (192, 64), (1024, 64), (1056, 48), (131, None)]
+)
+def test_the_largest_group_that_is_hidden_is_advised(ranks: int, size: int | None) -> None:
+    assert advised_size(ranks) == size
