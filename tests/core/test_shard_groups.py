@@ -62,3 +62,15 @@ def test_pieces_cover_everything_and_differ_by_one_at_most(numel: int, count: in
 )
 def test_the_largest_group_that_is_hidden_is_advised(ranks: int, size: int | None) -> None:
     assert advised_size(ranks) == size
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks_a_node", "expected"),
+    [("node", 8, False), (8, 8, False), (16, 8, True), (64, 8, True), (64, 1, False), (64, 2, False), (64, 4, True)],
+)
+def test_rings_carry_more_where_a_group_is_on_several_nodes_of_several_ranks(
+    choice: Any, ranks_a_node: int, expected: bool
+) -> None:
+    topology = Topology(tuple(rank // ranks_a_node for rank in range(128)))
+    assert ShardGroups.chosen(choice, topology).rings_carry_more(topology) is expected
+    assert ShardGroups.chosen(choice, topology).rings_carry_more(None) is False

@@ -62,7 +62,10 @@ class Collectives(ABC):
         place: Which shard of which copy is this rank's.
         mates: The ranks that share a copy with this one, in the order of their shards.
         shards: How many they are.
+        widens: Whether equal shards of gradients travel in the dtype in which they are summed.
     """
+
+    widens = False
 
     def __init__(
         self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None
@@ -135,7 +138,8 @@ class Collectives(ABC):
         # Several elements a shard: each that holds it sends the others one.
         buffer = torch.zeros(self.world_size, device=device)
         bounds = self._bounds(buffer, None)
-        if reduces:
+        # Of a copy that all share, both connect the same ranks.
+        if reduces or self.place.copies == 1:
             self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), bounds).wait()
         else:
             self._all_gather(buffer, bounds).wait()

@@ -118,6 +118,7 @@ class GroupedNativeCollectives(Collectives):
     ) -> None:
         super().__init__(group, topology, groups)
         self._within = within
+        self.widens = within.widens
         # Only this host's thread counts.
         within.traffic = self.traffic
         self._between: Collectives | None = None

@@ -254,7 +254,11 @@ class ShardedDataParallel:
 
     def step_traffic(self) -> StepTraffic:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
-        reduced = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
+        widens = self.reducer.collectives.widens
+        reduced = [
+            bucket.layout._replace(itemsize=(bucket.shard_dtype if widens else bucket.reduce_dtype).itemsize)
+            for bucket in self.buckets
+        ]
         gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
         shard_groups = self.reducer.collectives.shard_groups
         gradients = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize) for bucket in self.buckets]

@@ -140,3 +140,17 @@ def groups_made_twice() -> tuple[int, bool]:
 
 def test_a_group_of_some_ranks_is_made_once_for_each_purpose(pool: RankPool) -> None:
     assert pool.run(4, groups_made_twice) == [(2, True)] * 4
+
+
+def widened() -> tuple[Tensor, Traffic]:
+    collectives = backends.WideningCollectives(process_groups().gradients)
+    buffer = torch.full((6,), 1.0 if dist.get_rank() else 256.0, dtype=torch.bfloat16)
+    shard = torch.empty(2)
+    collectives.reduce_scatter(buffer, shard).wait()
+    return shard, collectives.traffic
+
+
+def test_around_a_ring_gradients_travel_in_the_dtype_of_their_sum(pool: RankPool) -> None:
+    for shard, traffic in pool.run(3, widened):
+        assert torch.equal(shard, torch.full((2,), 258.0))
+        assert traffic.reduce_scatter_bytes == 4 * 4
