@@ -61,7 +61,7 @@ class Collectives(ABC):
         shard_groups: Which ranks share a copy of what is sharded.
         place: Which shard of which copy is this rank's.
         mates: The ranks that share a copy with this one, in the order of their shards.
-        shards: How many they are.
+        shard_count: How many they are.
         widens: Whether equal shards of gradients travel in the dtype in which they are summed.
     """
 
@@ -78,7 +78,7 @@ class Collectives(ABC):
         self.shard_groups = groups or ShardGroups.of_all(self.world_size)
         self.place = self.shard_groups.place(self.rank)
         self.mates = self.shard_groups.mates(self.rank)
-        self.shards = len(self.mates)
+        self.shard_count = len(self.mates)
         self.rounds = exchange_rounds(self.rank, self.world_size)
         """Who exchanges small messages with whom."""
         self._small_reductions = _SMALL_REDUCTIONS.setdefault(group, _Counter())
@@ -108,7 +108,7 @@ class Collectives(ABC):
         Returns:
             The work. See :func:`lightning_parstrat.core.memory.step_traffic` for what each rank sends.
         """
-        self.traffic.reduce_scatters += self.shards > 1
+        self.traffic.reduce_scatters += self.shard_count > 1
         return self._reduce_scatter(buffer, shard, self._bounds(buffer, bounds))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
@@ -121,7 +121,7 @@ class Collectives(ABC):
         Returns:
             The work. See :func:`lightning_parstrat.core.memory.step_traffic` for what each rank sends.
         """
-        self.traffic.all_gathers += self.shards > 1
+        self.traffic.all_gathers += self.shard_count > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def connect(self, device: torch.device, reduces: bool = True) -> None:
@@ -152,7 +152,7 @@ class Collectives(ABC):
         self.traffic.waited_seconds += time.perf_counter() - began
 
     def _bounds(self, buffer: Tensor, bounds: Sequence[int] | None) -> Sequence[int]:
-        return range(0, buffer.numel() + 1, buffer.numel() // self.shards) if bounds is None else bounds
+        return range(0, buffer.numel() + 1, buffer.numel() // self.shard_count) if bounds is None else bounds
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients.

@@ -104,7 +104,7 @@ class BucketPlanner:
         alone = control.world_size == 1
         self._policy = replace(policy, reduce_dtype=None, gather_dtype=None) if alone else policy
         self._control = control
-        self._shards, self._place = gradients.shards, gradients.place
+        self._shards, self._place = gradients.shard_count, gradients.place
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._position = {parameter: index for index, parameter in enumerate(self._names)}
 

@@ -212,7 +212,7 @@ class Replanner:
     def _cap_bytes(self, wire: AlphaBeta | None) -> int:
         collectives, (first, *_) = self._reducer.collectives, self._reducer.buckets
         if wire is None:
-            wire = assumed_wire(collectives.shards, first.device.type, collectives.place.copies)
+            wire = assumed_wire(collectives.shard_count, first.device.type, collectives.place.copies)
         return self._policy.bucket_cap_bytes(self._model_bytes, wire)
 
     def _measured_wire(self) -> AlphaBeta | None:

@@ -102,7 +102,7 @@ def test_sums_over_all_ranks_and_gathers_within_the_group(
 
 def all_the_traffic(choice: Any, keys: str) -> tuple[Traffic, Any]:
     collectives = make("exchange", choice, keys)
-    layout = BucketLayout((), range(0, 12 * collectives.shards + 1, 12), 4)
+    layout = BucketLayout((), range(0, 12 * collectives.shard_count + 1, 12), 4)
     buffer = torch.ones(layout.numel)
     collectives.reduce_scatter(buffer, torch.empty(12)).wait()
     collectives.all_gather(buffer).wait()
