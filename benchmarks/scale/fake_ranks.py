@@ -117,6 +117,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--planes", choices=get_args(Plane), nargs="+", default=["gloo"])
     parser.add_argument("--cap-mb", type=float, default=0.25, help="size of a bucket in MiB")
+    parser.add_argument("--shard-group", type=int, help="how many ranks share a copy; by default all")
     parser.add_argument("--steps", type=int, default=1, help="settled steps to record")
     parser.add_argument("--save", choices=get_args(Save))
     parser.add_argument("--partition", choices=get_args(Partition), help="of zero1_custom")
@@ -131,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = _parse(arguments)
     silence()
     shapes = MODELS[asked.model]()
-    arguments = {} if asked.partition is None else {"partition": asked.partition}
+    arguments: dict[str, Any] = {} if asked.partition is None else {"partition": asked.partition}
+    if asked.shard_group is not None:
+        arguments["shard_group"] = asked.shard_group
     training = Training(asked.strategy, shapes, asked.cap_mb, asked.steps, asked.save, asked.ranks_per_node, arguments)
     found: dict[str, Any] = {"asked": vars(asked)}
     for plane in asked.planes:

@@ -9,7 +9,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 from unittest import mock
@@ -21,9 +21,11 @@ from torch.distributed import distributed_c10d
 from benchmarks.scale.other_ranks import OtherRanks
 from benchmarks.scale.played_group import PlayedGroup, PlayedStore, noted_broadcast
 from benchmarks.scale.recorder import Recorder
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm import backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.streams import HostStreams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Work
 from lightning_parstrat.distributed.zero1 import redistribution
 
@@ -73,6 +75,7 @@ def playing(
         replaced += [mock.patch.object(module, name, function) for name, function in spoken.items()]
     if plane == "nccl":
         replaced += _everywhere(backends.make_collectives, _native(recorder, backends.make_collectives))
+        replaced.append(mock.patch.object(backends, "streams_of", lambda _: _PlayedStreams(recorder)))
     with ExitStack() as stack:
         for one in replaced:
             stack.enter_context(one)
@@ -100,7 +103,8 @@ def naming_groups(recorder: Recorder, number_of: Callable[[Any], int]) -> list[A
         number_of: The recorder's number for a group.
     """
     functions = process_groups.process_groups, process_groups.control_group, process_groups.checkpoint_group
-    return [one for make in functions for one in _everywhere(make, _naming(recorder, make, number_of))]
+    found = [one for make in functions for one in _everywhere(make, _naming(recorder, make, number_of))]
+    return found + _everywhere(process_groups.subgroup, _naming_part(recorder, process_groups.subgroup, number_of))
 
 
 # `torch.optim` hides its modules behind the classes.
@@ -183,12 +187,38 @@ def _naming(recorder: Recorder, make: Callable[..., Any], number_of: Callable[[A
     return named
 
 
+def _naming_part(recorder: Recorder, make: Callable[..., Any], number_of: Callable[[Any], int]) -> Callable[..., Any]:
+    """A group of some of the ranks of another is for what that is for; on one network or another, by its operations."""
+
+    def named(group: Any, members: Sequence[int]) -> Any:
+        made = make(group, members)
+        recorder.name_groups({number_of(made): recorder.groups[number_of(group)]})
+        return made
+
+    return named
+
+
+class _PlayedStreams(HostStreams):
+    """What is launched on a stream beside, that stream waits for: neither the host does, nor the device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        return self._recorder.in_background()
+
+
 def _native(recorder: Recorder, make: Callable[..., Collectives]) -> Callable[..., Collectives]:
     """``make_collectives`` that takes the groups of gradients and parameters for those of GPUs."""
 
-    def make_collectives(group: PlayedGroup, device: torch.device, topology: Topology | None = None) -> Collectives:
+    def make_collectives(
+        group: PlayedGroup,
+        device: torch.device,
+        topology: Topology | None = None,
+        shard_groups: ShardGroups | None = None,
+    ) -> Collectives:
         on_gpu = recorder.groups[group.number] in ("gradients", "parameters")
-        return make(group, torch.device("cuda") if on_gpu else device, topology)
+        return make(group, torch.device("cuda") if on_gpu else device, topology, shard_groups)
 
     return make_collectives
 

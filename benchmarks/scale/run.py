@@ -4,10 +4,12 @@
 
 - One process plays one rank of up to 1,024 and counts launches, waits, messages, calls, metadata (``fake_ranks.py``).
 - Real ranks, forked from one process, are counted over Gloo: sockets and processor time (``real_ranks.py``).
-- Steps of two models are played through on a model of NCCL (``study.py``, ``cap_study.py``).
+- Steps of two models are played through on a model of NCCL (``study.py``, ``cap_study.py``), in shard groups as a
+  played rank has recorded them (``group_study.py``).
 
-Writes ``scale_counts.json``, ``scale_nccl.json``, ``scale_caps.json`` and ``scale_whole.json`` (parameters that stay
-uncut) into the folder of results, draws the picture of the page on scale, and prints how every counter of a step grows.
+Writes ``scale_counts.json``, ``scale_nccl.json``, ``scale_caps.json``, ``scale_whole.json`` (parameters that stay
+uncut) and ``scale_groups.json`` into the folder of results, draws the picture of the page on scale, and prints how
+every counter of a step grows.
 """
 
 import argparse
@@ -94,6 +96,7 @@ def main() -> None:
     program("study", "--output", str(options.results / "scale_nccl.json"), "--picture", str(options.picture))
     program("cap_study", "--output", str(options.results / "scale_caps.json"))
     program("whole_study", "--output", str(options.results / "scale_whole.json"))
+    program("group_study", "--output", str(options.results / "scale_groups.json"))
 
 
 if __name__ == "__main__":

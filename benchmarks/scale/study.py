@@ -80,7 +80,7 @@ def zero1_step(
     within = cluster.network(placed(shard_ranks))
     data: Network = within
     if shard_ranks < ranks:
-        data = ShardGroups(within=within, across=cluster.network(_replicas(ranks, shard_ranks)))
+        data = ShardGroups(within=within, across=cluster.network(holders(ranks, shard_ranks)))
     flags = Gloo(ranks=ranks, small_messages="doubling" if cluster.flags == "doubling" else "ring")
     networks: dict[str, Network] = {"gradients": data, "parameters": data, "control": flags}
     replan = None
@@ -96,7 +96,7 @@ def zero1_step(
     )
 
 
-def _replicas(ranks: int, shard_ranks: int) -> Placement:
+def holders(ranks: int, shard_ranks: int) -> Placement:
     """The ranks that hold the same shard: of groups of nodes one a node, of groups within nodes several."""
     return Placement(ranks // shard_ranks, placed(ranks).nodes // placed(shard_ranks).nodes)
 

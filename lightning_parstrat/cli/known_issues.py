@@ -14,6 +14,9 @@ from lightning_parstrat._namespaces import PUBLIC
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.facts import Interface
 from lightning_parstrat.cli.program import Program, Setting, is_torchrun, read_program
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardGroups
+from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import counted
 
 # Interfaces of containers and virtual machines: they lead to no other node.
@@ -348,6 +351,24 @@ def _interfaces(situation: Situation) -> list[Finding]:
     return [Finding("several interfaces", what, change)]
 
 
+def _shard_groups(situation: Situation) -> list[Finding]:
+    program = situation.program
+    setting = None if program is None else program.settings.get("strategy")
+    if program is None or setting is None or not isinstance(setting.value, Mapping):
+        return []
+    group = (setting.value.get("init_args") or {}).get("shard_group", "all")
+    devices, nodes = program.count("devices"), program.count("num_nodes") or 1
+    if devices is None:
+        return []
+    try:
+        ShardingPolicy(shard_group=group)
+        ShardGroups.chosen(group, Topology(tuple(rank // devices for rank in range(devices * nodes))))
+    except ValueError as error:
+        change = f"{setting.source}\n  -> shard_group: node, or a number that divides {devices * nodes}"
+        return [Finding("shard groups", f"The training would end before its first step: {error}", change)]
+    return []
+
+
 KNOWN_ISSUES: Mapping[str, Callable[[Situation], list[Finding]]] = {
     "checkpoint in a signal handler": _saves_in_signal_handler,
     "SIGTERM": _sigterm,
@@ -356,5 +377,6 @@ KNOWN_ISSUES: Mapping[str, Callable[[Situation], list[Finding]]] = {
     "torchrun in Slurm": _torchrun,
     "checkpoints of preempted jobs": _hpc_checkpoint,
     "several interfaces": _interfaces,
+    "shard groups": _shard_groups,
 }
 """The checks by their subject."""

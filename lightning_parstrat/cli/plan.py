@@ -22,6 +22,8 @@ from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups, advised_size
+from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
@@ -62,6 +64,7 @@ def make_parser() -> ArgumentParser:
     add("--bandwidth", type=str | None, help="of a node's link, such as 100Gbit; shows how long sending takes")
     add("--calibration", type=str | None, metavar="FILE", help="output of `doctor --json`, instead of --bandwidth")
     add("--compute-seconds", type=PositiveFloat | None, help="time of one process's step alone, to predict step times")
+    add("--shard-group", type=ShardGroupChoice, default="all", help="as in ZeRO1Strategy: all, node, or a number")
     add("--bucket-cap-mb", type=PositiveFloat | None, help="as in ZeRO1Strategy (default: by ranks and model)")
     add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")
     add("--json", action="store_true", help="print the result as JSON")
@@ -79,13 +82,16 @@ def run(arguments: Namespace, program: list[str]) -> int:
     cluster = _cluster(arguments)
     memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory")
     module = _read_module(Path(arguments.config), arguments.model)
+    groups = _shard_groups(arguments.shard_group, cluster)
     policy = ShardingPolicy(bucket_cap_mb=arguments.bucket_cap_mb or "auto")
     model_bytes = sum(one.numel * one.itemsize for one in module.parameters)
     # Memory is planned for GPUs as a rule, and hardly depends on it.
-    cap_bytes = policy.bucket_cap_bytes(model_bytes, assumed_wire(cluster.world_size, "cuda"))
-    estimates = _estimates(module, cluster, cap_bytes)
+    cap_bytes = policy.bucket_cap_bytes(model_bytes, assumed_wire(groups.size, "cuda", groups.copies))
+    estimates = _estimates(module, cluster, cap_bytes, groups.size)
     room = None if memory is None else memory * (1 - arguments.reserve)
     choice, why = recommend(estimates, room, cluster, arguments.compute_seconds)
+    if choice is not None and choice.strategy == "zero1_custom":
+        why += advice_on_groups(groups)
     if arguments.json:
         print(json.dumps(_as_json(estimates, room, choice, why, arguments.compute_seconds)))
     else:
@@ -140,6 +146,27 @@ def recommend(
     )
 
 
+def advice_on_groups(groups: ShardGroups) -> str:
+    """What to say of shard groups where zero1_custom is recommended; empty where one group of all is as good."""
+    size = advised_size(groups.world_size)
+    if size is None or groups.size <= size:
+        return ""
+    return (
+        f" On {groups.world_size} GPUs a ring of {groups.size} ranks takes longer than computation hides, by a model of"
+        f" NCCL: shard_group={size} would not, and each rank would hold 1/{size} of the optimizer state (add"
+        f" --shard-group {size} to see it)."
+    )
+
+
+def _shard_groups(choice: ShardGroupChoice, cluster: Cluster) -> ShardGroups:
+    try:
+        ShardingPolicy(shard_group=choice)
+        nodes = tuple(rank // cluster.devices for rank in range(cluster.world_size))
+        return ShardGroups.chosen(choice, Topology(nodes))
+    except ValueError as error:
+        raise UsageError(f"--shard-group: {error}") from error
+
+
 def _times(compute_seconds: float | None, *estimates: Estimate) -> list[float] | None:
     if compute_seconds is None:
         return None
@@ -147,14 +174,20 @@ def _times(compute_seconds: float | None, *estimates: Estimate) -> list[float] |
     return None if None in times else times  # type: ignore[return-value]
 
 
-def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int) -> list[Estimate]:
+def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int, shard_ranks: int) -> list[Estimate]:
     narrow = [_in_bf16(one) for one in module.parameters]
     states = 4 * module.states
     partition = "element" if module.cut_anywhere else "parameter"
     sharded = [
         estimate_ddp(module.parameters, states, cluster, "32-true"),
         estimate_zero1(
-            module.parameters, states, cluster, "32-true", bucket_cap_bytes=bucket_cap_bytes, partition=partition
+            module.parameters,
+            states,
+            cluster,
+            "32-true",
+            bucket_cap_bytes=bucket_cap_bytes,
+            partition=partition,
+            shard_ranks=shard_ranks,
         ),
         estimate_zero1(
             narrow,
@@ -164,6 +197,7 @@ def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int) -> list
             bucket_cap_bytes=bucket_cap_bytes,
             partition=partition,
             has_master_weights=True,
+            shard_ranks=shard_ranks,
         ),
     ]
     return [
@@ -359,7 +393,9 @@ def _print(
     frozen = f" and {module.fixed / 1e6:,.1f} M elements that are not trained" if module.fixed else ""
     print(f"{count / 1e6:,.1f} M trainable parameters{frozen}; optimizer: {module.optimizer}")
     ranks, nodes = counted(cluster.world_size, "rank"), counted(cluster.nodes, "node")
-    print(f"{ranks} on {nodes}; per rank, without activations:\n")
+    size = _shard_groups(arguments.shard_group, cluster).size
+    grouped = f", in shard groups of {size}" if size < cluster.world_size else ""
+    print(f"{ranks} on {nodes}{grouped}; per rank, without activations:\n")
     header = ["strategy", "precision", "between steps", "at most", "sent per step"]
     rows = [
         [one.strategy, one.precision, amount(one.held_bytes), amount(one.peak_bytes), amount(one.sent_bytes)]

@@ -54,15 +54,22 @@ _BYTES_IN_LATENCY = {"cuda": 700 * 2**10, "cpu": 32 * 2**10}
 Gloo's messages of 40 microseconds at some 1 GB/s."""
 
 
-def assumed_wire(world_size: int, device_type: str) -> AlphaBeta:
+_RANKS_A_LEVEL = 4
+"""An all-reduce between groups goes up and down a tree: each of its levels takes as long as so many ranks of a ring."""
+
+
+def assumed_wire(ranks: int, device_type: str, copies: int = 1) -> AlphaBeta:
     """What a reduce-scatter is taken to cost before any was measured: latency and bandwidth in proportion only.
 
     Args:
-        world_size: Number of ranks.
+        ranks: Those that share a copy of what is sharded.
         device_type: Of the gradients: "cuda" or "cpu".
+        copies: Groups of so many ranks, which sum each shard between them.
     """
     in_latency = _BYTES_IN_LATENCY.get(device_type, _BYTES_IN_LATENCY["cuda"])
-    return AlphaBeta(latency_seconds=float(in_latency * world_size), seconds_per_byte=1.0)
+    # Between CPUs each rank sends all others of the same shard two messages.
+    between = 2 * (copies - 1) if device_type == "cpu" else _RANKS_A_LEVEL * math.log2(copies)
+    return AlphaBeta(latency_seconds=float(in_latency * (ranks + between)), seconds_per_byte=1.0)
 
 
 class CostFit(NamedTuple):

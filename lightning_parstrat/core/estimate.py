@@ -112,6 +112,7 @@ def estimate_zero1(
     bucket_cap_bytes: int,
     partition: Partition = "element",
     has_master_weights: bool = False,
+    shard_ranks: int | None = None,
 ) -> Estimate:
     """What the rank that needs most needs under ``zero1_custom``.
 
@@ -123,19 +124,28 @@ def estimate_zero1(
         bucket_cap_bytes: The largest bucket.
         partition: How parameters may be cut.
         has_master_weights: Whether fp32 copies are stepped.
+        shard_ranks: How many share a copy of the state, consecutive ones; by default all.
     """
-    policy = LayoutPolicy(world_size=cluster.world_size, bucket_cap_bytes=bucket_cap_bytes, partition=partition)
+    shards = shard_ranks or cluster.world_size
+    policy = LayoutPolicy(world_size=shards, bucket_cap_bytes=bucket_cap_bytes, partition=partition)
     # Reversed, as the engine's first plan: gradients become ready from the last layer to the first.
     layouts = plan_buckets(list(reversed(parameters)), policy)
     buckets = [
         BucketMemory(layout, 4 if has_master_weights else layout.itemsize, has_master_weights, state_per_element)
         for layout in layouts
     ]
-    held = max(held_bytes(buckets, rank).total for rank in _ranks_to_look_at(cluster.world_size, partition))
+    held = max(held_bytes(buckets, rank).total for rank in _ranks_to_look_at(shards, partition))
     total = sum(layout.numel * layout.itemsize for layout in layouts)
-    sent = 2 * (cluster.world_size - 1) / cluster.world_size * total
     # In two levels, K nodes send (K - 1) / K of a bucket per phase, however many ranks each node has.
-    between = 2 * (cluster.nodes - 1) / cluster.nodes * total if cluster.nodes > 1 else sent
+    nodes = max(1, shards // cluster.devices)
+    sent = 2 * (shards - 1) / shards * total
+    between = 2 * (nodes - 1) / nodes * total if cluster.nodes > 1 else sent
+    copies = cluster.world_size // shards
+    if copies > 1:
+        # An all-reduce of each rank's shard, which all ranks of a node make at once.
+        summed = sum(layout.numel for layout in layouts) * buckets[0].shard_itemsize / shards if buckets else 0.0
+        sent += 2 * (copies - 1) / copies * summed
+        between += 2 * (copies - 1) / copies * summed * (cluster.devices if cluster.nodes > 1 else 1)
     # The peak: where the wire is slower than backward, all gradients wait for it at once.
     return Estimate("zero1_custom", precision, held, held + total, round(sent), _seconds(between, cluster))
 

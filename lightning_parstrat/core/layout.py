@@ -109,9 +109,9 @@ class ShardSlice(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements ``[start, stop)`` of what is cut, of which ``rank`` has all."""
+    """Elements ``[start, stop)`` of what is cut, all of which lie in ``shard``."""
 
-    rank: int
+    shard: int
     start: int
     stop: int
 
@@ -122,20 +122,20 @@ class Part(NamedTuple):
 
 
 def parts_of(bounds: Sequence[int], start: int, stop: int) -> Iterator[Part]:
-    """Who has which of the elements ``[start, stop)``, in their order; who has none of them is left out.
+    """Which of the elements ``[start, stop)`` lie in which shard, in their order; a shard with none is left out.
 
     Found by bisection: in the logarithm of the world size for each part.
 
     Args:
-        bounds: Rank r has the elements ``[bounds[r], bounds[r + 1])``.
+        bounds: Shard s has the elements ``[bounds[s], bounds[s + 1])``.
         start: The first element.
         stop: The one after the last, at most ``bounds[-1]``.
     """
     while start < stop:
-        # Of ranks that have nothing, the last to begin there is the one that has something.
-        rank = bisect_right(bounds, start) - 1
-        end = min(stop, bounds[rank + 1])
-        yield Part(rank, start, end)
+        # Of shards that begin there, the last is the one that is not empty.
+        shard = bisect_right(bounds, start) - 1
+        end = min(stop, bounds[shard + 1])
+        yield Part(shard, start, end)
         start = end
 
 

@@ -7,10 +7,12 @@ al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sec
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_parstrat.core.halving import HalvingPlan, HalvingRound, halving_plan
+from lightning_parstrat.core.halving import HalvingRound, halving_plan
 from lightning_parstrat.core.layout import BucketLayout, even_bounds, parts_of
+from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
 from lightning_parstrat.core.topology import Topology
 
 
@@ -22,7 +24,10 @@ class StepTraffic(NamedTuple):
     all_gathers: int
     all_gather_bytes: int
     between_nodes_bytes: int
-    """The part of both phases that goes to other nodes."""
+    """The part of all phases that goes to other nodes."""
+    all_reduces: int = 0
+    """Of shards, between groups of ranks that hold a copy each."""
+    all_reduce_bytes: int = 0
 
 
 def step_traffic(
@@ -31,6 +36,7 @@ def step_traffic(
     topology: Topology | None = None,
     gathered: Sequence[BucketLayout] | None = None,
     summed: Sequence[BucketLayout] | None = None,
+    shard_groups: ShardGroups | None = None,
     native: bool = False,
 ) -> StepTraffic:
     """The traffic of one step in which every bucket is reduced and gathered once, padding included.
@@ -41,6 +47,7 @@ def step_traffic(
         topology: Which ranks share a node, where they exchange chunks in two levels; see :class:`Topology`.
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
         summed: The plan with the item sizes that gradients are summed in, where they travel in others.
+        shard_groups: Which ranks share a copy of what is sharded; by default all do.
         native: Whether a backend's own collectives carry equal parts, as on GPUs: no partial sum travels in a wider
             dtype.
 
@@ -51,25 +58,31 @@ def step_traffic(
         between nodes. Many CPU ranks exchange in rounds (``halving.py``), of as many bytes; where gradients are summed
         in a wider dtype, sums travel in it. Where shards differ, the rank also passes on the sums that others own of
         its equal part, and what it owns of the parameters in others' equal parts: in the mean over ranks less than a
-        ``world_size``-th of the bucket each way.
+        ``world_size``-th of the bucket each way. With K shard groups it sends all that within its group, and
+        ``2 (K - 1) / K`` of its part of the gradients to the ranks that hold the same.
     """
     if not buckets:
         return StepTraffic(0, 0, 0, 0, 0)
-    topology = topology or Topology.flat(buckets[0].world_size)
-    plan = halving_plan(rank, topology)
-    reductions, gathers = [], []
+    groups = shard_groups or ShardGroups.of_all(buckets[0].world_size)
+    ranks = _Ranks(rank, groups, topology or Topology.flat(groups.world_size))
+    shard, copies = groups.place(rank).shard, groups.copies
+    reductions, gathers, between_groups = [], [], []
     for bucket, wide, home in zip(buckets, summed or buckets, gathered or buckets, strict=True):
         equal = even_bounds(bucket.numel, bucket.world_size)
-        reduced = _reduced(bucket, bucket.itemsize if native else wide.itemsize, plan, topology)
-        reductions.append(reduced.plus(_passed_on(wide, rank, topology, equal, bucket.bounds)))
-        gathers.append(_gathered(home, plan, topology).plus(_passed_on(home, rank, topology, bucket.bounds, equal)))
+        reduced = ranks.reduced(bucket, bucket.itemsize if native else wide.itemsize)
+        reductions.append(reduced.plus(ranks.passed_on(wide, equal, bucket.bounds)))
+        gathers.append(ranks.gathered(home).plus(ranks.passed_on(home, bucket.bounds, equal)))
+        # Between CPUs, sums are passed on to their owners when they are over all groups.
+        between_groups.append(ranks.all_reduced(bucket.shard_numel(shard) if native else equal.step, wide.itemsize))
     count = sum(bucket.world_size > 1 for bucket in buckets)
     return StepTraffic(
         reduce_scatters=count,
         reduce_scatter_bytes=sum(one.within + one.between for one in reductions),
         all_gathers=count,
         all_gather_bytes=sum(one.within + one.between for one in gathers),
-        between_nodes_bytes=sum(one.between for one in (*reductions, *gathers)),
+        between_nodes_bytes=sum(one.between for one in (*reductions, *gathers, *between_groups)),
+        all_reduces=len(buckets) if copies > 1 else 0,
+        all_reduce_bytes=sum(one.within + one.between for one in between_groups),
     )
 
 
@@ -83,38 +96,60 @@ class _Sent(NamedTuple):
         return _Sent(self.within + other.within, self.between + other.between)
 
 
-def _reduced(bucket: BucketLayout, summed_itemsize: int, plan: HalvingPlan, topology: Topology) -> _Sent:
-    """In a reduce-scatter of equal parts: to each of the others what it goes on with."""
-    part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
-    for of_round in plan.rounds:
-        block = part * of_round.cuts.step * (summed_itemsize if of_round.sends_sums else bucket.itemsize)
-        sent = sent.plus(_to_others(of_round, block, topology))
-    return sent
+class _Ranks:
+    """Whom one rank sends what.
 
+    Args:
+        rank: The rank.
+        groups: Which ranks share a copy.
+        nodes: Which ranks share a node.
+    """
 
-def _gathered(bucket: BucketLayout, plan: HalvingPlan, topology: Topology) -> _Sent:
-    """In an all-gather of equal parts: to each of the others what this rank has gathered."""
-    part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
-    for of_round in plan.rounds:
-        sent = sent.plus(_to_others(of_round, part * of_round.cuts.step * bucket.itemsize, topology))
-    return sent
+    def __init__(self, rank: int, groups: ShardGroups, nodes: Topology) -> None:
+        self._rank = rank
+        self._nodes = nodes
+        self._place, self._mates, self._holders = groups.place(rank), groups.mates(rank), groups.holders(rank)
+        self._rounds: Sequence[HalvingRound]
+        if groups.copies == 1:
+            self._rounds = halving_plan(rank, nodes).rounds
+        else:
+            mates = tuple(self._mates)
+            self._rounds = [HalvingRound(mates, self._place.shard, range(len(mates) + 1), False)]
 
+    def reduced(self, bucket: BucketLayout, summed_itemsize: int) -> _Sent:
+        """In a reduce-scatter of equal parts: to each of the others what it goes on with."""
+        part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
+        for of_round in self._rounds:
+            block = part * of_round.cuts.step * (summed_itemsize if of_round.sends_sums else bucket.itemsize)
+            sent = sent.plus(self._to_others(of_round.ranks, block))
+        return sent
 
-def _to_others(of_round: HalvingRound, block: int, topology: Topology) -> _Sent:
-    rank = of_round.ranks[of_round.place]
-    mates = sum(topology.share_node(rank, other) for other in of_round.ranks) - 1
-    return _Sent(mates * block, (len(of_round.ranks) - 1 - mates) * block)
+    def gathered(self, bucket: BucketLayout) -> _Sent:
+        """In an all-gather of equal parts: to each of the others what this rank has gathered."""
+        part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
+        for of_round in self._rounds:
+            sent = sent.plus(self._to_others(of_round.ranks, part * of_round.cuts.step * bucket.itemsize))
+        return sent
 
+    def passed_on(self, bucket: BucketLayout, had: Sequence[int], wanted: Sequence[int]) -> _Sent:
+        """What the rank has by the bounds ``had`` and others of its group want by ``wanted``."""
+        sent, shard = _Sent(0, 0), self._place.shard
+        for part in parts_of(wanted, had[shard], had[shard + 1]):
+            sent = sent.plus(self._to_others([self._rank, self._mates[part.shard]], part.numel * bucket.itemsize))
+        return sent
 
-def _passed_on(bucket: BucketLayout, rank: int, topology: Topology, had: Sequence[int], wanted: Sequence[int]) -> _Sent:
-    """What the rank has by the bounds ``had`` and others want by ``wanted``."""
-    within = between = 0
-    for part in parts_of(wanted, had[rank], had[rank + 1]):
-        if not topology.share_node(rank, part.rank):
-            between += part.numel * bucket.itemsize
-        elif part.rank != rank:
-            within += part.numel * bucket.itemsize
-    return _Sent(within, between)
+    def all_reduced(self, numel: int, itemsize: int) -> _Sent:
+        """Between groups: to each of those who hold the same its piece of what there is, and the sum of one's own."""
+        bounds, sent = piece_bounds(numel, len(self._holders)), _Sent(0, 0)
+        pieces = [stop - start for start, stop in pairwise(bounds)]
+        for holder, piece in zip(self._holders, pieces, strict=True):
+            sent = sent.plus(self._to_others([self._rank, holder], (piece + pieces[self._place.copy]) * itemsize))
+        return sent
+
+    def _to_others(self, ranks: Sequence[int], nbytes: int) -> _Sent:
+        others = [rank for rank in ranks if rank != self._rank]
+        mates = sum(self._nodes.share_node(self._rank, other) for other in others)
+        return _Sent(mates * nbytes, (len(others) - mates) * nbytes)
 
 
 class BucketMemory(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from lightning_parstrat.core.accumulation import PartialWindow
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.grouping import default_bucket_cap
+from lightning_parstrat.core.shard_groups import ShardGroupChoice
 
 BucketCap = float | Literal["auto"]
 PartitionChoice = Literal["auto", "element", "parameter"]
@@ -43,6 +44,8 @@ class ShardingPolicy:
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them, at least 1; None for as many as there are; ``"auto"`` for 4 on a GPU, whose host runs ahead and would
             keep the buffers of all, and as many as there are on CPUs.
+        shard_group: Which ranks share a copy of the optimizer state: ``"all"``, those of a ``"node"``, or so many
+            consecutive ones. See :mod:`lightning_parstrat.core.shard_groups`.
         reduce_dtype: The dtype in which fp32 gradients travel to their shards' owners, who sum them in fp32.
         gather_dtype: The dtype in which fp32 parameters are all-gathered; each rank steps its shard in fp32.
 
@@ -57,6 +60,7 @@ class ShardingPolicy:
     master_weights: MasterWeights = "auto"
     overlap_param_gather: bool = True
     max_inflight_buckets: BoundInFlight = "auto"
+    shard_group: ShardGroupChoice = "all"
     reduce_dtype: WireDtype = None
     gather_dtype: WireDtype = None
 
@@ -76,6 +80,11 @@ class ShardingPolicy:
         number = isinstance(bound, int) and not isinstance(bound, bool) and bound >= 1
         if not number and bound not in ("auto", None):
             raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, 'auto' or None.")
+        group = self.shard_group
+        if group not in ("all", "node") and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
+            raise ValueError(
+                f"Invalid shard_group: {group!r}. Must be 'all', 'node', or a whole number of ranks >= 1, such as 8."
+            )
         for name in ("reduce_dtype", "gather_dtype"):
             value = getattr(self, name)
             if value not in ("bf16", None):

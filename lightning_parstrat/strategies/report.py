@@ -48,13 +48,14 @@ def describe(summary: ShardingSummary, observers: Sequence[str]) -> str:
 
 
 def _sharded(summary: ShardingSummary) -> str:
-    line = f"{_count(summary.parameters)} over {counted(summary.world_size, 'rank')}"
+    groups = f" in {summary.copies} shard groups" if summary.copies > 1 else ""
+    line = f"{_count(summary.parameters)} over {counted(summary.world_size, 'rank')}{groups}"
     if summary.state_bytes is None:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
         line = f"{line}, optimizer state of {share:.0%} of them on this one"
     else:
         unsharded, own = summary.state_bytes
-        instead = f" instead of {_size(unsharded)}" if summary.world_size > 1 else ""
+        instead = f" instead of {_size(unsharded)}" if summary.world_size > summary.copies else ""
         line = f"{line}, optimizer state {_size(own)} per rank{instead}"
     return (
         f"{line}, fp32 master weights {_size(summary.master_bytes)} per rank." if summary.master_bytes else f"{line}."
@@ -87,7 +88,7 @@ class StepMeter:
             global_step: Number of optimizer steps so far.
             traffic: All that this rank has sent, and waited for, so far.
         """
-        sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes
+        sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
         now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
         # Micro-batches of one accumulation window belong to one step.
         if self._last is not None and self._last[0] == global_step:

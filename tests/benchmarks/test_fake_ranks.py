@@ -139,6 +139,50 @@ def test_a_settled_step_of_whole_parameters_over_nccl(whole_parameters: dict[str
         assert counted["waits"]["gradients"] == counted["waits"]["parameters"] == buckets
 
 
+SHARD_GROUP = 8
+
+
+@pytest.fixture(scope="module")
+def steps_in_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    sizes = [str(size) for size in SIZES[1:]]
+    asked = ["--planes", "gloo", "nccl", "--ranks", "0", "37", "--shard-group", str(SHARD_GROUP)]
+    return count_by_program(tmp_path_factory.mktemp("groups"), "--sizes", *sizes, *asked)
+
+
+@pytest.mark.parametrize("rank", [0, 37])
+def test_a_settled_step_in_shard_groups(steps_in_groups: dict[str, Any], rank: int) -> None:
+    buckets = len(BUCKETS)
+    for size, counted in of_phase(steps_in_groups, "nccl", "step", rank):
+        assert counted["launches"] == {
+            "gradients reduce_scatter": buckets,
+            "gradients all_reduce": buckets,
+            "parameters all_gather": buckets,
+            "control send": in_rounds(size),
+            "control recv": in_rounds(size),
+        }
+        assert counted["waits"] == {"gradients": buckets, "parameters": buckets}
+        assert counted["metadata_bytes"] == counted["store_requests"] == 0
+    for size, counted in of_phase(steps_in_groups, "gloo", "step", rank):
+        # Within the group, and twice to all that hold the same shard.
+        within, between = buckets * (SHARD_GROUP - 1), buckets * 2 * (size // SHARD_GROUP - 1)
+        assert counted["launches"] == {
+            "gradients send": within + between,
+            "gradients recv": within + between,
+            "parameters send": within,
+            "parameters recv": within,
+            "control send": in_rounds(size),
+            "control recv": in_rounds(size),
+        }
+
+
+def test_ranks_of_other_groups_are_not_connected_for_parameters(steps_in_groups: dict[str, Any]) -> None:
+    for one in steps_in_groups["gloo"]["played"]:
+        holders = one["size"] // SHARD_GROUP - 1
+        # Beside these, the module's first values go down a tree, and up to rank 0.
+        assert one["sockets"]["gradients"]["used"] >= SHARD_GROUP - 1 + holders
+        assert one["sockets"]["parameters"]["used"] <= SHARD_GROUP - 1 + math.log2(one["size"])
+
+
 def test_the_plan_that_was_wrong_was_replaced(steps: dict[str, Any]) -> None:
     for plane in ("gloo", "nccl"):
         for size, counted in of_phase(steps, plane, "replan"):

@@ -120,6 +120,18 @@ def test_several_interfaces_are_named_where_none_was_chosen(
     assert all("export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0" in finding.change for finding in findings)
 
 
+@pytest.mark.parametrize(
+    ("group", "change"),
+    [("node", ""), ("4", ""), ("8", ""), ("3", "a number that divides 8"), ("rack", "a number that divides 8")],
+)
+def test_shard_groups_that_do_not_divide_the_ranks(tmp_path: Path, group: str, change: str) -> None:
+    strategy = f"--trainer.strategy={{class_path: ZeRO1Strategy, init_args: {{shard_group: {group}}}}}"
+    command = ("train.py", "fit", strategy, "--trainer.num_nodes=2", "--trainer.devices=4")
+    found = find_known_issues(Situation({}, None, read_program(command, tmp_path), []))
+    assert [finding.issue for finding in found] == (["shard groups"] if change else [])
+    assert all(change in finding.change for finding in found)
+
+
 OTHERWISE = {
     "several options in a line": ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4", "#SBATCH -N 2 --ntasks-per-node=4"),
     "bound to none": ("--gpus-per-node=4", "--gpus-per-task=1 --gpu-bind=none"),

@@ -265,3 +265,44 @@ def test_estimates_at_any_world_size(world_size: int) -> None:
         assert ddp.sent_bytes == zero1.sent_bytes == 0 and ddp.wire_seconds == 0
     else:
         assert zero1.held_bytes < ddp.held_bytes and zero1.wire_seconds is None
+
+
+@pytest.mark.parametrize(("shard_group", "size", "between"), [("node", 8, 0.0), ("16", 16, 1.0), ("4", 4, 0.0)])
+def test_shard_groups_hold_a_copy_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_group: str, size: int, between: float
+) -> None:
+    cluster = ("--world-size", "32", "--devices-per-node", "8", "--bandwidth", "8Gbit")
+    result = plan(capsys, 0, "--config", write(tmp_path), *cluster, "--shard-group", shard_group)
+    _, zero1, narrow = result["estimates"]
+    count, copies = 9 * MATRIX, 32 // size
+    assert zero1["held_bytes"] == (4 + 12 / size) * count + 4 * MATRIX
+    assert narrow["held_bytes"] == (2 + 16 / size) * count + 2 * MATRIX
+    summed = 2 * (copies - 1) / copies * 4 * count / size
+    assert zero1["sent_bytes"] == pytest.approx(2 * (size - 1) / size * 4 * count + summed, abs=1)
+    # Groups of two nodes send half of each phase's bytes over a node's link, and all groups the shards of a node.
+    assert zero1["wire_seconds"] == pytest.approx((between * 4 * count + 8 * summed) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "advised"),
+    [("64", [], None), ("128", [], 64), ("1024", [], 64), ("1056", [], 48), ("1024", ["--shard-group", "32"], None)],
+)
+def test_shard_groups_are_advised_where_they_pay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: str, asked: list[str], advised: int | None
+) -> None:
+    size = ("--world-size", ranks, "--devices-per-node", "8")
+    why = plan(capsys, 0, "--config", write(tmp_path), *size, *asked)["why"]
+    assert ("shard_group=" in why) == (advised is not None)
+    assert advised is None or f"shard_group={advised} " in why
+
+
+@pytest.mark.parametrize("shard_group", ["3", "0", "nodes", "64"])
+def test_shard_groups_that_cannot_be_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shard_group: str
+) -> None:
+    asked = ("--world-size", "32", "--devices-per-node", "8", "--shard-group", shard_group)
+    try:
+        assert main(["plan", "--config", write(tmp_path), *asked]) == 2
+    except SystemExit as error:
+        assert error.code == 2
+    assert "shard" in capsys.readouterr().err

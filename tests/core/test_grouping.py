@@ -64,6 +64,18 @@ def test_the_cap_never_falls_with_ranks_or_model(device_type: str) -> None:
     assert caps[0][0] == 8 * MIB and caps[-1][-1] > caps[0][0]
 
 
+@pytest.mark.parametrize(
+    ("model_bytes", "groups", "mib"),
+    [(1_420_000_000, 8, 128), (1_420_000_000, 32, 128), (1_420_000_000, 64, 256), (13_500_000_000, 64, 512)],
+)
+def test_the_cap_of_shard_groups_follows_from_their_size(model_bytes: int, groups: int, mib: int) -> None:
+    wire = assumed_wire(groups, "cuda", 512 // groups)
+    assert default_bucket_cap(model_bytes, wire) == mib * MIB
+    of_all = assumed_wire(512, "cuda")
+    assert assumed_wire(groups, "cuda").latency_seconds < wire.latency_seconds < of_all.latency_seconds
+    assert assumed_wire(512, "cuda", 1) == of_all
+
+
 def test_two_cpus_keep_buckets_of_8_mib() -> None:
     # 33.6M parameters in fp32, over 1 Gbit/s: a latency of 1 ms and 8 ns a byte.
     measured = AlphaBeta(latency_seconds=1e-3, seconds_per_byte=8e-9)

@@ -15,6 +15,7 @@ from lightning_parstrat.core.memory import (
     parameter_bytes,
     step_traffic,
 )
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 
 GROUPS = {"bfloat16": 2, "float32": 4, "complex128": 16}
@@ -125,7 +126,7 @@ def test_known_plans(
     owned: list[int],
 ) -> None:
     buckets = plan(sizes, world_size, 2**20, partition)
-    assert [step_traffic(buckets, rank) for rank in range(world_size)] == [(*one, 0) for one in sent]
+    assert [step_traffic(buckets, rank) for rank in range(world_size)] == [(*one, 0, 0, 0) for one in sent]
     assert [owned_bytes(buckets, rank) for rank in range(world_size)] == owned
     assert parameter_bytes(buckets) == sum(owned)
 
@@ -197,3 +198,28 @@ def test_padding_is_held_but_has_no_state() -> None:
     held = held_bytes([BucketMemory(layout, 4, False, 8.0)], 3)
     # The last of four shards of 256 elements ends in 24 of padding.
     assert held == HeldBytes(parameters=4096, master_weights=0, optimizer_state=8 * 232, gradient_shards=1024)
+
+
+@pytest.mark.parametrize(("keys", "groups"), [("aabb", (0, 1)), ("abab", (0, 2))])
+def test_shard_groups_send_within_the_group_and_a_shard_between(keys: str, groups: tuple[int, int]) -> None:
+    # 1000 float32 elements in two shards of 512 (padding included), of which each of two holders sums one half.
+    others = tuple(rank for rank in range(4) if rank not in groups)
+    buckets = plan([(1000, "float32")], 2, 2**20, "element")
+    shard = buckets[0].shard_numel(0) * 4
+    chosen = ShardGroups((groups, others))
+    for rank in range(4):
+        between_nodes = 2 * shard // 2
+        expected = StepTraffic(1, shard, 1, shard, between_nodes, 1, 2 * shard // 2)
+        assert step_traffic(buckets, rank, Topology.of(keys), shard_groups=chosen) == expected
+        wide = [buckets[0]._replace(itemsize=8)]
+        assert step_traffic(buckets, rank, shard_groups=chosen, summed=wide).all_reduce_bytes == 2 * shard
+
+
+def test_of_copies_of_all_only_the_sum_is_sent() -> None:
+    buckets = plan([(1000, "float32")], 1, 2**20, "element")
+    alone = ShardGroups(((0,), (1,), (2,), (3,)))
+    sent = [step_traffic(buckets, rank, shard_groups=alone) for rank in range(4)]
+    assert all(
+        one.reduce_scatters == one.all_gathers == one.reduce_scatter_bytes == one.all_gather_bytes == 0 for one in sent
+    )
+    assert sum(one.all_reduce_bytes for one in sent) == 2 * 3 * buckets[0].numel * 4

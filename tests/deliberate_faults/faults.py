@@ -193,9 +193,23 @@ FAULTS = (
     Fault(
         "state is gathered into the wrong place",
         "distributed/zero1/state_dict.py",
-        "target = slot.storage_order(state[key])[slot.elements_of(source)]",
+        "target = slot.storage_order(state[key])[slot.elements_of(ranks.place(source).shard)]",
         "target = slot.storage_order(state[key])[: len(range(*slot.elements_of(source).indices(2**40)))]",
         ("tests/strategies/checkpoint/test_checkpoints.py::test_the_file_is_what_ddp_would_have_written",),
+    ),
+    Fault(
+        "each group of ranks sums the gradients of its own alone",
+        "distributed/comm/grouped.py",
+        "sum_in_order(arriving.values(), total)",
+        "total.copy_(own)",
+        ("tests/distributed/zero1/test_shard_groups.py::test_trains_as_one_group_does_and_copies_stay_alike",),
+    ),
+    Fault(
+        "every group of ranks adds its shards to the norm",
+        "distributed/gradients/clipping.py",
+        "counts_own = collectives is None or collectives.place.copy == 0",
+        "counts_own = True",
+        ("tests/distributed/gradients/test_clipping.py",),
     ),
     Fault(
         "a rank loads the part of another",

@@ -28,6 +28,10 @@ from tests.strategies.parity import PoolEnvironment, make_trainer, train, zero1
         ({"bucket_cap_mb": "huge"}, ["bucket_cap_mb: 'huge'", "positive number of MiB", "'auto'"]),
         ({"partition": "row"}, ["'row'", "auto", "element", "parameter"]),
         ({"expose_gradients": "yes"}, ["expose_gradients: 'yes'", "auto", "True", "False"]),
+        ({"shard_group": "rack"}, ["shard_group: 'rack'", "'all'", "'node'", "number of ranks"]),
+        ({"shard_group": 0}, ["shard_group: 0", ">= 1"]),
+        ({"shard_group": True}, ["shard_group: True", "whole number"]),
+        ({"shard_group": 2.0}, ["shard_group: 2.0", "whole number"]),
         ({"master_weights": 32}, ["master_weights: 32", "auto", "True", "False"]),
     ],
 )

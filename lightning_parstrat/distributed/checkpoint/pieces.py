@@ -69,8 +69,9 @@ class Placeholders:
 class CheckpointPieces:
     """This rank's pieces of the tensors of a training.
 
-    What is sharded is written by its owner. What is replicated (parameters that no optimizer shards, state that every
-    rank keeps) is split evenly where it is large, and otherwise written by one rank.
+    What is sharded is written by its owners; where groups of ranks hold copies, each tensor by the owners in one group.
+    What is replicated (parameters that no optimizer shards, state that every rank keeps) is split evenly where it is
+    large, and otherwise written by one rank.
 
     Args:
         module: Sources name its parameters.
@@ -117,7 +118,11 @@ class CheckpointPieces:
         parameter, slot = self._find(source)
         if slot is None:
             return self._share(self._whole(source, parameter), source)
-        if slot.shard is None or slot.shard_slice is None:
+        if (
+            slot.shard is None
+            or slot.shard_slice is None
+            or _number(source, slot.bucket.place.copies) != slot.bucket.place.copy
+        ):
             return None
         if source.optimizer is None:
             flat = slot.storage_order(parameter.detach())
@@ -129,9 +134,8 @@ class CheckpointPieces:
     def _share(self, whole: Tensor, source: TensorSource) -> Piece | None:
         flat = in_storage_order(whole)
         if flat.nbytes < _BYTES_WORTH_SPLITTING:
-            # Each piece costs an entry in the index and a read. A checksum spreads small tensors over the ranks;
-            # Python's `hash()` would differ between them.
-            is_own = zlib.crc32(repr(source).encode()) % self._world_size == self._rank
+            # Each piece costs an entry in the index and a read.
+            is_own = _number(source, self._world_size) == self._rank
             return Piece(flat, 0, flat.numel()) if is_own and flat.numel() else None
         first = flat.numel() * self._rank // self._world_size
         last = flat.numel() * (self._rank + 1) // self._world_size
@@ -214,6 +218,11 @@ def sources_in(tree: Any, placeholders: Placeholders) -> dict[str, TensorSource]
             seen.add(id(leaf.tensor))
             named[leaf.name] = source
     return named
+
+
+def _number(source: TensorSource, count: int) -> int:
+    """Spreads tensors over so many writers, alike on all ranks; Python's `hash()` would differ between them."""
+    return zlib.crc32(repr(source).encode()) % count
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -11,25 +11,34 @@ from typing_extensions import override
 
 from lightning_parstrat.core.halving import exchanges_in_rounds
 from lightning_parstrat.core.layout import even_bounds
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.grouped import GroupedExchange, GroupedNativeCollectives
 from lightning_parstrat.distributed.comm.halving import HalvingCollectives
+from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives, sizes_by_rank
 from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
 
 
-def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: Topology | None = None) -> Collectives:
+def make_collectives(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    topology: Topology | None = None,
+    shard_groups: ShardGroups | None = None,
+) -> Collectives:
     """The collectives that suit the group's size, its ranks' nodes, and the device the tensors live on.
 
-    Not collective.
+    Not collective, but for several shard groups on a GPU, which have process groups of their own.
 
     Args:
         group: The process group.
         device: Where the tensors are.
         topology: Which ranks share a node; by default all do.
+        shard_groups: Which ranks share a copy of what is sharded; by default all do.
 
     Raises:
         ValueError: The group sends what lies on the host, and the tensors do not.
@@ -41,6 +50,10 @@ def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: T
             f"process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on {device}."
             " Leave the argument out, and they are sent by NCCL; or train by `ddp`, which copies them to the host."
         )
+    if shard_groups is not None and shard_groups.copies > 1:
+        if device.type != "cpu":
+            return _grouped_native(group, device, topology, shard_groups)
+        return UnevenCollectives(GroupedExchange(group, topology, shard_groups))
     if device.type != "cpu":
         return NativeCollectives(group, topology)
     if exchanges_in_rounds(dist.get_world_size(group)):
@@ -48,6 +61,22 @@ def make_collectives(group: dist.ProcessGroup, device: torch.device, topology: T
     if topology is not None and topology.has_two_levels:
         return UnevenCollectives(TwoLevelCollectives(group, topology))
     return UnevenCollectives(PairwiseCollectives(group, topology))
+
+
+def _grouped_native(
+    group: dist.ProcessGroup, device: torch.device, topology: Topology | None, groups: ShardGroups
+) -> GroupedNativeCollectives:
+    rank = dist.get_rank(group)
+    # Where every rank has a copy of its own, nothing is left to do within.
+    within: Collectives = LocalCollectives(group)
+    if groups.size > 1:
+        kind = WideningCollectives if groups.rings_carry_more(topology) else NativeCollectives
+        within = kind(subgroup(group, groups.mates(rank)))
+
+    def between() -> Collectives:
+        return NativeCollectives(subgroup(group, groups.holders(rank)))
+
+    return GroupedNativeCollectives(group, topology, groups, within, between, streams_of(device))
 
 
 class LocalCollectives(Collectives):
@@ -170,6 +199,20 @@ class _SummedRows:
     def is_completed(self) -> bool:
         """Whether all has come."""
         return self._arrival.is_completed()
+
+
+class WideningCollectives(NativeCollectives):
+    """Gradients that are summed in a wider dtype than they are in are widened first, and summed around a ring.
+
+    An all-to-all sends most of what a rank has over its own network interface, a ring each byte over one interface of a
+    node's: twice the bytes take less time there. Until it is done there is one more buffer of the wider bucket's size.
+    """
+
+    widens = True
+
+    @override
+    def _reduce_scatter_evenly(self, buffer: Tensor, shard: Tensor) -> Work:
+        return super()._reduce_scatter_evenly(buffer.to(shard.dtype), shard)
 
 
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.

@@ -37,10 +37,10 @@ def reduce_scatter_cost(
     """
 
     def buffer_of(nbytes: int) -> Tensor:
-        return torch.zeros(-(-nbytes // 4 // collectives.world_size) * collectives.world_size, device=device)
+        return torch.zeros(-(-nbytes // 4 // collectives.shard_count) * collectives.shard_count, device=device)
 
     def reduce_scatter(buffer: Tensor) -> None:
-        shard = torch.empty(buffer.numel() // collectives.world_size, device=device)
+        shard = torch.empty(buffer.numel() // collectives.shard_count, device=device)
         collectives.reduce_scatter(buffer, shard).wait()
 
     buffers: list[Tensor] = []

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.core.rounds import exchange_rounds
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange, Together
 from lightning_parstrat.distributed.comm.work import DONE, Work, as_work
@@ -25,8 +26,8 @@ from lightning_parstrat.distributed.comm.work import DONE, Work, as_work
 class Traffic:
     """Bytes and collectives that this rank has sent since it was created.
 
-    ``between_nodes_bytes`` is the part of both phases that went to other nodes, where ranks exchange chunks themselves;
-    which way NCCL takes is not known.
+    ``between_nodes_bytes`` is the part of all phases that went to other nodes, where ranks exchange chunks themselves;
+    which way NCCL takes is not known. All-reduces are those of shards, between groups of ranks that hold a copy each.
     """
 
     reduce_scatters: int = 0
@@ -35,6 +36,8 @@ class Traffic:
     all_gather_bytes: int = 0
     small_reductions: int = 0
     between_nodes_bytes: int = 0
+    all_reduces: int = 0
+    all_reduce_bytes: int = 0
     # Not compared: two traffics are equal where the same was sent, however long it took.
     waited_seconds: float = field(default=0.0, compare=False)
     """How long this host has waited: on CPU the communication that nothing hid. On a GPU, streams wait instead."""
@@ -52,14 +55,30 @@ class Collectives(ABC):
     Args:
         group: The process group.
         topology: Which of its ranks share a node; by default all do.
+        groups: Which of its ranks share a copy of what is sharded; by default all do.
+
+    Attributes:
+        shard_groups: Which ranks share a copy of what is sharded.
+        place: Which shard of which copy is this rank's.
+        mates: The ranks that share a copy with this one, in the order of their shards.
+        shard_count: How many they are.
+        widens: Whether equal shards of gradients travel in the dtype in which they are summed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
+    widens = False
+
+    def __init__(
+        self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None
+    ) -> None:
         # Weak, so that torch alone keeps the group alive; see `_KnownGroup` in `process_groups.py`.
         self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.topology = topology or Topology.flat(self.world_size)
+        self.shard_groups = groups or ShardGroups.of_all(self.world_size)
+        self.place = self.shard_groups.place(self.rank)
+        self.mates = self.shard_groups.mates(self.rank)
+        self.shard_count = len(self.mates)
         self.rounds = exchange_rounds(self.rank, self.world_size)
         """Who exchanges small messages with whom."""
         self._small_reductions = _SMALL_REDUCTIONS.setdefault(group, _Counter())
@@ -78,34 +97,34 @@ class Collectives(ABC):
         return group
 
     def reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """Sums ``buffer`` over all ranks and leaves this rank's part of the sum in ``shard``.
+        """Sums ``buffer`` over all ranks and leaves this rank's shard of the sum in ``shard``.
 
         Args:
             buffer: 1-D, contiguous. Its content is undefined afterwards.
             shard: 1-D, as long as this rank's part; written once the returned work has been waited for. Where its dtype
                 is wider than the buffer's, sums between CPUs are made in it.
-            bounds: Rank r's part is ``buffer[bounds[r]:bounds[r + 1]]``; by default all parts are equal.
+            bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``; by default all are equal.
 
         Returns:
             The work. See :func:`lightning_parstrat.core.memory.step_traffic` for what each rank sends.
         """
-        self.traffic.reduce_scatters += self.world_size > 1
+        self.traffic.reduce_scatters += self.shard_count > 1
         return self._reduce_scatter(buffer, shard, self._bounds(buffer, bounds))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """Completes ``buffer``, of which each rank has written its own part, in place on every rank.
+        """Completes ``buffer``, of which each rank has written its own shard, in place on every rank.
 
         Args:
             buffer: 1-D, contiguous.
-            bounds: Rank r's part is ``buffer[bounds[r]:bounds[r + 1]]``; by default all parts are equal.
+            bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``; by default all are equal.
 
         Returns:
             The work. See :func:`lightning_parstrat.core.memory.step_traffic` for what each rank sends.
         """
-        self.traffic.all_gathers += self.world_size > 1
+        self.traffic.all_gathers += self.shard_count > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, reduces: bool = True) -> None:
         """Connects this rank with all that it will exchange chunks with. Collective; sends them a number each.
 
         Else they would be connected when they first have something to send, within a backward: and one that waits there
@@ -113,11 +132,18 @@ class Collectives(ABC):
 
         Args:
             device: Of what will be sent.
+            reduces: Whether that will be summed up, or only gathered.
         """
-        counted, self.traffic = self.traffic, Traffic()
+        counted = vars(self.traffic).copy()
+        # Several elements a shard: each that holds it sends the others one.
         buffer = torch.zeros(self.world_size, device=device)
-        self._reduce_scatter(buffer, buffer.new_empty(1), self._bounds(buffer, None)).wait()
-        self.traffic = counted
+        bounds = self._bounds(buffer, None)
+        # Of a copy that all share, both connect the same ranks.
+        if reduces or self.place.copies == 1:
+            self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), bounds).wait()
+        else:
+            self._all_gather(buffer, bounds).wait()
+        vars(self.traffic).update(counted)
 
     def wait(self, work: Work) -> None:
         """Waits, and adds the time to ``traffic.waited_seconds``."""
@@ -126,7 +152,7 @@ class Collectives(ABC):
         self.traffic.waited_seconds += time.perf_counter() - began
 
     def _bounds(self, buffer: Tensor, bounds: Sequence[int] | None) -> Sequence[int]:
-        return range(0, buffer.numel() + 1, buffer.numel() // self.world_size) if bounds is None else bounds
+        return range(0, buffer.numel() + 1, buffer.numel() // self.shard_count) if bounds is None else bounds
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients.

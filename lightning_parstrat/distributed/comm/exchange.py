@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work, as_work
@@ -31,8 +32,10 @@ class PairwiseCollectives(Collectives):
     chunks that differ in length.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
-        super().__init__(group, topology)
+    def __init__(
+        self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None
+    ) -> None:
+        super().__init__(group, topology, groups)
         self._sums = ExchangeThread("sum of gradients")
         self._counting = threading.Lock()
         self._all = self._schedule(range(self.world_size))
@@ -80,7 +83,7 @@ class PairwiseCollectives(Collectives):
         schedule: "Schedule",
         outgoing: Chunks,
         incoming: Chunks,
-        counted_as: Literal["reduce_scatter_bytes", "all_gather_bytes"],
+        counted_as: Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"],
         tag: int = 0,
     ) -> list[Work]:
         """Sends every other rank of a schedule its chunks, and receives from it; empty ones are not sent.

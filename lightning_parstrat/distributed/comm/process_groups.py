@@ -5,7 +5,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
@@ -37,7 +37,21 @@ class _KnownGroup(NamedTuple):
     group: "weakref.ref[dist.ProcessGroup]"
 
 
-_PROCESS_GROUPS: dict[tuple[str, timedelta | None], _KnownGroup] = {}
+class _Purpose(NamedTuple):
+    """What a group is for.
+
+    Attributes:
+        name: Whose traffic it carries.
+        timeout: How long a collective may take.
+        members: Its ranks, in order; None for all.
+    """
+
+    name: str
+    timeout: timedelta | None
+    members: tuple[int, ...] | None = None
+
+
+_PROCESS_GROUPS: dict[_Purpose, _KnownGroup] = {}
 
 
 def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
@@ -49,36 +63,55 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
         timeout: How long a collective may take before it raises; None leaves the backend's default.
     """
     return ProcessGroups(
-        gradients=_process_group("gradients", timeout),
-        parameters=_process_group("parameters", timeout),
+        gradients=_process_group(_Purpose("gradients", timeout)),
+        parameters=_process_group(_Purpose("parameters", timeout)),
         control=control_group(timeout),
     )
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The group of control messages alone; see :func:`process_groups`. Collective on first use."""
-    return _process_group("control", timeout, backend="gloo")
+    return _process_group(_Purpose("control", timeout), backend="gloo")
 
 
 def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The group of sharded checkpoints: a thread may use it while training goes on. Collective on first use."""
-    return _process_group("checkpoint", timeout, backend="gloo")
+    return _process_group(_Purpose("checkpoint", timeout), backend="gloo")
 
 
-def _process_group(name: str, timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
+def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
+    """A group of some of the ranks of one of :func:`process_groups`, made on first use.
+
+    Collective among its members on first use. Every rank makes as many, of members that it is among.
+
+    Args:
+        group: Whose traffic it carries a part of.
+        members: Ranks, this one among them.
+    """
+    purpose = next(purpose for purpose, known in _PROCESS_GROUPS.items() if known.group() is group)
+    return _process_group(purpose._replace(members=tuple(sorted(members))))
+
+
+def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.ProcessGroup:
     _let_worker_threads_finish_at_exit()
     world = dist.group.WORLD
     if world is None:
         raise AssertionError("process groups were asked for without a default group")
-    known = _PROCESS_GROUPS.get((name, timeout))
+    known = _PROCESS_GROUPS.get(purpose)
     # A default group that was destroyed and made again has other connections: then all groups are made again.
     if known is not None and known.world() is world:
         existing = known.group()
         if existing is not None:
             return existing
     with connections_on_demand(dist.get_world_size()):
-        group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
-    _PROCESS_GROUPS[name, timeout] = _KnownGroup(weakref.ref(world), weakref.ref(group))
+        # Of a few ranks, they alone meet: all would meet for every group that there is.
+        group: dist.ProcessGroup = dist.new_group(
+            purpose.members,
+            timeout=purpose.timeout,
+            backend=backend,
+            use_local_synchronization=purpose.members is not None,
+        )
+    _PROCESS_GROUPS[purpose] = _KnownGroup(weakref.ref(world), weakref.ref(group))
     return group
 
 

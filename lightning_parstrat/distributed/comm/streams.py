@@ -17,11 +17,11 @@ class Streams(Protocol):
     def current(self) -> Any:
         """The stream that is queued on now."""
 
-    def another(self) -> Any:
-        """A stream of its own."""
-
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
+
+    def another(self) -> Any:
+        """A stream beside all others, where the device has several."""
 
     def wait_for(self, stream: Any) -> None:
         """Has the current stream wait for what ``stream`` has queued so far."""
@@ -34,13 +34,13 @@ class HostStreams:
         """The only one."""
         return None
 
-    def another(self) -> Hashable:
-        """The only one again."""
-        return None
-
     def on(self, stream: Hashable) -> AbstractContextManager[object]:
         """Changes nothing."""
         return nullcontext()
+
+    def another(self) -> Hashable:
+        """The only one."""
+        return None
 
     def wait_for(self, stream: Hashable) -> None:
         """Has nothing to wait for."""
@@ -60,13 +60,13 @@ class CudaStreams:
         """The stream that is queued on now."""
         return torch.cuda.current_stream(self._device)
 
-    def another(self) -> torch.cuda.Stream:
-        """A stream of its own."""
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         """Within it, ``stream`` is the current one."""
         return torch.cuda.stream(stream)
+
+    def another(self) -> torch.cuda.Stream:
+        """A new one."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Has the current stream wait for what ``stream`` has queued so far, by an event."""

@@ -44,7 +44,7 @@ class UnevenCollectives(Collectives):
     """
 
     def __init__(self, even: PairwiseCollectives) -> None:
-        super().__init__(even.group, even.topology)
+        super().__init__(even.group, even.topology, even.shard_groups)
         self.even = even
         """Carries equal parts."""
         self.traffic = even.traffic
@@ -55,23 +55,23 @@ class UnevenCollectives(Collectives):
         self._launches_in_order = False
 
     @override
-    def connect(self, device: torch.device) -> None:
-        self.even.connect(device)
+    def connect(self, device: torch.device, reduces: bool = True) -> None:
+        self.even.connect(device, reduces)
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         if isinstance(bounds, range):
             return self._launch(lambda: self.even._reduce_scatter(buffer, shard, bounds))
-        equal = even_bounds(buffer.numel(), self.world_size)
+        equal = even_bounds(buffer.numel(), self.shard_count)
         sums = shard.new_empty(equal.step)
         summed = self._launch(lambda: self.even._reduce_scatter(buffer, sums, equal))
-        held = _Held(sums, equal[self.rank])
+        held = _Held(sums, equal[self.place.shard])
         self._count("reduce_scatter_bytes", held, equal, bounds)
         work = ExchangedWork()
 
         def pass_on() -> None:
             summed.wait()
-            self._pass_on(held, equal, _Held(shard, bounds[self.rank]), bounds, _SUMS).wait()
+            self._pass_on(held, equal, _Held(shard, bounds[self.place.shard]), bounds, _SUMS).wait()
             work.finish()
 
         self._sums.run(work, pass_on)
@@ -81,7 +81,7 @@ class UnevenCollectives(Collectives):
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         if isinstance(bounds, range):
             return self._launch(lambda: self.even._all_gather(buffer, bounds))
-        equal = even_bounds(buffer.numel(), self.world_size)
+        equal = even_bounds(buffer.numel(), self.shard_count)
         whole = _Held(buffer, 0)
         self._count("all_gather_bytes", whole, bounds, equal)
         passed_on = self._pass_on(whole, bounds, whole, equal, _STEPPED)
@@ -112,25 +112,25 @@ class UnevenCollectives(Collectives):
             wanted: Who wants what.
             tag: Of the messages.
         """
-        group, rank = self.group, self.rank
+        group, shard = self.group, self.place.shard
         transfers = []
         # Receives go first: a message that finds its receive posted needs no intermediate buffer.
-        for part in parts_of(had, wanted[rank], wanted[rank + 1]):
+        for part in parts_of(had, wanted[shard], wanted[shard + 1]):
             place = target.part(part.start, part.stop)
-            if part.rank != rank:
-                transfers.append(as_work(group.recv([real_view(place)], part.rank, tag)))
+            if part.shard != shard:
+                transfers.append(as_work(group.recv([real_view(place)], self.mates[part.shard], tag)))
             elif source.memory is not target.memory:
                 place.copy_(source.part(part.start, part.stop))
-        for part in parts_of(wanted, had[rank], had[rank + 1]):
-            if part.rank != rank:
+        for part in parts_of(wanted, had[shard], had[shard + 1]):
+            if part.shard != shard:
                 leaving = real_view(source.part(part.start, part.stop))
-                transfers.append(as_work(group.send([leaving], part.rank, tag)))
+                transfers.append(as_work(group.send([leaving], self.mates[part.shard], tag)))
         return Transfers(transfers, source.memory, target.memory)
 
     def _count(self, counter: str, source: _Held, had: Sequence[int], wanted: Sequence[int]) -> None:
-        size = source.memory.element_size()
-        away = [part for part in parts_of(wanted, had[self.rank], had[self.rank + 1]) if part.rank != self.rank]
-        between = [part for part in away if not self.topology.share_node(self.rank, part.rank)]
+        size, shard = source.memory.element_size(), self.place.shard
+        away = [part for part in parts_of(wanted, had[shard], had[shard + 1]) if part.shard != shard]
+        between = [part for part in away if not self.topology.share_node(self.rank, self.mates[part.shard])]
         self.even._count(counter, size * sum(p.numel for p in away), size * sum(p.numel for p in between))
 
 
@@ -162,8 +162,8 @@ class _Launched:
 
 
 def sizes_by_rank(bounds: Sequence[int], start: int, stop: int) -> list[int]:
-    """How many of the elements ``[start, stop)`` each rank has, by its number: what an all-to-all takes."""
+    """How many of the elements ``[start, stop)`` are in each shard, by its number: what an all-to-all takes."""
     sizes = [0] * (len(bounds) - 1)
     for part in parts_of(bounds, start, stop):
-        sizes[part.rank] = part.numel
+        sizes[part.shard] = part.numel
     return sizes

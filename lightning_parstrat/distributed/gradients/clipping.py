@@ -51,12 +51,13 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
     own = _gradients(shard for shard in shards if shard is not None)
     collectives = shardings[0].reducer.collectives if shardings else None
-    # What is replicated is counted once.
+    # What is replicated is counted once, and so is a shard that several groups hold.
     counts_replicated = collectives is None or collectives.rank == 0
+    counts_own = collectives is None or collectives.place.copy == 0
     replicated = _gradients(replicated_parameters)
     return StepGradients(
         stepped=own + replicated,
-        counted=own + (replicated if counts_replicated else []),
+        counted=(own if counts_own else []) + (replicated if counts_replicated else []),
         dtype=accumulation_dtype(parameter.dtype for parameter in parameters),
         device=parameters[0].device if parameters else torch.device("cpu"),
         collectives=collectives,

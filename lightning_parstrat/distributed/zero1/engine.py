@@ -25,6 +25,7 @@ from lightning_parstrat.core.memory import (
     step_traffic,
 )
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.tensor_trees import with_own_storage
 from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -65,7 +66,7 @@ from lightning_parstrat.distributed.zero1.summary import Replicated, ShardingSum
 
 
 class ShardedDataParallel:
-    """Shards the state of ``optimizers`` over all ranks.
+    """Shards the state of ``optimizers`` over all ranks, or over those of each shard group.
 
     Creating it is collective: the ranks compare their plans. The module and the optimizers keep their identity; the
     parameters' storage moves into buckets (peak: one bucket more), the optimizers' classes are swapped. Closing it
@@ -114,10 +115,11 @@ class ShardedDataParallel:
         messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
         control = messages.control
         self.topology = topology_of_ranks(node or socket.gethostname(), control)
-        gradients = make_collectives(groups.gradients, device, self.topology)
+        shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
+        gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
         self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type))
         self.gatherer = ParameterGatherer(
-            make_collectives(groups.parameters, device, self.topology), streams_of(device)
+            make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
         measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
@@ -131,8 +133,8 @@ class ShardedDataParallel:
             if decision.partition is not None
         ]
         self._shard_optimizers()
-        for collectives in (self.reducer.collectives, self.gatherer.collectives):
-            collectives.connect(device)
+        self.reducer.collectives.connect(device)
+        self.gatherer.collectives.connect(device, reduces=False)
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
@@ -238,13 +240,14 @@ class ShardedDataParallel:
     def summary(self) -> ShardingSummary:
         """What was sharded, as this rank sees it."""
         layouts = [bucket.layout for bucket in self.buckets]
-        rank = self.reducer.collectives.rank
+        collectives, shard = self.reducer.collectives, self.reducer.collectives.place.shard
         return ShardingSummary(
             parameters=sum(slot.numel for layout in layouts for slot in layout.slots),
             parameter_bytes=parameter_bytes(layouts),
-            owned_bytes=owned_bytes(layouts, rank),
-            world_size=self.reducer.collectives.world_size,
-            state_bytes=self._state_bytes(rank),
+            owned_bytes=owned_bytes(layouts, shard),
+            world_size=collectives.world_size,
+            copies=collectives.place.copies,
+            state_bytes=self._state_bytes(shard),
             master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
             replicated=tuple(
                 Replicated(type(optimizer).__name__, decision.reason, decision.remedy)
@@ -260,11 +263,18 @@ class ShardedDataParallel:
 
     def step_traffic(self) -> StepTraffic:
         """What this rank sends in a step that uses all parameters and exposes no gradients."""
-        reduced = [bucket.layout._replace(itemsize=bucket.reduce_dtype.itemsize) for bucket in self.buckets]
+        widens = self.reducer.collectives.widens
+        reduced = [
+            bucket.layout._replace(itemsize=(bucket.shard_dtype if widens else bucket.reduce_dtype).itemsize)
+            for bucket in self.buckets
+        ]
         gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
         summed = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize) for bucket in self.buckets]
         native = any(bucket.device.type != "cpu" for bucket in self.buckets)
-        return step_traffic(reduced, self.reducer.collectives.rank, self.topology, gathered, summed, native)
+        collectives = self.reducer.collectives
+        return step_traffic(
+            reduced, collectives.rank, self.topology, gathered, summed, collectives.shard_groups, native
+        )
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
@@ -275,7 +285,7 @@ class ShardedDataParallel:
             BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
             for bucket, state in per_element.items()
         ]
-        return held_bytes(memory, self.reducer.collectives.rank)
+        return held_bytes(memory, self.reducer.collectives.place.shard)
 
     def with_own_storage(self, value: Any) -> Any:
         """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.
@@ -319,7 +329,7 @@ class ShardedDataParallel:
                 per_element[bucket] += ratio * bucket.shard_dtype.itemsize
         return per_element
 
-    def _state_bytes(self, rank: int) -> tuple[int, int] | None:
+    def _state_bytes(self, shard: int) -> tuple[int, int] | None:
         """Optimizer state unsharded and on this rank."""
         per_element = self._state_bytes_per_element()
         if per_element is None:
@@ -327,7 +337,7 @@ class ShardedDataParallel:
         # Of one byte an element.
         sized = [(width, [bucket.layout._replace(itemsize=1)]) for bucket, width in per_element.items()]
         unsharded = sum(width * parameter_bytes(layouts) for width, layouts in sized)
-        return round(unsharded), round(sum(width * owned_bytes(layouts, rank) for width, layouts in sized))
+        return round(unsharded), round(sum(width * owned_bytes(layouts, shard) for width, layouts in sized))
 
     def _shard_optimizers(self) -> None:
         for optimizer in self.sharded_optimizers:
@@ -354,7 +364,7 @@ class ShardedDataParallel:
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
         for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.kept):
-            bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.rank)
+            bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.place)
             self.reducer.add_buckets([bucket])
             for number in planned.owners:
                 sharding_of(self.optimizers[number]).add_buckets([bucket])
@@ -365,7 +375,7 @@ class ShardedDataParallel:
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
 
     def _planner(self) -> BucketPlanner:
-        return BucketPlanner(self.module, self.policy, self.reducer.control)
+        return BucketPlanner(self.module, self.policy, self.reducer.control, self.reducer.collectives)
 
     @property
     def _partitions(self) -> dict[int, Partition]:

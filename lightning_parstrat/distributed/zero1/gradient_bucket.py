@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.core.layout import BucketLayout, Part, Slot, parts_of
+from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import copy_all
 
 
@@ -58,7 +59,7 @@ class ParameterSlot:
         self.place = place
         # empty_like keeps the strides of what is dense (channels_last) and makes the rest row-major, as torch does.
         self.strides = torch.empty_like(parameter, device="meta").stride()
-        self.shard_slice = bucket.layout.slice_of(place, bucket.rank)
+        self.shard_slice = bucket.layout.slice_of(place, bucket.place.shard)
         self.shard: nn.Parameter | None = None
         self.expected = False
         self.fresh = False
@@ -112,11 +113,11 @@ class ParameterSlot:
         """Who owns which of its elements from ``elements.start`` to ``elements.stop``, in storage order."""
         first = self.place.offset
         for part in parts_of(self.bucket.layout.bounds, first + elements.start, first + elements.stop):
-            yield Part(part.rank, part.start - first, part.stop - first)
+            yield Part(part.shard, part.start - first, part.stop - first)
 
-    def elements_of(self, rank: int) -> slice:
-        """Which elements of it ``rank`` owns, in storage order, wherever they lie in the shard; may be none."""
-        shard_slice = self.bucket.layout.slice_of(self.place, rank)
+    def elements_of(self, shard: int) -> slice:
+        """Which elements of it are in a shard, in storage order, wherever they lie in it; may be none."""
+        shard_slice = self.bucket.layout.slice_of(self.place, shard)
         return slice(0, 0) if shard_slice is None else shard_slice.elements
 
 
@@ -135,7 +136,7 @@ class GradientBucket:
         index: Position in the order of reductions.
         layout: The plan; its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan, at least one of which is in this bucket.
-        rank: Whose shard of the gradient is this process's.
+        place: Which shard of the gradient is this process's.
         reduce_dtype: What the gradients travel in; by default their own dtype.
     """
 
@@ -147,12 +148,12 @@ class GradientBucket:
         index: int,
         layout: BucketLayout,
         parameters: Sequence[Tensor],
-        rank: int,
+        place: ShardPlace,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.index = index
         self.layout = layout
-        self.rank = rank
+        self.place = place
         first = parameters[layout.slots[0].parameter]
         self.dtype = first.dtype
         self.device = first.device
@@ -178,7 +179,8 @@ class GradientBucket:
 
     def shard_of(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a buffer of the bucket's length: 1-D, a view."""
-        return unsharded[self.layout.bounds[self.rank] : self.layout.bounds[self.rank + 1]]
+        shard = self.place.shard
+        return unsharded[self.layout.bounds[shard] : self.layout.bounds[shard + 1]]
 
     def pack_gradients(self, shown: ShownMean) -> Tensor:
         """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.

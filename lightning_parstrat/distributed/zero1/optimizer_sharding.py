@@ -80,6 +80,7 @@ class OptimizerSharding:
         self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
         self.methods: dict[str, Callable[..., Any]] = {}
         self.wrapped_step: Callable[..., Any] | None = None
+        self.ranks = reducer.collectives.shard_groups
         self._control: Collectives | None = reducer.control
         self._known_groups: _KnownGroups | None = None
 
@@ -99,7 +100,7 @@ class OptimizerSharding:
         """
         if self._control is not None:
             return self._control.group
-        needed = self.buckets[0].layout.world_size if self.buckets else 1
+        needed = self.ranks.world_size if self.buckets else 1
         present = world_size() if dist.is_initialized() else 0
         if present != needed:
             raise RuntimeError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import users_of_storage
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 
@@ -33,17 +34,22 @@ class ParameterBucket(GradientBucket):
         index: Position in the order of reductions.
         layout: The plan; its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan.
-        rank: Whose shard is this process's.
+        place: Which shard is this process's, and of which copy.
         wire: What gradients and parameters travel in, and what this rank's shard is kept in.
     """
 
     is_replicated = False
 
     def __init__(
-        self, index: int, layout: BucketLayout, parameters: Sequence[Tensor], rank: int, wire: WireFormat | None = None
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        place: ShardPlace,
+        wire: WireFormat | None = None,
     ) -> None:
         wire = wire or WireFormat()
-        super().__init__(index, layout, parameters, rank, wire.reduce_dtype)
+        super().__init__(index, layout, parameters, place, wire.reduce_dtype)
         self.gather_dtype = wire.gather_dtype or self.dtype
         # Padding travels with the rest: as zeros, not as what the memory held before.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)

@@ -18,6 +18,7 @@ from lightning_parstrat.core.layout import (
     plan_buckets,
 )
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
@@ -76,9 +77,9 @@ class PlannedBucket(NamedTuple):
         """The parameters that are in the bucket, in their order."""
         return [self.parameters[slot.parameter] for slot in self.layout.slots]
 
-    def make(self, index: int, rank: int) -> ParameterBucket:
+    def make(self, index: int, place: ShardPlace) -> ParameterBucket:
         """Moves the parameters in."""
-        return ParameterBucket(index, self.layout, self.parameters, rank, self.wire)
+        return ParameterBucket(index, self.layout, self.parameters, place, self.wire)
 
 
 class _Plan(NamedTuple):
@@ -95,13 +96,15 @@ class BucketPlanner:
         module: Gives the parameters names, and their order.
         policy: How to bucket.
         control: Compares plans; its group works on host memory.
+        gradients: Will carry gradients to their shards.
     """
 
-    def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives) -> None:
+    def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives, gradients: Collectives) -> None:
         # Alone, a rank sends nothing, and so rounds nothing for the way.
         alone = control.world_size == 1
         self._policy = replace(policy, reduce_dtype=None, gather_dtype=None) if alone else policy
         self._control = control
+        self._shards, self._place = gradients.shard_count, gradients.place
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._position = {parameter: index for index, parameter in enumerate(self._names)}
         self._device_type = next((parameter.device.type for parameter in self._names), "cpu")
@@ -161,7 +164,7 @@ class BucketPlanner:
         made = []
         for index, layout in enumerate(plan.layouts):
             reduce_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
-            made.append(GradientBucket(first + index, layout, ordered, self._control.rank, reduce_dtype))
+            made.append(GradientBucket(first + index, layout, ordered, self._place, reduce_dtype))
         return made
 
     def _wire_format(self, dtype: torch.dtype) -> WireFormat:
@@ -177,7 +180,7 @@ class BucketPlanner:
         self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
     ) -> _Plan:
         policy = LayoutPolicy(
-            world_size=self._control.world_size,
+            world_size=self._shards,
             bucket_cap_bytes=self._cap_bytes(),
             partition=partition,
             alignment_bytes=64 if self._device_type == "cpu" else 256,
@@ -188,7 +191,7 @@ class BucketPlanner:
         """The cap as long as nothing has been measured."""
         # What is frozen sends nothing, and may be of a layout that has no size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
-        wire = assumed_wire(self._control.world_size, self._device_type)
+        wire = assumed_wire(self._shards, self._device_type, self._place.copies)
         return self._policy.bucket_cap_bytes(sum(one.numel() * one.element_size() for one in trained), wire)
 
     def _check(self, plans: Sequence[_Plan]) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
@@ -92,7 +93,9 @@ def move_all(
         if moves[parameter].changes_hands
     ]
     known: dict[Optimizer, dict[Tensor, _Entries]] = {optimizer: {} for optimizer in optimizers}
-    for (optimizer, move), entries in zip(changing, _known_to_all(changing, control), strict=True):
+    for (optimizer, move), entries in zip(
+        changing, _known_to_all(changing, carrier.shard_groups, control), strict=True
+    ):
         known[optimizer][move.old.parameter] = entries
     states: dict[Optimizer, dict[Tensor, State]] = {
         optimizer: {
@@ -135,7 +138,7 @@ def _gradient(move: Move) -> Iterator[_Carried]:
         return
     bucket, reduced = move.new.bucket, move.old.bucket.shard_gradient
     if bucket.shard_gradient is None:
-        numel = bucket.layout.shard_numel(bucket.rank)
+        numel = bucket.layout.shard_numel(bucket.place.shard)
         bucket.shard_gradient = torch.zeros(numel, dtype=bucket.shard_dtype, device=bucket.device)
     own = None if reduced is None or move.old.shard_slice is None else move.old.view_into_shard(reduced)
     room = None if move.new.shard_slice is None else move.new.view_into_shard(bucket.shard_gradient)
@@ -178,11 +181,14 @@ def _describe(optimizer: Optimizer, move: Move) -> _Entries:
     return described
 
 
-def _known_to_all(changing: Sequence[tuple[Optimizer, Move]], control: Collectives) -> list[_Entries]:
+def _known_to_all(
+    changing: Sequence[tuple[Optimizer, Move]], groups: ShardGroups, control: Collectives
+) -> list[_Entries]:
     """What any rank holds of each parameter's state: the same on all. Collective.
 
     Args:
         changing: Optimizers, and parameters of theirs that change hands.
+        groups: Which ranks share a copy; the first group says what all have.
         control: Works on host memory.
     """
     described = [_describe(optimizer, move) for optimizer, move in changing]
@@ -194,7 +200,7 @@ def _known_to_all(changing: Sequence[tuple[Optimizer, Move]], control: Collectiv
     for digest, (_, move) in dict(zip(reversed(digests), reversed(changing), strict=True)).items():
         if digest not in (_NOTHING, _DISPUTED):
             first = next(move.old.owners_of(slice(0, move.old.place.numel)))
-            speakers[first.rank].append(digest)
+            speakers[groups.groups[0][first.shard]].append(digest)
     for rank, of_rank in sorted(speakers.items()):
         said = broadcast_object([kinds.get(digest, {}) for digest in of_rank], control.group, rank)
         kinds.update(zip(of_rank, said, strict=True))
@@ -266,10 +272,11 @@ def _exchange(carried: Sequence[tuple[Move, Sequence[_Carried]]], carrier: Colle
         leaving = _others_parts(move.old, move.new) if tensors else []
         arriving = _others_parts(move.new, move.old) if tensors else []
         for old, new in tensors:
-            for rank, part in leaving:
-                outgoing[rank].append(_bytes_of(old, part))
-            for rank, part in arriving:
-                incoming[rank].append(_bytes_of(new, part))
+            # Every group has a copy: nothing moves between groups.
+            for shard, part in leaving:
+                outgoing[carrier.mates[shard]].append(_bytes_of(old, part))
+            for shard, part in arriving:
+                incoming[carrier.mates[shard]].append(_bytes_of(new, part))
     here = carrier.rank
     for kept, own in zip(incoming.pop(here, []), outgoing.pop(here, []), strict=True):
         kept.copy_(own)
@@ -288,7 +295,7 @@ def _others_parts(mine: ParameterSlot, theirs: ParameterSlot) -> list[tuple[int,
         return []
     elements = mine.shard_slice.elements
     return [
-        (part.rank, slice(part.start - elements.start, part.stop - elements.start))
+        (part.shard, slice(part.start - elements.start, part.stop - elements.start))
         for part in theirs.owners_of(elements)
     ]
 

@@ -94,7 +94,7 @@ class Reductions:
             unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
             shard = bucket.shard_of(unsharded)
         else:
-            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.rank), dtype=bucket.shard_dtype)
+            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.place.shard), dtype=bucket.shard_dtype)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         return _Reduction(bucket, shard, unsharded, work, applied, how)
 

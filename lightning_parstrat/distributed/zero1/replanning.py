@@ -16,6 +16,7 @@ from lightning_parstrat.core.grouping import group_as_named, group_by_readiness
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.memory import parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.comm.calibration import reduce_scatter_cost
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
@@ -185,8 +186,8 @@ class Replanner:
         self, planned: Sequence[PlannedBucket], old: Sequence[ParameterBucket], optimizers: Sequence[Optimizer]
     ) -> None:
         """Makes the planned buckets, and moves everything that is in the old ones."""
-        control, rank = self._reducer.control, self._reducer.collectives.rank
-        new = [_make(one, index, rank, old) for index, one in enumerate(planned)]
+        control, place = self._reducer.control, self._reducer.collectives.place
+        new = [_make(one, index, place, old) for index, one in enumerate(planned)]
         places = {slot.parameter: slot for bucket in new for slot in bucket.slots}
         moves = {slot.parameter: Move(slot, places[slot.parameter]) for bucket in old for slot in bucket.slots}
         of_optimizers = {optimizer: list(sharding_of(optimizer).slots) for optimizer in optimizers}
@@ -211,7 +212,8 @@ class Replanner:
 
     def _cap_bytes(self, wire: AlphaBeta | None) -> int:
         collectives, (first, *_) = self._reducer.collectives, self._reducer.buckets
-        wire = assumed_wire(collectives.world_size, first.device.type) if wire is None else wire
+        if wire is None:
+            wire = assumed_wire(collectives.shard_count, first.device.type, collectives.place.copies)
         return self._policy.bucket_cap_bytes(self._model_bytes, wire)
 
     def _measured_wire(self) -> AlphaBeta | None:
@@ -228,9 +230,9 @@ def _as_planned(wire: AlphaBeta) -> AlphaBeta:
     return AlphaBeta(latency_seconds=latency, seconds_per_byte=wire.seconds_per_byte)
 
 
-def _make(planned: PlannedBucket, index: int, rank: int, old: Sequence[ParameterBucket]) -> ParameterBucket:
+def _make(planned: PlannedBucket, index: int, place: ShardPlace, old: Sequence[ParameterBucket]) -> ParameterBucket:
     """Moves parameters in; an old bucket that has none left gives its memory back."""
-    made = planned.make(index, rank)
+    made = planned.make(index, place)
     for bucket in old:
         bucket.release_if_left()
     return made

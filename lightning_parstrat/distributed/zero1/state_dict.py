@@ -194,7 +194,9 @@ def _gather_descriptions(
     optimizer: Optimizer, slots: list[ParameterSlot], group: dist.ProcessGroup, destination: int
 ) -> list[dict[int, dict[str, _Entry]]] | None:
     """What each rank holds, by position in ``slots``: on the destination; None elsewhere."""
-    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None}
+    # The ranks of one shard group hold all there is; the others say nothing, and send nothing.
+    tells = dist.get_rank(group) in sharding_of(optimizer).ranks.groups[0]
+    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None and tells}
     described: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == destination else None
     dist.gather_object(own, described, group=group, group_dst=destination)
     return described
@@ -220,9 +222,9 @@ def _gather_states(
     described: list[dict[int, dict[str, _Entry]]] | None,
 ) -> dict[int, StateDict]:
     """Unsharded state by position in ``slots``, on the destination; nothing elsewhere."""
-    rank = dist.get_rank(group)
+    rank, ranks = dist.get_rank(group), sharding_of(optimizer).ranks
     if described is None:
-        for slot in slots:
+        for slot in slots if rank in ranks.groups[0] else ():
             entries = {} if slot.shard is None else _describe(optimizer, slot)
             for key in (key for key, entry in entries.items() if entry.dtype is not None):
                 dist.send(_own_part(optimizer, slot, key), group=group, group_dst=destination)
@@ -235,7 +237,7 @@ def _gather_states(
             continue
         if key not in state:
             state[key] = torch.empty_strided(slot.parameter.shape, slot.strides, dtype=entry.dtype)
-        target = slot.storage_order(state[key])[slot.elements_of(source)]
+        target = slot.storage_order(state[key])[slot.elements_of(ranks.place(source).shard)]
         # One tensor after the other in the order of `_listed`: Gloo matches sends by order, and host memory stays flat.
         if source == rank:
             target.copy_(_own_part(optimizer, slot, key))

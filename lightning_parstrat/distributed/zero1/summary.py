@@ -26,6 +26,8 @@ class ShardingSummary(NamedTuple):
     parameter_bytes: int
     owned_bytes: int
     world_size: int
+    copies: int
+    """How many groups of ranks hold all of the state."""
     state_bytes: tuple[int, int] | None
     """Optimizer state unsharded and on this rank, where it can be told before the first step."""
     master_bytes: int

@@ -107,11 +107,15 @@ def exposed() -> Trained:
     return Trained(module, [optimizer], engine)
 
 
-def in_shards_and_on_every_rank() -> Trained:
+def groups_of_half() -> int:
+    return max(dist.get_world_size() // 2, 1)
+
+
+def in_shards_and_on_every_rank(**policy: Any) -> Trained:
     """The engine averages what is in none of its optimizers, and leaves it in ``param.grad``."""
     module = network()
     optimizers = [sgd(list(module)[:2]), sgd(list(module)[2:])]
-    engine = make_engine(module, optimizers[0])
+    engine = make_engine(module, optimizers[0], **policy)
     backward(engine, loss_of(module))
     return Trained(module, optimizers, engine)
 
@@ -127,6 +131,9 @@ IN_SHARDS: dict[str, Callable[[], Trained]] = {
     "fewer elements than ranks": lambda: in_shards(ALL, module=network([(1,)])),
     "nothing for some": lambda: in_shards(ALL, module=network([(2,), (3,), (0,)])),
     "several dtypes": lambda: in_shards(ALL, module=network(dtypes=DTYPES)),
+    "shard groups": lambda: in_shards(ALL, shard_group=groups_of_half()),
+    "shard groups of whole parameters": lambda: in_shards(ALL, partition="parameter", shard_group=groups_of_half()),
+    "shard groups, in shards and not": lambda: in_shards_and_on_every_rank(shard_group=groups_of_half()),
     "several dtypes, no master weights": lambda: in_shards(ALL, module=network(dtypes=DTYPES), master_weights=False),
 }
 ON_EVERY_RANK: dict[str, Callable[[], Trained]] = {
@@ -144,7 +151,9 @@ def assert_gradients(trained: Trained, expected: list[nn.Parameter], tolerance: 
         torch.testing.assert_close(gradient.to(parameter.dtype), parameter.grad, rtol=rounded, atol=1e-6)
 
 
-def clips_as_torch(arrangement: str) -> None:
+def clips_as_torch(arrangement: str) -> list[float]:
+    """The norms as this rank has them."""
+    norms = []
     for norm_type in NORM_TYPES:
         trained = ARRANGEMENTS[arrangement]()
         expected = whole(trained.module)
@@ -166,16 +175,26 @@ def clips_as_torch(arrangement: str) -> None:
         assert float(coefficient) == pytest.approx(0.6, rel=1e-4)
         assert trained.small_reductions == before + reductions
         assert_gradients(trained, expected, tolerance)
+        norms.append(float(norm))
+    return norms
 
 
 @pytest.mark.parametrize(
     ("arrangement", "world_size"),
-    [*((name, 3 if name in IN_SHARDS else 2) for name in ARRANGEMENTS), ("shards", 1), ("shards", 2)],
+    [
+        *((name, (4 if "groups" in name else 3) if name in IN_SHARDS else 2) for name in ARRANGEMENTS),
+        ("shards", 1),
+        ("shards", 2),
+        ("shard groups", 3),
+    ],
 )
 def test_wherever_gradients_are_they_are_clipped_as_torch_clips_the_whole(
     pool: RankPool, world_size: int, arrangement: str
 ) -> None:
-    pool.run(world_size, clips_as_torch, arrangement)
+    norms = pool.run(world_size, clips_as_torch, arrangement)
+    if arrangement in IN_SHARDS:
+        # To the last bit: what ranks clip by different factors would drift apart.
+        assert norms == [norms[0]] * world_size
 
 
 def clips_each_alone() -> None:
@@ -247,6 +266,7 @@ def spoiled(arrangement: str, value: float, culprit: int) -> None:
         (3, "one bucket", 2),
         (2, "several dtypes", 1),
         (3, "fewer elements than ranks", 0),
+        (4, "shard groups", 1),
     ],
 )
 def test_what_is_not_finite_on_one_rank_shows_on_all(

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -108,11 +109,15 @@ def train(
     return parameters, states, before, after
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("maker", MAKERS)
-def test_parameters_and_state_are_those_without_a_new_plan(pool: RankPool, maker: str, world_size: int) -> None:
-    moved = pool.run(world_size, train, maker, "measured")
-    stayed = pool.run(world_size, train, maker, "registration")
+@pytest.mark.parametrize(
+    ("maker", "world_size", "shard_group"),
+    [*((maker, size, "all") for maker in MAKERS for size in (2, 3, 4)), ("adamw", 4, 2), ("two", 6, 3), ("muon", 4, 2)],
+)
+def test_parameters_and_state_are_those_without_a_new_plan(
+    pool: RankPool, maker: str, world_size: int, shard_group: Any
+) -> None:
+    moved = pool.run(world_size, partial(train, shard_group=shard_group), maker, "measured")
+    stayed = pool.run(world_size, partial(train, shard_group=shard_group), maker, "registration")
     for (parameters, states, before, after), (expected, expected_states, first, last) in zip(
         moved, stayed, strict=True
     ):
@@ -139,11 +144,13 @@ def test_the_plan_follows_the_gradients_and_what_has_none_comes_last(pool: RankP
     assert layers == ["scale", "third", "second", "first"]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("maker", ["adamw", "two"])
-def test_master_weights_move_along(pool: RankPool, maker: str, world_size: int) -> None:
-    moved = pool.run(world_size, train, maker, "measured", torch.bfloat16)
-    stayed = pool.run(world_size, train, maker, "registration", torch.bfloat16)
+@pytest.mark.parametrize(
+    ("maker", "world_size", "shard_group"),
+    [*((maker, size, "all") for maker in ("adamw", "two") for size in (2, 3)), ("adamw", 4, 2)],
+)
+def test_master_weights_move_along(pool: RankPool, maker: str, world_size: int, shard_group: Any) -> None:
+    moved = pool.run(world_size, partial(train, shard_group=shard_group), maker, "measured", torch.bfloat16)
+    stayed = pool.run(world_size, partial(train, shard_group=shard_group), maker, "registration", torch.bfloat16)
     for (parameters, states, before, after), (expected, expected_states, *_) in zip(moved, stayed, strict=True):
         assert after != before
         assert_same(parameters, expected)
@@ -242,12 +249,12 @@ def test_a_graph_that_was_captured_before_the_training_is_refused(pool: RankPool
         assert "on_train_start" in message
 
 
-def accumulated(order: str, exposed: bool) -> tuple[list[Tensor], bool]:
+def accumulated(order: str, exposed: bool, shard_group: Any) -> tuple[list[Tensor], bool]:
     """Gradients that are summed over several reduced backwards, and the plan changes in between."""
     torch.manual_seed(0)
     module = Shuffled()
     (optimizer,) = adamw(module)
-    policy = ShardingPolicy(bucket_cap_mb=3e-4, bucket_order=order)
+    policy = ShardingPolicy(bucket_cap_mb=3e-4, bucket_order=order, shard_group=shard_group)
     engine = ShardedDataParallel(module, [optimizer], policy, process_groups())
     engine.expose_gradients(exposed)
     before = engine.plan
@@ -265,26 +272,29 @@ def accumulated(order: str, exposed: bool) -> tuple[list[Tensor], bool]:
 
 
 @pytest.mark.parametrize("exposed", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_wait_for_a_step_move_along(pool: RankPool, world_size: int, exposed: bool) -> None:
-    moved = pool.run(world_size, accumulated, "measured", exposed)
-    stayed = pool.run(world_size, accumulated, "registration", exposed)
+@pytest.mark.parametrize(("world_size", "shard_group"), [(2, "all"), (3, "all"), (4, 2)])
+def test_gradients_that_wait_for_a_step_move_along(
+    pool: RankPool, world_size: int, shard_group: Any, exposed: bool
+) -> None:
+    moved = pool.run(world_size, accumulated, "measured", exposed, shard_group)
+    stayed = pool.run(world_size, accumulated, "registration", exposed, shard_group)
     for (parameters, changed), (expected, not_changed) in zip(moved, stayed, strict=True):
         assert changed and not not_changed
         assert distance(parameters, expected) == 0
 
 
-def planned_from_cost() -> tuple[list[list[str]], list[list[str]]]:
+def planned_from_cost(shard_group: Any) -> tuple[list[list[str]], list[list[str]]]:
     replanning._SMALLEST_WORTH_TIMING, smallest = 0, replanning._SMALLEST_WORTH_TIMING
     try:
-        *_, before, after = train("adamw", "measured", torch.float32, 1.0)
+        *_, before, after = train("adamw", "measured", torch.float32, 1.0, shard_group=shard_group)
     finally:
         replanning._SMALLEST_WORTH_TIMING = smallest
     return before, after
 
 
-def test_ranks_plan_alike_from_what_the_wire_takes(pool: RankPool) -> None:
-    found = pool.run(3, planned_from_cost)
+@pytest.mark.parametrize(("world_size", "shard_group"), [(3, "all"), (4, 2)])
+def test_ranks_plan_alike_from_what_the_wire_takes(pool: RankPool, world_size: int, shard_group: Any) -> None:
+    found = pool.run(world_size, planned_from_cost, shard_group)
     assert all(one == found[0] for one in found)
     before, after = found[0]
     # One bucket for all at first; what has no gradient has its own then.

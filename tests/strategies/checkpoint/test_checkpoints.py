@@ -27,7 +27,12 @@ def tuned_ddp() -> Any:
     return by_flag(lightning_parstrat.TunedDDPStrategy, find_unused_parameters=True)
 
 
-STRATEGIES = {"ddp": ddp, "zero1": zero1, "tuned": tuned_ddp, "single": lambda: None}
+def grouped(**arguments: Any) -> Any:
+    """In groups of two ranks, each of which holds all of the state."""
+    return zero1(shard_group=2, **arguments)
+
+
+STRATEGIES = {"ddp": ddp, "zero1": zero1, "grouped": grouped, "tuned": tuned_ddp, "single": lambda: None}
 GLOBAL_BATCH = 12
 
 
@@ -101,6 +106,10 @@ ROUTES = [
     (("zero1", 3), ("single", 1)),
     (("ddp", 2), ("zero1", 3)),
     (("single", 1), ("zero1", 2)),
+    (("grouped", 4), ("single", 1)),
+    (("grouped", 4), ("zero1", 3)),
+    (("zero1", 3), ("grouped", 4)),
+    (("ddp", 2), ("grouped", 4)),
 ]
 
 

@@ -19,7 +19,7 @@ from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.checkpoint.test_checkpoints import GLOBAL_BATCH, MODULES, STRATEGIES, load, resume
+from tests.strategies.checkpoint.test_checkpoints import GLOBAL_BATCH, MODULES, STRATEGIES, grouped, load, resume
 from tests.strategies.parity import by_flag, make_trainer, train, zero1
 
 
@@ -33,6 +33,7 @@ SAVING: dict[str, Callable[[], Any]] = {
     "full": lambda: zero1(),
     "sharded": lambda: zero1(checkpoint_format="sharded"),
     "async": lambda: zero1(checkpoint_format="sharded", async_save=True),
+    "sharded groups": lambda: grouped(checkpoint_format="sharded"),
     "tuned": lambda: tuned(checkpoint_format="sharded"),
 }
 
@@ -86,6 +87,8 @@ ROUTES = {
     "to one": (("sharded", 2), ("zero1", 1)),
     "to ddp_tuned": (("async", 2), ("tuned", 2)),
     "from ddp_tuned": (("tuned", 2), ("zero1", 2)),
+    "from groups": (("sharded groups", 4), ("zero1", 2)),
+    "to groups": (("sharded", 2), ("grouped", 4)),
 }
 QUICK_ROUTES = [
     ("scheduled", "to more ranks"),
@@ -93,6 +96,8 @@ QUICK_ROUTES = [
     ("gan", "to one"),
     ("scheduled", "to ddp_tuned"),
     ("gan", "from ddp_tuned"),
+    ("adafactor", "from groups"),
+    ("scheduled", "to groups"),
 ]
 
 
@@ -152,13 +157,21 @@ def resave(module: str, strategy: str, source: str, target: str) -> None:
 JOURNEYS = {
     "full": [("full", 2), ("ddp", 2), ("full", 3), ("full", 1), ("single", 1), ("full", 2)],
     "sharded": [("sharded", 2), ("sharded", 3), ("full", 1), ("async", 3), ("tuned", 2), ("full", 2)],
+    "groups": [
+        ("sharded groups", 4),
+        ("sharded", 3),
+        ("grouped", 4),
+        ("full", 1),
+        ("sharded groups", 6),
+        ("grouped", 2),
+    ],
 }
 
 
 @pytest.mark.parametrize(
     ("module", "journey"),
     slow_unless(
-        lambda *case: case in [("gan", "full"), ("adafactor", "sharded")],
+        lambda *case: case in [("gan", "full"), ("adafactor", "sharded"), ("scheduled", "groups")],
         [(module, journey) for module in ("scheduled", "gan", "adafactor", "tied") for journey in JOURNEYS],
     ),
 )
@@ -303,3 +316,15 @@ def test_what_cannot_be_consolidated_is_refused(
     assert main(["consolidate", "--trusted", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]) == 2
     assert "tensors in objects" in capsys.readouterr().err
     assert not (tmp_path / "b.ckpt").exists()
+
+
+def test_groups_that_hold_the_same_write_it_once_and_share_the_writing(pool: RankPool, tmp_path: Path) -> None:
+    for kind in ("sharded", "sharded groups"):
+        pool.run(4, write, "scheduled", kind, str(tmp_path / f"{kind}.ckpt"))
+    sizes = {
+        kind: [(tmp_path / f"{kind}.ckpt" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
+        for kind in ("sharded", "sharded groups")
+    }
+    # Fewer and larger pieces, each of which has a header of its own.
+    assert 0.5 * sum(sizes["sharded"]) < sum(sizes["sharded groups"]) <= sum(sizes["sharded"])
+    assert min(sizes["sharded groups"]) > 0.1 * max(sizes["sharded groups"])

@@ -1,0 +1,153 @@
+"""Groups of ranks that together hold one copy of the optimizer state: sharded within a group, the same in each.
+
+Reduce-scatters and all-gathers then go around rings of a group's ranks, whose latency grows with their number, and what
+groups have to tell each other is an all-reduce of a shard, which has a tree. The price is the state: 1/G of it on each
+rank, with G ranks in a group, not 1/N.
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from lightning_parstrat.core.topology import Topology
+
+ShardGroupChoice = Literal["all", "node"] | int
+"""``"all"``: one group; ``"node"``: the ranks of each node; a number: so many consecutive ranks."""
+
+
+class ShardPlace(NamedTuple):
+    """What one rank holds of a state that groups of ranks hold a copy of each.
+
+    Attributes:
+        shard: The number of its shard within its group.
+        copy: The number of its group's copy.
+        copies: How many copies there are.
+    """
+
+    shard: int
+    copy: int = 0
+    copies: int = 1
+
+
+class ShardGroups(NamedTuple):
+    """The groups of all ranks. Every rank is in one, and all have equally many.
+
+    Attributes:
+        groups: The ranks of each, in the order of their shards. Rank 0 is in the first.
+    """
+
+    groups: tuple[Sequence[int], ...]
+
+    @classmethod
+    def of_all(cls, world_size: int) -> "ShardGroups":
+        """One group of all ranks, which costs nothing to keep."""
+        return cls((range(world_size),))
+
+    @classmethod
+    def chosen(cls, choice: ShardGroupChoice, topology: Topology) -> "ShardGroups":
+        """The groups that a choice comes to on these ranks.
+
+        Args:
+            choice: See :data:`ShardGroupChoice`.
+            topology: Which ranks share a node.
+
+        Raises:
+            ValueError: The ranks cannot be divided into groups of equally many; the message says what can be done.
+        """
+        world_size = topology.world_size
+        if choice == "all":
+            return cls.of_all(world_size)
+        if choice == "node":
+            nodes = [
+                tuple(rank for rank, its_node in enumerate(topology.nodes) if its_node == node)
+                for node in dict.fromkeys(topology.nodes)
+            ]
+            sizes = [len(node) for node in nodes]
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    f"shard_group='node' needs equally many ranks on every node, and there are"
+                    f" {', '.join(map(str, sizes[:-1]))} and {sizes[-1]}. Start as many on each, or choose"
+                    f" {_allowed(world_size)}, or 'all'."
+                )
+            return cls(tuple(nodes)) if len(nodes) > 1 else cls.of_all(world_size)
+        if choice > world_size or world_size % choice:
+            raise ValueError(
+                f"shard_group={choice} does not divide the {world_size} ranks of this training: all groups have"
+                f" equally many. Choose {_allowed(world_size)}, or 'node' or 'all'; or start a multiple of {choice}"
+                " ranks."
+            )
+        if choice == world_size:
+            return cls.of_all(world_size)
+        return cls(tuple(range(first, first + choice) for first in range(0, world_size, choice)))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks in a group, and of shards."""
+        return len(self.groups[0])
+
+    @property
+    def copies(self) -> int:
+        """Number of groups, each of which holds a copy."""
+        return len(self.groups)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in all."""
+        return self.size * self.copies
+
+    def rings_carry_more(self, topology: Topology | None) -> bool:
+        """Whether a ring within a group takes less time for twice the bytes than an all-to-all.
+
+        Of R ranks on each of several nodes, an all-to-all sends (1 - R / G) of a bucket over a rank's own network
+        interface; a ring sends twice the bytes over the interfaces of R ranks together.
+
+        Args:
+            topology: Which ranks share a node; None for all.
+        """
+        if topology is None:
+            return False
+        on_node = max(sum(topology.share_node(rank, mate) for mate in self.groups[0]) for rank in self.groups[0])
+        return 1 - on_node / self.size > 2 / on_node
+
+    def place(self, rank: int) -> ShardPlace:
+        """What ``rank`` holds."""
+        copy = next(number for number, group in enumerate(self.groups) if rank in group)
+        return ShardPlace(self.groups[copy].index(rank), copy, self.copies)
+
+    def mates(self, rank: int) -> Sequence[int]:
+        """The ranks of the group of ``rank``, itself among them, in the order of their shards."""
+        return self.groups[self.place(rank).copy]
+
+    def holders(self, rank: int) -> Sequence[int]:
+        """The ranks that hold the same shard as ``rank``, itself among them, in the order of their groups."""
+        shard = self.place(rank).shard
+        return tuple(group[shard] for group in self.groups)
+
+
+def advised_size(world_size: int) -> int | None:
+    """How many ranks of a GPU cluster should share a copy, where a ring of all takes longer than is hidden.
+
+    By the laboratory's model of NCCL: groups of 32 to 64 expose about what DDP does from 128 ranks on, where one group
+    of all exposes more with every doubling. Of those sizes the largest, which holds least.
+
+    Args:
+        world_size: Number of ranks.
+
+    Returns:
+        None where one group of all is as good, or no such size divides the number of ranks.
+    """
+    if world_size < _RANKS_FROM_WHICH_IT_PAYS:
+        return None
+    return next((size for size in range(64, 31, -1) if world_size % size == 0), None)
+
+
+_RANKS_FROM_WHICH_IT_PAYS = 128
+
+
+def piece_bounds(numel: int, count: int) -> list[int]:
+    """Where so many pieces of about the same length begin and end; some may be empty."""
+    return [numel * number // count for number in range(count + 1)]
+
+
+def _allowed(world_size: int) -> str:
+    divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    return f"one of {', '.join(map(str, divisors))} (consecutive ranks)"

@@ -1,0 +1,151 @@
+"""Collectives of groups of ranks that hold a copy of the optimizer state each: within a group, then between groups.
+
+A reduce-scatter sums over the ranks of each group, then over those that hold the same shard, one of every group: with
+K groups of G ranks, a rank sends (G - 1) / G of a bucket within its group, and 2 (K - 1) / K of a shard to others.
+The second sum ends with the same bits on all of its ranks: copies of a state that began alike stay so. An all-gather
+stays within the group.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
+from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
+from lightning_parstrat.distributed.comm.streams import Streams
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
+
+_SCATTER_BETWEEN, _GATHER_BETWEEN = 1, 2
+"""Tags of what threads launch, each of them by one thread alone; see :mod:`two_level`."""
+
+
+class GroupedExchange(PairwiseCollectives):
+    """Ranks exchange chunks with those of their group, then pieces of the shard with those who hold it, too.
+
+    Both in the one process group that there is: no two ranks are together in both.
+
+    Args:
+        group: The process group of all ranks.
+        topology: Which of its ranks share a node.
+        groups: Who shares a copy.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, topology: Topology | None, groups: ShardGroups) -> None:
+        super().__init__(group, topology, groups)
+        self._holders = groups.holders(self.rank)
+        self._with_mates, self._with_holders = map(self._schedule, (self.mates, self._holders))
+        self._between = ExchangeThread("sum of shards between groups")
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        chunks = dict(zip(self.mates, split(buffer, bounds), strict=True))
+        own = chunks[self.rank]
+        arriving = {mate: own if mate == self.rank else torch.empty_like(own) for mate in self.mates}
+        transfers = self._exchange(
+            self._with_mates, lambda mate: [chunks[mate]], lambda mate: [arriving[mate]], "reduce_scatter_bytes"
+        )
+        self.traffic.all_reduces += 1
+        work = ExchangedWork()
+
+        def sum_within_group() -> None:
+            Transfers(transfers, buffer).wait()
+            sum_in_order(arriving.values(), shard)
+            self._reduce_between_groups(shard, work)
+
+        self._sums.run(work, sum_within_group)
+        return work
+
+    def _reduce_between_groups(self, shard: Tensor, work: ExchangedWork) -> None:
+        """Each holder sums one piece, and sends the sum to all others: none may sum for itself what others do."""
+        count = len(self._holders)
+        pieces = dict(zip(self._holders, split(shard, piece_bounds(shard.numel(), count)), strict=True))
+        own = pieces[self.rank]
+        arriving = {holder: own if holder == self.rank else torch.empty_like(own) for holder in self._holders}
+        scattered = self._exchange(
+            self._with_holders,
+            lambda holder: [pieces[holder]],
+            lambda holder: [arriving[holder]],
+            "all_reduce_bytes",
+            _SCATTER_BETWEEN,
+        )
+
+        def finish() -> None:
+            Transfers(scattered, shard).wait()
+            total = torch.empty_like(own)
+            sum_in_order(arriving.values(), total)
+            own.copy_(total)
+            gathered = self._exchange(
+                self._with_holders,
+                lambda _: [own],
+                lambda holder: [pieces[holder]],
+                "all_reduce_bytes",
+                _GATHER_BETWEEN,
+            )
+            Transfers(gathered, shard).wait()
+            work.finish()
+
+        self._between.run(work, finish)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        chunks = dict(zip(self.mates, split(buffer, bounds), strict=True))
+        transfers = self._exchange(
+            self._with_mates, lambda _: [chunks[self.rank]], lambda mate: [chunks[mate]], "all_gather_bytes"
+        )
+        return Transfers(transfers, buffer)
+
+
+class GroupedNativeCollectives(Collectives):
+    """torch's own collectives, by process groups of a group's ranks and of those that hold the same shard.
+
+    Args:
+        group: The process group of all ranks; it carries small messages.
+        topology: Which of its ranks share a node.
+        groups: Who shares a copy.
+        within: Reduce-scatters and all-gathers among this rank's group.
+        between: Makes what has the process group of those that hold this rank's shard; asked when first summing up.
+        streams: Those of the device.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        topology: Topology | None,
+        groups: ShardGroups,
+        within: Collectives,
+        between: Callable[[], Collectives],
+        streams: Streams,
+    ) -> None:
+        super().__init__(group, topology, groups)
+        self._within = within
+        self.widens = within.widens
+        # Only this host's thread counts.
+        within.traffic = self.traffic
+        self._between: Collectives | None = None
+        self._make_between = between
+        self._streams = streams
+        self._beside = streams.another()
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        self.traffic.all_reduces += 1
+        self.traffic.all_reduce_bytes += 2 * shard.nbytes * (self.place.copies - 1) // self.place.copies
+        if self._between is None:
+            self._between = self._make_between()
+        current = self._streams.current()
+        # The second sum begins after the first: on a stream of its own, so that backward does not wait for either.
+        with self._streams.on(self._beside):
+            self._streams.wait_for(current)
+            self._within._reduce_scatter(buffer, shard, bounds).wait()
+            second = as_work(self._between.group.allreduce([real_view(shard)]))
+        # Both until somebody waits on the stream that they were allocated on.
+        return Transfers([second], buffer, shard)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        return self._within._all_gather(buffer, bounds)

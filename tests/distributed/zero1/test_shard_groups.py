@@ -1,0 +1,211 @@
+"""Engines whose state is sharded within groups of ranks and copied between them."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parstrat.core.memory import StepTraffic
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm import backends
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.comm.collectives import Traffic
+from lightning_parstrat.distributed.comm.grouped import GroupedNativeCollectives
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero1 import engine as engines
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.comparing import assert_same, distance
+from tests.distributed.engines import adafactor, adamw, backward, clip_gradients_by_norm, perceptron
+from tests.pool import RankPool
+
+OPTIMIZERS = {"adamw": adamw, "adafactor": adafactor}
+STEPS = 5
+
+
+def make(optimizer: str, nodes: str, dtype: torch.dtype = torch.float32, **policy: Any) -> ShardedDataParallel:
+    module = perceptron(dtype)
+    chosen = ShardingPolicy(bucket_cap_mb=1e-3, bucket_order="registration", **policy)
+    made = [OPTIMIZERS[optimizer](module.parameters())]
+    return ShardedDataParallel(module, made, chosen, process_groups(), nodes[dist.get_rank()])
+
+
+def take_step(engine: ShardedDataParallel, number: int) -> None:
+    (optimizer,) = engine.optimizers
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    inputs = torch.randn(4, 12, generator=generator).to(next(engine.module.parameters()).dtype)
+    optimizer.zero_grad()
+    backward(engine, engine.module(inputs).square().mean())
+    clip_gradients_by_norm(optimizer, 0.1)
+    optimizer.step()
+
+
+def train(optimizer: str, nodes: str, native: bool = False, **policy: Any) -> tuple[list[Tensor], Any, Any]:
+    """Parameters, the whole state, and what this rank holds of it beside the number of its shard."""
+    instead = native_everywhere() if native else mock.MagicMock()
+    with instead:
+        engine = make(optimizer, nodes, **policy)
+    if native:
+        assert isinstance(engine.reducer.collectives, GroupedNativeCollectives)
+    for number in range(STEPS):
+        take_step(engine, number)
+    engine.gatherer.finish()
+    (trained,) = engine.optimizers
+    whole = trained.state_dict()
+    shards = [slot.shard for bucket in engine.buckets for slot in bucket.slots if slot.shard is not None]
+    held = [[shard.detach().clone(), dict(trained.state[shard])] for shard in shards]
+    parameters = [parameter.detach().clone() for parameter in engine.module.parameters()]
+    place = engine.reducer.collectives.place
+    engine.close()
+    return parameters, whole, (place.shard, held)
+
+
+def native_everywhere() -> Any:
+    """Groups that GPUs would have, by Gloo."""
+
+    def make_collectives(group: Any, device: torch.device, topology: Any = None, groups: Any = None) -> Any:
+        if groups is None:
+            return backends.make_collectives(group, device, topology)
+        return backends._grouped_native(group, device, topology, groups)
+
+    return mock.patch.object(engines, "make_collectives", make_collectives)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard_group", "optimizer", "policy"),
+    [
+        ("aabb", "node", "adamw", {}),
+        ("abab", "node", "adafactor", {}),
+        ("abba", 2, "adamw", {"reduce_dtype": "bf16"}),
+        ("aabb", 2, "adamw", {"gather_dtype": "bf16"}),
+        ("aabb", 1, "adafactor", {}),
+        ("aabbcc", "node", "adafactor", {}),
+        ("aaaaaa", 3, "adamw", {"reduce_dtype": "bf16", "gather_dtype": "bf16"}),
+        ("aabb", "node", "adamw", {"dtype": torch.bfloat16}),
+        ("aabb", "node", "adamw", {"native": True}),
+        ("abba", "node", "adafactor", {"native": True}),
+    ],
+    ids=str,
+)
+def test_trains_as_one_group_does_and_copies_stay_alike(
+    pool: RankPool, nodes: str, shard_group: Any, optimizer: str, policy: dict[str, Any]
+) -> None:
+    ranks = len(nodes)
+    expected, expected_state, _ = pool.run(ranks, Run(optimizer, nodes, {**policy, "native": False}))[0]
+    narrow = policy.keys() & {"reduce_dtype", "gather_dtype", "dtype"}
+    found = pool.run(ranks, Run(optimizer, nodes, {**policy, "shard_group": shard_group}))
+    by_shard: dict[int, Any] = {}
+    for parameters, state, (shard, held) in found:
+        assert distance(parameters, expected) <= (2e-2 if narrow else 1e-5)
+        assert state.keys() == expected_state.keys() and state["state"].keys() == expected_state["state"].keys()
+        # Nothing would bring copies together again.
+        assert_same(parameters, found[0][0])
+        assert_same(state, found[0][1])
+        assert_same(held, by_shard.setdefault(shard, held))
+    size = ranks // len(set(nodes)) if shard_group == "node" else shard_group
+    assert len(by_shard) == size
+
+
+class Run:
+    """``train`` with its arguments: what pools call has none by name."""
+
+    def __init__(self, optimizer: str, nodes: str, policy: dict[str, Any]) -> None:
+        self.optimizer, self.nodes, self.policy = optimizer, nodes, policy
+
+    def __call__(self) -> Any:
+        return train(self.optimizer, self.nodes, **self.policy)
+
+
+def traffic_of_a_step(nodes: str, shard_group: Any, optimizer: str) -> tuple[Traffic, StepTraffic, int, int, int]:
+    engine = make(optimizer, nodes, shard_group=shard_group)
+    take_step(engine, 0)
+    engine.gatherer.finish()
+    summary = engine.summary()
+    (trained,) = engine.optimizers
+    state = sum(
+        value.nbytes for entries in trained.state.values() for value in entries.values() if getattr(value, "ndim", 0)
+    )
+    return engine.traffic, engine.step_traffic(), summary.owned_bytes, summary.copies, state
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard_group", "optimizer"),
+    [
+        ("aabb", "node", "adamw"),
+        ("abab", 2, "adamw"),
+        ("aabb", 1, "adamw"),
+        ("aabbcc", "node", "adafactor"),
+        ("aabbcc", 3, "adamw"),
+    ],
+)
+def test_a_step_sends_and_holds_what_it_says(pool: RankPool, nodes: str, shard_group: Any, optimizer: str) -> None:
+    found = pool.run(len(nodes), traffic_of_a_step, nodes, shard_group, optimizer)
+    size = len(nodes) // found[0][3]
+    for sent, expected, owned, _, state in found:
+        assert {name: getattr(sent, name) for name in expected._fields} == expected._asdict()
+        if optimizer == "adamw":
+            assert state == 2 * owned
+    model_bytes = sum(parameter.nbytes for parameter in perceptron().parameters())
+    assert sum(owned for _, _, owned, *_ in found) == model_bytes * len(nodes) // size
+
+
+def asked_for(nodes: str, shard_group: Any) -> tuple[str, bool]:
+    module = perceptron()
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    policy = ShardingPolicy(shard_group=shard_group)
+    try:
+        ShardedDataParallel(module, [adamw(module.parameters())], policy, process_groups(), nodes[dist.get_rank()])
+    except ValueError as error:
+        return str(error), before == [parameter.data_ptr() for parameter in module.parameters()]
+    return "no error", False
+
+
+@pytest.mark.parametrize(
+    ("nodes", "shard_group", "words"),
+    [("aab", "node", "there are 2 and 1"), ("aaa", 2, "shard_group=2 does not divide the 3 ranks"), ("aa", 4, "1, 2")],
+)
+def test_groups_that_cannot_be_are_refused_before_anything_moves(
+    pool: RankPool, nodes: str, shard_group: Any, words: str
+) -> None:
+    for message, untouched in pool.run(len(nodes), asked_for, nodes, shard_group):
+        assert words in message and untouched
+
+
+class Late(nn.Module):
+    """A parameter of its own kind joins an optimizer in training; another is in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.later, self.outside = nn.Linear(12, 9), nn.Linear(9, 5), nn.Parameter(torch.ones(5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.later(torch.tanh(self.first(inputs))) * self.outside
+
+
+def with_a_group_added(shard_group: Any) -> tuple[list[Tensor], Tensor, bool]:
+    module = Late()
+    optimizer = adamw(module.first.parameters())
+    policy = ShardingPolicy(bucket_cap_mb=1e-3, shard_group=shard_group)
+    engine = ShardedDataParallel(module, [optimizer], policy, process_groups())
+    for number in range(4):
+        if number == 2:
+            optimizer.add_param_group({"params": list(module.later.parameters()), "lr": 0.02})
+        engine.prepare_forward()
+        take_step(engine, number)
+    engine.gatherer.finish()
+    gradient = module.outside.grad
+    assert gradient is not None
+    parameters = [parameter.detach().clone() for parameter in module.parameters()]
+    alike = len({str([one.tolist() for one in of]) for of in all_gather_object(parameters, dist.group.WORLD)}) == 1
+    return parameters, gradient.clone(), alike
+
+
+def test_parameters_that_join_and_those_in_no_optimizer(pool: RankPool) -> None:
+    (expected, mean, _), *_ = pool.run(4, with_a_group_added, "all")
+    for parameters, gradient, alike in pool.run(4, with_a_group_added, 2):
+        assert distance(parameters, expected) <= 1e-5
+        torch.testing.assert_close(gradient, mean)
+        assert alike
