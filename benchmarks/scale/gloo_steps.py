@@ -140,15 +140,11 @@ class Emulated(NamedTuple):
     """
 
     forward_ms: float = 3.0
-    hop_ms: float = 2.0
+    hop_ms: float = 5.0
     bytes_per_second: float = 1e6
     cap_mb: float = 0.25
     steps: int = 2
     cores: int = 2
-
-    @property
-    def message(self) -> AlphaBeta:
-        return AlphaBeta(latency_seconds=self.hop_ms / 1e3, seconds_per_byte=1 / self.bytes_per_second)
 
 
 def expected(emulated: Emulated, ranks: int) -> dict[str, float]:
@@ -158,15 +154,19 @@ def expected(emulated: Emulated, ranks: int) -> dict[str, float]:
     forward = len(shapes.elements) * emulated.forward_ms / 1e3
     cap = round(emulated.cap_mb * MIB)
     sharing = max(1.0, ranks / emulated.cores)
+    # Whatever a rank waits for has been sent and received by processors, too.
+    message_seconds = sharing * constants.GLOO_MESSAGE_US * constants.MICROSECOND
     launches = 2 * len(sharded_plan(model, ranks, cap)) + 1
     found = predict(
         model,
         ranks,
-        emulated.message,
+        AlphaBeta(
+            latency_seconds=emulated.hop_ms / 1e3 + message_seconds, seconds_per_byte=1 / emulated.bytes_per_second
+        ),
         ComputeTimes(forward, 2 * forward, 0.0),
         cap_bytes=cap,
         ddp_caps=(cap // 25, cap),
-        message_seconds=sharing * constants.GLOO_MESSAGE_US * constants.MICROSECOND,
+        message_seconds=message_seconds,
         launch_seconds=sharing * constants.GLOO_HOST_MS / 1e3 / launches,
     )
     return {"zero1_custom": found.zero1_doubling.seconds, "ddp": found.ddp.seconds}

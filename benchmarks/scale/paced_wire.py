@@ -42,6 +42,8 @@ class Interface:
             free = max(free, asked_at) + nbytes * self._seconds_per_byte
             time.sleep(max(0.0, free + self._latency_seconds - time.perf_counter()))
             deliver()
+            # While this thread waits for the next message, it must not keep the last one's memory alive.
+            del deliver
 
 
 class _Sent(dist.Work):
@@ -61,6 +63,7 @@ class _Sent(dist.Work):
         return bool(self._work.wait())
 
     def is_completed(self) -> bool:
+        """Whether the message has left."""
         return self._left.is_set() and bool(self._work.is_completed())
 
 
@@ -109,6 +112,7 @@ class PacedGroup(dist.ProcessGroup):
             for tensor in tensors:
                 self.go_around(tensor)
             future.set_result(tensors)
+            del tensors, tensor, future
 
     def go_around(self, tensor: Tensor) -> None:
         """Sums a tensor up over all ranks, in place: N - 1 messages sum, and N - 1 hand round."""
