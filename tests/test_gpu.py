@@ -88,7 +88,8 @@ expected = train("ddp", precision)
 torch.cuda.empty_cache()
 BEFORE = torch.cuda.memory_allocated()
 watches = [Memory()] if precision == "32-true" else []
-for policy in ({}, {"overlap_param_gather": False}, {"bucket_order": "registration"}, {"max_inflight_buckets": 1}):
+CHOICES = {}, {"overlap_param_gather": False}, {"bucket_order": "registration"}, {"max_inflight_buckets": 1}
+for policy in (*CHOICES, {"shard_group": 1}):
     strategy = ZeRO1Strategy(bucket_cap_mb=2, master_weights="auto" if precision != "bf16-true" else False, **policy)
     found = train(strategy, precision, Watch(), *watches)
     for one, other in zip(found, expected, strict=True):

@@ -10,6 +10,7 @@ over all caps and groups (``study.py``).
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,16 +68,20 @@ def recorded(shapes: Shapes, ranks: int, cap_bytes: int, cluster: Cluster, shard
 
 
 def evidence(model: Model, shapes: Shapes, ranks: int, sizes: Sequence[int] = SIZES) -> Iterator[Evidence]:
-    """Plays the training once with each size of groups, and once under DDP."""
+    """Plays the training once with each size of groups, once with one group of all, and once under DDP."""
     cluster = cluster_for(model)
     ddp = recorded(shapes, ranks, DDP_MIB * MIB, cluster)
-    bound = best_groups(model, ranks, cluster, CAPS[:7]).step.exposed_seconds
+    # Gradients in 16 bits are summed in fp32, by master weights.
+    bound = best_groups(model, ranks, replace(cluster, sums_wider=model.itemsize == 2), CAPS[:7]).step.exposed_seconds
     # Adam's two numbers in fp32, and the master weights of parameters in 16 bits.
     state_bytes = sum(model.numels) * (8 if model.itemsize == 4 else 12)
-    for size in sizes:
-        cap = default_bucket_cap(model.nbytes, assumed_wire(size, "cuda", ranks // size))
-        exposed = recorded(shapes, ranks, cap, cluster, size)
-        yield Evidence(ranks, size, cap, exposed, ddp, min(bound, exposed), state_bytes / size)
+    caps = {
+        size: default_bucket_cap(model.nbytes, assumed_wire(size, "cuda", ranks // size)) for size in (*sizes, ranks)
+    }
+    exposed = {size: recorded(shapes, ranks, cap, cluster, size) for size, cap in caps.items()}
+    bound = min(bound, *exposed.values())
+    for size, cap in caps.items():
+        yield Evidence(ranks, size, cap, exposed[size], ddp, bound, state_bytes / size)
 
 
 def markdown(found: Sequence[Evidence]) -> Iterator[str]:

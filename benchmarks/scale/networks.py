@@ -212,17 +212,25 @@ class ShardGroups:
     Args:
         within: Carries reduce-scatters and all-gathers.
         across: Carries all-reduces of shards.
+        sums_wider: Whether sums are made in a dtype twice as wide as what is to be summed: by an all-to-all, or by a
+            ring of what was widened, whichever takes less.
     """
 
     within: Network
     across: Network
+    sums_wider: bool = False
 
     @property
     def blocks_host(self) -> bool:
         return self.within.blocks_host
 
     def cost(self, kind: Kind, nbytes: int) -> Cost:
-        return (self.across if kind == "all_reduce" else self.within).cost(kind, nbytes)
+        if kind == "all_reduce":
+            return self.across.cost(kind, 2 * nbytes if self.sums_wider else nbytes)
+        if kind == "reduce_scatter" and self.sums_wider:
+            ways = self.within.cost("all_to_all", nbytes), self.within.cost(kind, 2 * nbytes)
+            return min(ways, key=lambda cost: cost.seconds)
+        return self.within.cost(kind, nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

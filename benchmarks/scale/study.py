@@ -35,12 +35,14 @@ class Cluster:
         nic_gbs: What the network interface of each GPU carries, in GB/s.
         host_cpu: See :class:`~benchmarks.scale.networks.Nccl`.
         flags: How the flags at the end of backward are sent: not at all, or by Gloo between hosts.
+        sums_wider: See :class:`~benchmarks.scale.networks.ShardGroups`.
     """
 
     machine: Machine
     nic_gbs: float = constants.NIC_GBS
     host_cpu: HostCpu = "Intel"
     flags: Literal["none", "ring", "doubling"] = "none"
+    sums_wider: bool = False
 
     def network(self, placement: Placement) -> Nccl:
         return Nccl(placement=placement, nic_gbs=self.nic_gbs, host_cpu=self.host_cpu)
@@ -79,8 +81,9 @@ def zero1_step(
     shard_ranks = shard_ranks or ranks
     within = cluster.network(placed(shard_ranks))
     data: Network = within
-    if shard_ranks < ranks:
-        data = ShardGroups(within=within, across=cluster.network(holders(ranks, shard_ranks)))
+    if shard_ranks < ranks or cluster.sums_wider:
+        across = cluster.network(holders(ranks, shard_ranks))
+        data = ShardGroups(within=within, across=across, sums_wider=cluster.sums_wider)
     flags = Gloo(ranks=ranks, small_messages="doubling" if cluster.flags == "doubling" else "ring")
     networks: dict[str, Network] = {"gradients": data, "parameters": data, "control": flags}
     replan = None

@@ -296,3 +296,16 @@ def test_saves_and_loads(save: str, tmp_path: Path) -> None:
     for _, counted in of_phase(found, "nccl", "load"):
         # Whether all could load.
         assert counted["launches"] == {"control all_gather": 2}
+
+
+@pytest.mark.slow
+def test_recorded_steps_in_shard_groups_are_near_the_best_there_is(tmp_path: Path) -> None:
+    output = tmp_path / "groups.json"
+    ran = run_python(["-m", "benchmarks.scale.group_study", "--ranks", "256", "--output", str(output)], ROOT)
+    assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
+    for found in json.loads(output.read_text()).values():
+        assert found
+        of_32, of_64, of_all = found
+        assert 0 < of_64["exposed"] <= 1.1 * of_64["bound"]
+        assert of_32["exposed"] <= 1.15 * of_32["bound"]
+        assert of_all["exposed"] > 1.5 * of_64["exposed"]

@@ -1,5 +1,6 @@
 """The simulator of steps on up to a thousand ranks: its parts, and the table that was read in the sources."""
 
+import dataclasses
 import math
 import threading
 import time
@@ -33,7 +34,8 @@ from benchmarks.scale.synthetic import (
     zero1_record,
 )
 from benchmarks.scale.whole_study import FLOPS, found_at, matrices
-from lightning_parstrat.core.cost_model import AlphaBeta
+from lightning_parstrat.core.cost_model import AlphaBeta, assumed_wire
+from lightning_parstrat.core.grouping import default_bucket_cap
 
 SLACK = 0.15
 """What the simulator may be off from the table of the reading."""
@@ -143,6 +145,16 @@ def test_shards_travel_within_groups_and_replicas_across() -> None:
     network = ShardGroups(within=within, across=across)
     assert network.cost("reduce_scatter", MIB) == within.cost("reduce_scatter", MIB)
     assert network.cost("all_reduce", MIB) == across.cost("all_reduce", MIB)
+
+
+def test_sums_in_a_wider_dtype_take_the_quicker_of_two_ways() -> None:
+    within, across = nccl(8), Nccl(placement=Placement(4, 4))
+    in_node = ShardGroups(within=within, across=across, sums_wider=True)
+    assert in_node.cost("reduce_scatter", 64 * MIB) == within.cost("all_to_all", 64 * MIB)
+    assert in_node.cost("all_reduce", MIB) == across.cost("all_reduce", 2 * MIB)
+    assert in_node.cost("all_gather", MIB) == within.cost("all_gather", MIB)
+    over_nodes = ShardGroups(within=nccl(64), across=across, sums_wider=True)
+    assert over_nodes.cost("reduce_scatter", 64 * MIB) == nccl(64).cost("reduce_scatter", 128 * MIB)
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -413,6 +425,17 @@ def test_shard_groups_hold_off_the_growth_that_no_cap_holds_off() -> None:
     groups = best_groups(model, 1024, cluster, caps=[256 * MIB])
     assert groups.shard_ranks < 1024
     assert groups.step.exposed_seconds < 1.2 * ddp.exposed_seconds < whole.exposed_seconds
+
+
+@pytest.mark.parametrize("model", [gpt2_medium(), llama_7b()], ids=lambda model: model.name)
+@pytest.mark.parametrize(("ranks", "size"), [(256, 64), (1024, 32), (1024, 64)])
+def test_the_default_cap_of_shard_groups_is_near_the_best_of_caps_and_groups(
+    model: Model, ranks: int, size: int
+) -> None:
+    cluster = dataclasses.replace(cluster_for(model), sums_wider=model.itemsize == 2)
+    bound = best_groups(model, ranks, cluster, caps=[2**power * MIB for power in range(6, 10)])
+    cap = default_bucket_cap(model.nbytes, assumed_wire(size, "cuda", ranks // size))
+    assert zero1_step(model, ranks, cap, cluster, size).exposed_seconds <= 1.1 * bound.step.exposed_seconds
 
 
 def test_a_row_has_all_that_is_compared_and_can_be_read(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
-from lightning_parstrat.strategies.report import StepMeter
+from lightning_parstrat.distributed.zero1.summary import ShardingSummary
+from lightning_parstrat.strategies.report import StepMeter, describe
 from tests.held_time import HeldTime
 from tests.pool import RankPool
 from tests.slow import slow_unless
@@ -230,3 +231,20 @@ def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime)
     found = LINE.fullmatch(line)
     assert found is not None, line
     assert found.groups()[:5] == ("30.0", "21", "5.0", "500", "bytes")
+
+
+@pytest.mark.parametrize(
+    ("copies", "own", "expected"),
+    [
+        (1, 2_000_000, "1.0M parameters over 4 ranks, optimizer state 2.0 MB per rank instead of 8.0 MB."),
+        (
+            2,
+            4_000_000,
+            "1.0M parameters over 4 ranks in 2 shard groups, optimizer state 4.0 MB per rank instead of 8.0 MB.",
+        ),
+        (4, 8_000_000, "1.0M parameters over 4 ranks in 4 shard groups, optimizer state 8.0 MB per rank."),
+    ],
+)
+def test_shard_groups_are_named_where_there_are_several(copies: int, own: int, expected: str) -> None:
+    summary = ShardingSummary(1_000_000, 4_000_000, own // 2, 4, copies, (8_000_000, own), 0, ())
+    assert describe(summary, ()) == f"zero1_custom: {expected}"

@@ -86,6 +86,8 @@ def native_everywhere() -> Any:
         ("aabb", "node", "adamw", {"dtype": torch.bfloat16}),
         ("aabb", "node", "adamw", {"native": True}),
         ("abba", "node", "adafactor", {"native": True}),
+        ("aabb", 1, "adamw", {"native": True, "reduce_dtype": "bf16"}),
+        ("aabb", 2, "adamw", {"native": True, "reduce_dtype": "bf16", "gather_dtype": "bf16"}),
     ],
     ids=str,
 )
