@@ -5,6 +5,7 @@ file of its own: rank 0, which is played, has to be told as much as it would be,
 """
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ from benchmarks.scale.recorder import Recorder
 class OtherRanks:
     """Speaks for them.
 
+    Args:
+        recorder: Is told how much they say.
+
     Attributes:
         strategy: The one that is played; None outside of a training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self.strategy: Any = None
         self._outline: Any = None
         self._kinds: dict[tuple[bool, str], WriteItem] = {}
@@ -42,9 +47,7 @@ class OtherRanks:
         """Replaces, in what was gathered, what other ranks would say differently from ``rank``."""
         own = said[rank]
         say: Callable[[int], Any] | None = None
-        if _describes_shards(own):
-            say = self._describing(own)
-        elif _describes_moves(own):
+        if _describes_moves(own):
             say = _sharing_out(own, rank, len(said))
         elif isinstance(own, SavePlan):
             self._note_kinds(own)
@@ -54,16 +57,20 @@ class OtherRanks:
         if say is not None:
             with Recorder.not_counting_calls():
                 said[:] = [own if other == rank else say(other) for other in range(len(said))]
+            self._recorder.note_items(sum(map(_items, said)))
 
-    def gather_object(self, original: Callable[..., None]) -> Callable[..., None]:
-        """``dist.gather_object`` that has them speak."""
-
-        def gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-            original(obj, object_gather_list, *args, **kwargs)
-            if object_gather_list:
-                self.say(object_gather_list, dist.get_rank(kwargs.get("group")))
-
-        return gather_object
+    def gather_object(self, value: Any, group: Any) -> list[Any]:
+        """``gather_object`` of the package: the others send what this rank would, and have the same."""
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.tensor([content.numel()])
+        for other in range(1, group.size()) if group.rank() == 0 else [0]:
+            for message in (sizes, content):
+                if group.rank() == 0:
+                    group.recv([torch.empty_like(message)], other, 0).wait()
+                else:
+                    group.send([message], other, 0).wait()
+            self._recorder.note_metadata(content.numel() if group.rank() == 0 else 0)
+        return [value] * group.size() if group.rank() == 0 else []
 
     def all_gather_object(self, original: Callable[..., None]) -> Callable[..., None]:
         """``dist.all_gather_object`` that has them speak."""
@@ -81,15 +88,6 @@ class OtherRanks:
     def _parameters(self) -> list[Tensor]:
         """Of the optimizer, of which played models have one."""
         return [p for group in self.strategy.optimizers[0].param_groups for p in group["params"]]
-
-    def _describing(self, own: Mapping[int, Any]) -> Callable[[int], Any]:
-        slots = [self._slots[parameter] for parameter in self._parameters() if parameter in self._slots]
-        entries = next(iter(own.values()))
-
-        def describe(rank: int) -> dict[int, Any]:
-            return {index: entries for index, slot in enumerate(slots) if _length(slot.elements_of(rank))}
-
-        return describe
 
     def _note_kinds(self, plan: SavePlan) -> None:
         for item in plan.items:
@@ -122,11 +120,11 @@ class OtherRanks:
         return results
 
 
-def _describes_shards(value: Any) -> bool:
-    """Whether it is a rank's description of its shards, by position and entry."""
-    if not isinstance(value, dict) or not value:
-        return False
-    return all(isinstance(key, int) and isinstance(entries, dict) for key, entries in value.items())
+def _items(said: Any) -> int:
+    """How many parts of tensors something that was said is about."""
+    if isinstance(said, SavePlan):
+        return len(said.items)
+    return sum(len(one) if isinstance(one, dict) else 1 for one in said)
 
 
 def _describes_moves(value: Any) -> bool:

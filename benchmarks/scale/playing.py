@@ -21,7 +21,7 @@ from benchmarks.scale.other_ranks import OtherRanks
 from benchmarks.scale.played_group import PlayedGroup, PlayedStore, noted_broadcast
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm import backends, process_groups
+from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Work
 
@@ -45,7 +45,7 @@ def playing(
     Yields:
         What speaks for the other ranks.
     """
-    others = OtherRanks()
+    others = OtherRanks(recorder)
 
     class Group(PlayedGroup):
         def __init__(self, store: object, rank: int, size: int, timeout: timedelta | None = None) -> None:
@@ -57,13 +57,13 @@ def playing(
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(adam, "adam", _noted_update(recorder, adam.adam, factor)),
         mock.patch.object(ExchangeThread, "run", _at_once(recorder)),
+        *_everywhere(agreement.gather_object, others.gather_object),
         *following_operations(recorder),
         *naming_groups(recorder, lambda group: group.number),
     ]
     broadcast = noted_broadcast(dist.broadcast_object_list, others.note)
     spoken = {
         "broadcast_object_list": broadcast,
-        "gather_object": others.gather_object(dist.gather_object),
         "all_gather_object": others.all_gather_object(dist.all_gather_object),
     }
     for module in (dist, distributed_c10d):

@@ -153,7 +153,9 @@ def _between_ranks(kills: _KillsAt) -> None:
     """When the others have sent or written their parts."""
     from torch.distributed.checkpoint import filesystem
 
-    for module, name in ((dist, "send"), (filesystem._FileSystemWriter, "write_data")):
+    from lightning_parstrat.distributed.zero1 import state_messages
+
+    for module, name in ((state_messages, "_send"), (filesystem._FileSystemWriter, "write_data")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

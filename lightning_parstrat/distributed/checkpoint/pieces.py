@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, grouped_parameters
+from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
 
 _BYTES_WORTH_SPLITTING = 2**22
 

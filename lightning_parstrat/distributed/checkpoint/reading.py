@@ -21,7 +21,8 @@ from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON,
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, OwnPart, StateDict
+from lightning_parstrat.distributed.zero1.state_dict import OwnPart, StateDict
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
 
 
 class Run(NamedTuple):

@@ -109,6 +109,11 @@ class OptimizerSharding:
             )
         return process_groups().control
 
+    @property
+    def holders(self) -> Sequence[int]:
+        """The ranks of :attr:`control_group` that together hold one copy of the state, in the order of their shards."""
+        return range(self.buckets[0].layout.world_size if self.buckets else 1)
+
     def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
         """Takes charge of further buckets of this optimizer's parameters."""
         self.buckets += buckets

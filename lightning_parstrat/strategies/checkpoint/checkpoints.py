@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of the entries under that key, and of sharded checkpoints."""
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
