@@ -4,7 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -26,6 +26,8 @@ from lightning_parstrat.distributed.checkpoint.pieces import (
     TensorSource,
     with_placeholders_for_state,
 )
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import (
     all_gather_object,
     any_rank,
@@ -50,9 +52,6 @@ from lightning_parstrat.strategies.checkpoint.resume import (
 )
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
-
-if TYPE_CHECKING:
-    from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
@@ -219,9 +218,6 @@ class CheckpointingStrategy(RanksStrategy):
         # Before and after training, nothing would wait for the save to end.
         asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
-        # Here, as all that is needed for it takes long to import.
-        from lightning_parstrat.distributed.checkpoint.writing import save_sharded
-
         try:
             save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
         finally:
@@ -302,9 +298,6 @@ class CheckpointingStrategy(RanksStrategy):
         if local is not None:
             recover(local)
         if local is not None and is_sharded_checkpoint(local):
-            # Here, as all that is needed for it takes long to import.
-            from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-
             self._loaded = ShardedCheckpoint(local, weights_only, self._control.group if self._has_ranks else None)
             _check_readable(self._loaded.skeleton, path)
             return None
