@@ -90,6 +90,8 @@ def test_a_sharded_checkpoint_holds_what_a_full_one_does(
 ROUTES = {
     "to more ranks": (("sharded", 2), ("zero1", 3)),
     "to fewer ranks": (("sharded", 3), ("zero1", 2)),
+    "to four": (("sharded", 3), ("zero1", 4)),
+    "from four": (("async", 4), ("zero1", 3)),
     "to one": (("sharded", 2), ("zero1", 1)),
     "to ddp_tuned": (("async", 2), ("tuned", 2)),
     "from ddp_tuned": (("tuned", 2), ("zero1", 2)),
@@ -98,6 +100,7 @@ QUICK_ROUTES = [
     ("scheduled", "to more ranks"),
     ("adafactor", "to fewer ranks"),
     ("gan", "to one"),
+    ("gan", "from four"),
     ("scheduled", "to ddp_tuned"),
     ("gan", "from ddp_tuned"),
 ]
@@ -123,10 +126,10 @@ def test_training_goes_on_at_another_world_size(pool: RankPool, tmp_path: Path, 
             torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", ["convolutional", "tied", "gan"])
-def test_consolidated_it_is_the_full_one(pool: RankPool, tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(("module", "ranks"), [("convolutional", 2), ("tied", 3), ("gan", 4)])
+def test_consolidated_it_is_the_full_one(pool: RankPool, tmp_path: Path, module: str, ranks: int) -> None:
     for kind in ("full", "sharded"):
-        pool.run(2, write, module, kind, str(tmp_path / f"{kind}.ckpt"))
+        pool.run(ranks, write, module, kind, str(tmp_path / f"{kind}.ckpt"))
     folder, made = tmp_path / "sharded.ckpt", tmp_path / "made.ckpt"
     assert main(["consolidate", str(folder), str(made)]) == 0
     expected = load(tmp_path / "full.ckpt")
@@ -157,8 +160,8 @@ def resave(module: str, strategy: str, source: str, target: str) -> None:
 
 
 JOURNEYS = {
-    "full": [("full", 2), ("ddp", 2), ("full", 3), ("full", 1), ("single", 1), ("full", 2)],
-    "sharded": [("sharded", 2), ("sharded", 3), ("full", 1), ("async", 3), ("tuned", 2), ("full", 2)],
+    "full": [("full", 2), ("ddp", 2), ("full", 3), ("ddp", 4), ("full", 4), ("full", 1), ("single", 1), ("full", 2)],
+    "sharded": [("sharded", 2), ("sharded", 4), ("full", 1), ("async", 3), ("tuned", 2), ("sharded", 3), ("full", 2)],
 }
 
 
