@@ -287,12 +287,15 @@ class PlayedStore(dist.Store):
     deleteKey = delete_key
 
 
-def noted_broadcast(original: Callable[..., None], note: Callable[[Any], None]) -> Callable[..., None]:
+def played_broadcast(
+    original: Callable[..., None], note: Callable[[Any, int], None], hear: Callable[[Any, int], Any]
+) -> Callable[..., None]:
     """``dist.broadcast_object_list``: what this rank receives is what it would have sent itself.
 
     Args:
         original: torch's.
-        note: Is shown what this rank sends.
+        note: Is shown what this rank sends, to so many.
+        hear: Says what it receives where it would not send the same.
     """
 
     def broadcast_object_list(object_list: list[Any], src: int | None = None, *args: Any, **kwargs: Any) -> None:
@@ -300,9 +303,10 @@ def noted_broadcast(original: Callable[..., None], note: Callable[[Any], None]) 
         root = kwargs.get("group_src", src) or 0
         if group.rank() == root:
             for value in object_list:
-                note(value)
+                note(value, group.size())
             original(object_list, src, *args, **kwargs)
             return
+        object_list[:] = [hear(value, group.size()) for value in object_list]
         sizes = torch.zeros(len(object_list), dtype=torch.long)
         content = torch.zeros(sum(len(pickle.dumps(value)) for value in object_list), dtype=torch.uint8)
         options = dist.BroadcastOptions()

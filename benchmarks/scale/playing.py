@@ -19,15 +19,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from benchmarks.scale.other_ranks import OtherRanks
-from benchmarks.scale.played_group import PlayedGroup, PlayedStore, noted_broadcast
+from benchmarks.scale.played_group import PlayedGroup, PlayedStore, played_broadcast
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm import backends, process_groups
+from lightning_parstrat.distributed.checkpoint import writing
+from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces
+from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import HostStreams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Work
-from lightning_parstrat.distributed.zero1 import redistribution
+from lightning_parstrat.distributed.zero1 import redistribution, state_parts
 
 Plane = Literal["gloo", "nccl"]
 
@@ -49,7 +51,7 @@ def playing(
     Yields:
         What speaks for the other ranks.
     """
-    others = OtherRanks()
+    others = OtherRanks(recorder)
 
     class Group(PlayedGroup):
         def __init__(self, store: object, rank: int, size: int, timeout: timedelta | None = None) -> None:
@@ -62,14 +64,16 @@ def playing(
         mock.patch.object(adam, "adam", _noted_update(recorder, adam.adam, factor)),
         mock.patch.object(ExchangeThread, "run", _at_once(recorder)),
         mock.patch.object(redistribution, "digests_of_owners", _owners_alike(redistribution.digests_of_owners)),
+        *_everywhere(agreement.gather_object, others.gather_object),
+        *_everywhere(state_parts.tell, others.count_told(state_parts.tell)),
+        mock.patch.object(writing, "write_shard", others.write_shard(writing.write_shard)),
+        mock.patch.object(CheckpointPieces, "index", others.note_index(CheckpointPieces.index)),
         *following_operations(recorder),
         *naming_groups(recorder, lambda group: group.number),
     ]
-    broadcast = noted_broadcast(dist.broadcast_object_list, others.note)
+    broadcast = played_broadcast(dist.broadcast_object_list, others.note, others.hear)
     spoken = {
         "broadcast_object_list": broadcast,
-        "gather_object": others.gather_object(dist.gather_object),
-        "all_gather_object": others.all_gather_object(dist.all_gather_object),
     }
     for module in (dist, distributed_c10d):
         replaced += [mock.patch.object(module, name, function) for name, function in spoken.items()]

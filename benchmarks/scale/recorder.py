@@ -35,6 +35,8 @@ class Counters:
     """The same operations' messages that follow one upon the other, wherever they are sent."""
     metadata_bytes: int = 0
     """Of pickled objects that this rank receives."""
+    items: int = 0
+    """What rank 0 is told of other ranks' shards, plans and files, one by one, and what it writes into an index."""
     store_requests: int = 0
     groups: int = 0
     """Process groups that are made."""
@@ -188,6 +190,10 @@ class Recorder:
     def note_metadata(self, nbytes: int) -> None:
         """Pickled objects have arrived."""
         self.counters[self._phase].metadata_bytes += nbytes
+
+    def note_items(self, number: int) -> None:
+        """This rank has been told of so many parts of tensors, or has noted them."""
+        self.counters[self._phase].items += number
 
     def note_store_request(self) -> None:
         """This rank has asked the store for something, or told it; threads that watch over waits do not count."""

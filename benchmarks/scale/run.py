@@ -30,7 +30,9 @@ from machine import write_result  # noqa: E402
 from ranks import COMMAND_VARIABLE  # noqa: E402
 
 PLAYED = (2, 8, 64, 512, 1024)
-SAVED = (8, 64, 1024)
+SAVED = (8, 64, 512, 1024)
+OTHER = 5
+"""A rank that is not rank 0, in a save; those of other numbers do the same."""
 FORKED = (2, 8, 32)
 GROWTH = (64, 1024)
 
@@ -41,15 +43,21 @@ def program(name: str, *arguments: str) -> None:
     subprocess.run([sys.executable, "-m", f"benchmarks.scale.{name}", *arguments], cwd=ROOT, check=True)
 
 
-def played(folder: Path, strategy: str, sizes: tuple[int, ...], planes: tuple[str, ...], *more: str) -> dict[str, Any]:
-    """Counters by plane, size and phase."""
+def played(
+    folder: Path, strategy: str, sizes: tuple[int, ...], planes: tuple[str, ...], *more: str, rank: int = 0
+) -> dict[str, Any]:
+    """Counters of a rank by plane, size and phase."""
     output = folder / "played.json"
     asked = ["--strategy", strategy, "--sizes", *map(str, sizes), "--planes", *planes]
+    # In a save, what other ranks hear from rank 0 is known when that has been played.
+    asked += ["--ranks", "0", str(rank)] if rank else []
     program("fake_ranks", *asked, *more, "--output", str(output))
     found = json.loads(output.read_text())
     return {
         plane: {
-            str(one["size"]): {"counters": one["counters"], "sockets": one["sockets"]} for one in found[plane]["played"]
+            str(one["size"]): {"counters": one["counters"], "sockets": one["sockets"]}
+            for one in found[plane]["played"]
+            if one["rank"] == rank
         }
         for plane in planes
     }
@@ -88,8 +96,11 @@ def main() -> None:
             "forked": forked(folder),
             "zero1_custom": played(folder, "zero1_custom", PLAYED, ("gloo", "nccl")),
             "ddp": played(folder, "ddp", PLAYED, ("nccl",)),
-            "full save": played(folder, "zero1_custom", SAVED, ("nccl",), "--save", "full"),
-            "sharded save": played(folder, "zero1_custom", SAVED, ("nccl",), "--save", "sharded"),
+            **{
+                f"{save} save{of}": played(folder, "zero1_custom", SAVED, ("nccl",), "--save", save, rank=rank)
+                for save in ("full", "sharded")
+                for of, rank in (("", 0), (" of another rank", OTHER))
+            },
             "exponents_64_to_1024": growth(folder, "--planes", "gloo", "nccl"),
         }
     write_result(counted, options.results / "scale_counts.json")

@@ -137,6 +137,7 @@ def play(training: Training, recorder: Recorder, rank: int, size: int, plane: Pl
     with playing(recorder, rank, size, plane, per_node, training.shapes.factor) as others:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "saved.ckpt"
+            others.folder = Path(folder) / "temporary"
             batches = SETTLED + training.steps + 1
             fit(training, recorder, rank, size, batches, others, save_as=path)
             # Only rank 0 has all that is to be read.

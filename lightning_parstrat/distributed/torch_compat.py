@@ -96,6 +96,10 @@ Used through this file: what for | what happens without it.
         reads how a checkpoint is laid out, without its tensors | `lightning-parstrat consolidate` fails
     torch.serialization._checkpoint_offset
         where in a checkpoint a tensor is | `lightning-parstrat consolidate` fails
+    torch._utils._rebuild_tensor_v3
+        what a piece of a sharded checkpoint is, to `torch.load` | no sharded checkpoint is written
+    torch.distributed.checkpoint.filesystem._StorageInfo
+        where pieces lie, for torch's own reader of sharded checkpoints | only this package reads them
     torch.nn.parallel.distributed.DistributedDataParallel._build_params_for_reducer
         what DDP sends, in its order | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a
         number
@@ -142,11 +146,14 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
         ranks only
 """
 
+import io
+import pickle
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -480,3 +487,63 @@ def exchange_reducer(
         _dist._register_comm_hook(wrapper.reducer, state, hook)
     # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
     old._remove_autograd_hooks()
+
+
+@dataclass
+class _Storage:
+    """Stands for the memory of a tensor that is pickled."""
+
+    nbytes: int
+
+
+@dataclass
+class _Pickled:
+    """Is pickled as a 1-D tensor."""
+
+    dtype: torch.dtype
+    numel: int
+
+    def __reduce__(self) -> Any:
+        storage = _Storage(self.numel * self.dtype.itemsize)
+        arguments: tuple[Any, ...] = storage, 0, (self.numel,), (1,), False, OrderedDict(), self.dtype
+        return torch._utils._rebuild_tensor_v3, arguments
+
+
+class _TensorPickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return "storage", torch.UntypedStorage, "0", "cpu", value.nbytes
+        return None
+
+
+def pickled_tensor(dtype: torch.dtype, numel: int) -> bytes:
+    """The description of a 1-D tensor in a file of ``torch.save``, whose elements are in the record ``data/0``."""
+    content = io.BytesIO()
+    _TensorPickler(content, protocol=2).dump(_Pickled(dtype, numel))
+    return content.getvalue()
+
+
+def checkpoint_metadata(tensors: Mapping[str, tuple[torch.dtype, int, Sequence[Any]]]) -> Any:
+    """The index that torch's reader of sharded checkpoints asks for.
+
+    Args:
+        tensors: By name: dtype, elements, and pieces with ``start``, ``numel``, ``file``, ``position`` and ``length``.
+    """
+    # Here, as it takes long to import.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    known: dict[str, Any] = {}
+    stored = {}
+    for name, (dtype, numel, pieces) in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size([one.start]), torch.Size([one.numel])) for one in pieces]
+        known[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size([numel]), chunks)
+        for one in pieces:
+            stored[MetadataIndex(name, [one.start])] = _StorageInfo(one.file, one.position, one.length)
+    return Metadata(known, storage_data=stored)

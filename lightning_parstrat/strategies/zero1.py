@@ -372,6 +372,10 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
         return {} if self._engine is None else self._engine.slots
 
+    @override
+    def _holders(self) -> Sequence[int]:
+        return super()._holders() if self._engine is None else self._engine.shard_groups.groups[0]
+
     @property
     def _groups(self) -> ProcessGroups:
         return process_groups(self._timeout)

@@ -113,20 +113,25 @@ def kill() -> None:
 
 
 def _mid_file(kills: _KillsAt) -> None:
-    save = torch.save
+    from lightning_parstrat.distributed.checkpoint import writing
 
+    for module, name in ((torch, "save"), (writing, "write_zipped")):
+        setattr(module, name, _half(getattr(module, name), kills))
+
+
+def _half(write: Callable[..., Any], kills: _KillsAt) -> Callable[..., Any]:
     def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         if not kills.is_now:
-            save(value, file, *args, **kwargs)
+            write(value, file, *args, **kwargs)
             return
         whole = io.BytesIO()
-        save(value, whole)
+        write(value, whole)
         content = whole.getvalue()
         file.write(content[: len(content) // 2])
         file.flush()
         kill()
 
-    torch.save = half
+    return half
 
 
 def _before_fsync(kills: _KillsAt) -> None:
@@ -151,9 +156,11 @@ def _between_renames(kills: _KillsAt) -> None:
 
 def _between_ranks(kills: _KillsAt) -> None:
     """When the others have sent or written their parts."""
-    from torch.distributed.checkpoint import filesystem
 
-    for module, name in ((dist, "send"), (filesystem._FileSystemWriter, "write_data")):
+    from lightning_parstrat.distributed.checkpoint import writing
+    from lightning_parstrat.distributed.zero1 import state_messages
+
+    for module, name in ((state_messages, "_send"), (writing, "write_shard")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

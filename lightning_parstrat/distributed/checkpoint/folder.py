@@ -1,8 +1,4 @@
-"""What a sharded checkpoint is, without what reads and writes one.
-
-That takes ``torch.distributed.checkpoint``, whose import takes longer than all else in the set-up of a small training:
-only those import it who save or load such a checkpoint.
-"""
+"""What a sharded checkpoint is, without what reads and writes one."""
 
 from pathlib import Path
 
@@ -10,7 +6,7 @@ SKELETON = "checkpoint.pt"
 """The file with everything that is not in the other files, and with the names of the tensors that are."""
 
 METADATA = ".metadata"
-"""torch's index of the other files."""
+"""The index of the other files, as torch calls it."""
 
 
 class CheckpointNotSavedError(RuntimeError):

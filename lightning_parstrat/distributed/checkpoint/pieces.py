@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, StoredTensor
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, grouped_parameters
+from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
 
 _BYTES_WORTH_SPLITTING = 2**22
 
@@ -34,18 +36,11 @@ class TensorSource(NamedTuple):
     entry: str = ""
 
 
-class Piece(NamedTuple):
-    """The part of a tensor that one rank writes: a run of its elements, in the order in which they lie in memory.
+class Named(NamedTuple):
+    """What a placeholder stands for, and the dtype of its elements."""
 
-    Attributes:
-        elements: 1-D; a view where that is possible.
-        start: Position of the first element.
-        numel: Elements of the uncut tensor.
-    """
-
-    elements: Tensor
-    start: int
-    numel: int
+    source: TensorSource
+    dtype: torch.dtype
 
 
 class Placeholders:
@@ -67,18 +62,16 @@ class Placeholders:
 
 
 class CheckpointPieces:
-    """This rank's pieces of the tensors of a training.
+    """Which pieces of the tensors of a training each rank writes, and this rank's.
 
-    What is sharded is written by its owners; where groups of ranks hold copies, each tensor by the owners in one group.
-    What is replicated (parameters that no optimizer shards, state that every rank keeps) is split evenly where it is
-    large, and otherwise written by one rank.
+    What is sharded is written by its owner. What is replicated (parameters that no optimizer shards, state that every
+    rank keeps) is split evenly where it is large, and otherwise written by one rank.
 
     Args:
         module: Sources name its parameters.
         optimizers: Sources give positions in this sequence.
         slots: Slots of the parameters that are sharded now.
-        rank: This rank.
-        world_size: Number of ranks.
+        ranks: Those that together hold one copy, in the order of their shards.
     """
 
     def __init__(
@@ -86,14 +79,12 @@ class CheckpointPieces:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         slots: Mapping[Tensor, ParameterSlot],
-        rank: int,
-        world_size: int,
+        ranks: Sequence[int],
     ) -> None:
         self._parameters = dict(module.named_parameters())
         self._optimizers = optimizers
         self._slots = slots
-        self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
 
     def with_placeholders(self, tree: Any, placeholders: Placeholders) -> Any:
         """A copy of a tree in which placeholders stand for the module's parameters, wherever they are found."""
@@ -113,33 +104,50 @@ class CheckpointPieces:
 
         return replace_leaves(tree, replacement)
 
-    def of(self, source: TensorSource) -> Piece | None:
-        """This rank's piece; None where it owns nothing of the tensor."""
+    def index(self, named: Mapping[str, Named]) -> CheckpointIndex:
+        """Where each rank writes what: by the layout alone. Linear in the number of tensors, whatever the ranks."""
+        cuts: dict[Any, tuple[int, Sequence[int]]] = {}
+        tensors = []
+        for name, (source, dtype) in named.items():
+            parameter, slot = self._find(source)
+            if slot is None:
+                numel, offset = self._whole(source, parameter).numel(), 0
+                key: Any = self._shares(source, numel, numel * dtype.itemsize)
+                bounds: Sequence[int] = key
+            else:
+                numel, offset, key, bounds = (
+                    slot.place.numel,
+                    slot.place.offset,
+                    id(slot.bucket),
+                    slot.bucket.layout.bounds,
+                )
+            number, _ = cuts.setdefault(key, (len(cuts), bounds))
+            tensors.append(StoredTensor(name, dtype, numel, number, offset))
+        return CheckpointIndex(tensors, [bounds for _, bounds in cuts.values()], self._ranks)
+
+    def part(self, named: Named, start: int, numel: int) -> Tensor:
+        """Elements of a tensor that this rank writes: 1-D, in storage order, a view where that is possible."""
+        source = named.source
         parameter, slot = self._find(source)
         if slot is None:
-            return self._share(self._whole(source, parameter), source)
-        if (
-            slot.shard is None
-            or slot.shard_slice is None
-            or _number(source, slot.bucket.place.copies) != slot.bucket.place.copy
-        ):
-            return None
+            return in_storage_order(self._whole(source, parameter))[start : start + numel]
         if source.optimizer is None:
-            flat = slot.storage_order(parameter.detach())
-            elements = flat[slot.shard_slice.elements]
-        else:
-            elements = in_storage_order(self._state_of(source, slot.shard))
-        return Piece(elements, slot.shard_slice.parameter_start, slot.place.numel)
+            return slot.storage_order(parameter.detach())[start : start + numel]
+        if slot.shard is None:
+            raise AssertionError("a part of a state was asked for on a rank that owns nothing of it")
+        state = self._state_of(source, slot.shard)
+        # As before a first step: other ranks may keep what this one does not.
+        return torch.zeros(numel, dtype=named.dtype) if state is None else in_storage_order(state)
 
-    def _share(self, whole: Tensor, source: TensorSource) -> Piece | None:
-        flat = in_storage_order(whole)
-        if flat.nbytes < _BYTES_WORTH_SPLITTING:
-            # Each piece costs an entry in the index and a read.
-            is_own = _number(source, self._world_size) == self._rank
-            return Piece(flat, 0, flat.numel()) if is_own and flat.numel() else None
-        first = flat.numel() * self._rank // self._world_size
-        last = flat.numel() * (self._rank + 1) // self._world_size
-        return Piece(flat[first:last], first, flat.numel()) if last > first else None
+    def _shares(self, source: TensorSource, numel: int, nbytes: int) -> range:
+        """How what all ranks have is shared out among them."""
+        number = len(self._ranks)
+        if nbytes >= _BYTES_WORTH_SPLITTING:
+            length = -(-numel // number)
+            return range(0, length * number + 1, length)
+        # Each piece costs an entry in the index and a read. A checksum spreads small tensors over the ranks.
+        own = zlib.crc32(repr(source).encode()) % number
+        return range(-own * numel, (number - own) * numel + 1, max(numel, 1))
 
     def _find(self, source: TensorSource) -> tuple[Tensor, ParameterSlot | None]:
         if source.optimizer is None:
@@ -155,13 +163,13 @@ class CheckpointPieces:
         value: Tensor = self._optimizers[source.optimizer].state[parameter][source.entry]
         return value.detach()
 
-    def _state_of(self, source: TensorSource, shard: Tensor) -> Tensor:
+    def _state_of(self, source: TensorSource, shard: Tensor) -> Tensor | None:
         if source.entry == MASTER_WEIGHTS:
             return shard.detach()
         if source.optimizer is None:
             raise AssertionError(f"{source} is no state of an optimizer")
-        value: Tensor = self._optimizers[source.optimizer].state[shard][source.entry]
-        return value.detach()
+        value: Tensor | None = self._optimizers[source.optimizer].state.get(shard, {}).get(source.entry)
+        return None if value is None else value.detach()
 
     def _strides(self, source: TensorSource) -> Sequence[int]:
         parameter, slot = self._find(source)
@@ -208,21 +216,16 @@ def strides_in_storage(tensor: Tensor) -> Sequence[int]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
-def sources_in(tree: Any, placeholders: Placeholders) -> dict[str, TensorSource]:
+def sources_in(tree: Any, placeholders: Placeholders) -> dict[str, Named]:
     """What the placeholders of a tree stand for, by the name of the place where each is found first."""
-    named: dict[str, TensorSource] = {}
+    named: dict[str, Named] = {}
     seen: set[int] = set()
     for leaf in leaves(tree):
         source = placeholders.source_of(leaf.tensor)
         if source is not None and id(leaf.tensor) not in seen:
             seen.add(id(leaf.tensor))
-            named[leaf.name] = source
+            named[leaf.name] = Named(source, leaf.tensor.dtype)
     return named
-
-
-def _number(source: TensorSource, count: int) -> int:
-    """Spreads tensors over so many writers, alike on all ranks; Python's `hash()` would differ between them."""
-    return zlib.crc32(repr(source).encode()) % count
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

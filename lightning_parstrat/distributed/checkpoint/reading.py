@@ -1,27 +1,26 @@
-"""Reads a checkpoint that all ranks have written together, at any world size. Not collective."""
+"""Reads a checkpoint that all ranks have written together, at any world size."""
 
+import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON, CheckpointDamagedError
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, StoredPiece
+from lightning_parstrat.distributed.checkpoint.zipped import elements_in
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import MASTER_WEIGHTS, OwnPart, StateDict
+from lightning_parstrat.distributed.zero1.state_dict import OwnPart, StateDict
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
 
 
 class Run(NamedTuple):
@@ -31,30 +30,48 @@ class Run(NamedTuple):
     start: int
 
 
+class Index(Protocol):
+    """Where the elements of tensors lie: :class:`CheckpointIndex`, or one that an earlier version has written."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def pieces_between(self, name: str, start: int, stop: int) -> Sequence[StoredPiece]:
+        """The pieces with elements of ``[start, stop)`` of a tensor, in order."""
+
+    def numel(self, name: str) -> int:
+        """How many elements a tensor has."""
+
+    def file_sizes(self) -> Mapping[str, int]:
+        """All files, and how many bytes each has at least."""
+
+
 class ShardedCheckpoint:
     """A folder that :func:`save_sharded` has written.
 
     Args:
-        folder: Checked at once for missing and truncated files, by their sizes alone.
+        folder: The folder.
         weights_only: Whether what is unpickled may be tensors and plain values only, as in ``torch.load``. (The index
-            of the folder is torch's, which knows no such restriction.)
+            of the folder is like torch's, which knows no such restriction.)
+        group: Where ranks read it together: those that do, all of them by the same calls. What all of them need is then
+            read by one of them and sent to the others. Works on host memory.
 
     Raises:
-        CheckpointDamagedError: Files are missing or too short; the message names them.
+        CheckpointDamagedError: Files are missing or too short; the message names them. Of the ranks' files the first of
+            the group looks at the sizes; the others only open what they read.
 
     Attributes:
         skeleton: The checkpoint with tensors on the meta device where :meth:`read` finds their elements.
     """
 
-    def __init__(self, folder: Path, weights_only: bool | None = None) -> None:
+    def __init__(self, folder: Path, weights_only: bool | None = None, group: dist.ProcessGroup | None = None) -> None:
         recover(folder)
         self.folder = folder
-        self._reader = FileSystemReader(folder)
-        self._metadata = self._checked_metadata()
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._index = self._checked_index()
         self.skeleton: Any = self._loaded_skeleton(weights_only)
         self._names: dict[int, str] = {}
         for leaf in leaves(self.skeleton):
-            if leaf.tensor.device.type == "meta" and leaf.name in self._metadata.state_dict_metadata:
+            if leaf.tensor.device.type == "meta" and leaf.name in self._index:
                 # The first name of a tied tensor: it was written under that one, see `sources_in`.
                 self._names.setdefault(id(leaf.tensor), leaf.name)
 
@@ -64,40 +81,69 @@ class ShardedCheckpoint:
 
     def pieces_of(self, name: str) -> list[tuple[int, int]]:
         """First position and length of each piece of a tensor, as they were written."""
-        stored = self._metadata.state_dict_metadata[name]
-        if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointDamagedError(f"{name} is not a tensor in the checkpoint {self.folder}. {_REMEDY}")
-        return sorted((chunk.offsets[0], chunk.sizes[0]) for chunk in stored.chunks)
+        return [(one.start, one.numel) for one in self._index.pieces_between(name, 0, self._index.numel(name))]
 
     def read(self, wanted: Mapping[str, Run]) -> None:
-        """Reads runs of tensors into memory. Peak: one piece that a rank has written, beside the targets.
+        """Reads runs of tensors into memory: these alone, wherever they lie in what was written. Not collective.
 
         Args:
-            wanted: By name; targets are 1-D, in host memory or on a device.
+            wanted: By name; targets are 1-D, contiguous, in host memory.
+
+        Raises:
+            CheckpointDamagedError: They cannot be read.
         """
-        planner = _RunPlanner(wanted)
-        planner.set_up_planner({name: run.target for name, run in wanted.items()}, self._metadata)
-        self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        parts = sorted((part for name, run in wanted.items() for part in self._parts_of(name, run)), key=_by_place)
         try:
-            self._reader.read_data(planner.create_local_plan(), planner).wait()
-        except (RuntimeError, EOFError, KeyError, UnpicklingError) as error:
+            for file_name, in_file in groupby(parts, lambda part: part.piece.file):
+                with open(self.folder / file_name, "rb", buffering=0) as file:
+                    for part in in_file:
+                        _read_part(file, part)
+        except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
             raise CheckpointDamagedError(
                 f"The elements of {', '.join(list(wanted)[:3])} or of others cannot be read from {self.folder}"
                 f" ({error}). {_REMEDY}"
             ) from error
 
+    def _parts_of(self, name: str, run: Run) -> Iterator["_Part"]:
+        stop = run.start + run.target.numel()
+        for piece in self._index.pieces_between(name, run.start, stop):
+            first, last = max(run.start, piece.start), min(stop, piece.start + piece.numel)
+            yield _Part(piece, first - piece.start, run.target[first - run.start : last - run.start])
+
     def filled(self, tree: Any) -> Any:
-        """A copy of a part of the skeleton with all tensors uncut, in host memory."""
-        new: dict[int, Tensor] = {}
-        for leaf in leaves(tree):
-            if self.name_of(leaf.tensor) is not None and id(leaf.tensor) not in new:
-                meta = leaf.tensor
-                new[id(meta)] = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype)
-        self.read({self._names[key]: Run(_flat(tensor), 0) for key, tensor in new.items()})
-        return replace_leaves(tree, lambda tensor: new.get(id(tensor), tensor))
+        """A copy of a part of the skeleton with all tensors uncut, in host memory.
+
+        Where ranks read together it is collective: the elements are read once, and broadcast in blocks of 64 MiB.
+        """
+        uncut: dict[str, Tensor] = {}
+        tree = self._with_room(tree, uncut)
+        self._read_uncut(uncut)
+        return tree
+
+    def _with_room(self, tree: Any, uncut: dict[str, Tensor]) -> Any:
+        """A copy of a part of the skeleton with memory for its tensors, which is noted by their names."""
+
+        def room(tensor: Tensor) -> Tensor:
+            name = self.name_of(tensor)
+            if name is None:
+                return tensor
+            if name not in uncut:
+                uncut[name] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            return uncut[name]
+
+        return replace_leaves(tree, room)
+
+    def _read_uncut(self, tensors: Mapping[str, Tensor]) -> None:
+        runs = {name: Run(_flat(tensor), 0) for name, tensor in tensors.items()}
+        if self._group is None:
+            self.read(runs)
+        else:
+            _read_together(self, list(_blocks(runs)), self._group)
 
     def own_parts(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
         """A state dict of the skeleton with this rank's parts where the optimizer shards, otherwise with uncut tensors.
+
+        Where ranks read together it is collective, see :meth:`filled`; of a shard each reads its own part.
 
         Args:
             optimizer: The optimizer that will load it.
@@ -112,48 +158,53 @@ class ShardedCheckpoint:
         placed = {i: slots[p] for i, p in zip(identifiers, parameters, strict=False) if p in slots}
         new: dict[str, StateDict] = {"state": {}, MASTER_WEIGHTS: {}}
         runs: dict[str, Run] = {}
+        uncut: dict[str, Tensor] = {}
         for identifier, entries in state_dict["state"].items():
-            slot = placed.get(identifier)
-            new["state"][identifier] = self._parts(entries, slot, runs) if slot is not None else self.filled(entries)
+            new["state"][identifier] = self._parts(entries, placed.get(identifier), runs, uncut)
         for identifier, master in state_dict.get(MASTER_WEIGHTS, {}).items():
             slot = placed.get(identifier)
-            new[MASTER_WEIGHTS].update(self._parts({identifier: master}, slot, runs) if slot is not None else {})
+            new[MASTER_WEIGHTS].update(self._parts({identifier: master}, slot, runs, uncut) if slot is not None else {})
+        self._read_uncut(uncut)
         self.read(runs)
         return {**state_dict, **{key: value for key, value in new.items() if value or key == "state"}}
 
-    def _parts(self, entries: StateDict, slot: ParameterSlot, runs: dict[str, Run]) -> StateDict:
+    def _parts(
+        self, entries: StateDict, slot: ParameterSlot | None, runs: dict[str, Run], uncut: dict[str, Tensor]
+    ) -> StateDict:
         """Replaces the tensors of one parameter's state by what will be read of them."""
         parts: StateDict = {}
         for key, value in entries.items():
             name = self.name_of(value) if isinstance(value, Tensor) else None
-            if name is None:
-                parts[key] = value
-            elif value.shape == slot.parameter.shape and value.stride() == slot.strides:
+            if slot is not None and name is not None and _lies_like(value, slot):
                 if slot.shard_slice is not None:
                     target = torch.empty(slot.shard_slice.numel, dtype=value.dtype)
                     runs[name] = Run(target, slot.shard_slice.parameter_start)
                     parts[key] = OwnPart(target)
             else:
-                # Other strides or shape: a run of it is no shard slice. The optimizer cuts it when it loads it.
-                parts[key] = self.filled(value)
+                # Of other strides or shape a run is no shard slice. The optimizer cuts it when it loads it.
+                parts[key] = self._with_room(value, uncut)
         return parts
 
-    def _checked_metadata(self) -> Metadata:
+    def _checked_index(self) -> Index:
         missing = [name for name in (METADATA, SKELETON) if not (self.folder / name).exists()]
         self._refuse(missing, "missing")
         try:
-            metadata = self._reader.read_metadata()
-        except (EOFError, UnpicklingError, AttributeError, ImportError, IndexError) as error:
+            with open(self.folder / METADATA, "rb") as file:
+                found = IndexUnpickler(file).load()
+        except (EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError) as error:
             raise CheckpointDamagedError(f"{self.folder / METADATA} is damaged ({error!r}). {_REMEDY}") from error
-        # Copies are usually cut short. The index tells how long each file must be, and sizes are checked without
-        # reading.
-        sizes: dict[str, int] = {}
-        for stored in metadata.storage_data.values():
-            sizes[stored.relative_path] = max(sizes.get(stored.relative_path, 0), stored.offset + stored.length)
-        self._refuse([name for name in sizes if not (self.folder / name).exists()], "missing")
-        short = [name for name, size in sizes.items() if (self.folder / name).stat().st_size < size]
+        index: Index = found if isinstance(found, CheckpointIndex) else _IndexOfTorch(found)
+        if self._group is None or dist.get_rank(self._group) == 0:
+            # Copies are usually cut short. The index tells how long each file must be, and sizes are checked without
+            # reading; by one rank, which tells the others.
+            self._check_sizes(index.file_sizes())
+        return index
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        found = {name: _size(self.folder / name) for name in sizes}
+        self._refuse([name for name, size in found.items() if size is None], "missing")
+        short = [name for name, size in found.items() if size is not None and size < sizes[name]]
         self._refuse(short, "shorter than when written")
-        return metadata
 
     def _loaded_skeleton(self, weights_only: bool | None) -> Any:
         path = self.folder / SKELETON
@@ -178,34 +229,159 @@ class ShardedCheckpoint:
 _REMEDY = "Copy the entire folder again from where it was written, or resume from another checkpoint."
 
 
-class _RunPlanner(DefaultLoadPlanner):
-    """Finds the written pieces that hold the wanted elements."""
+class _IndexOfTorch:
+    """What earlier versions have written: torch's index, with an entry for each piece."""
 
-    def __init__(self, wanted: Mapping[str, Run]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._wanted = wanted
-
-    @override
-    def create_local_plan(self) -> LoadPlan:
-        if self.metadata is None:
-            raise AssertionError("a plan was asked for before the planner was set up")
-        items: list[ReadItem] = []
-        for name, run in self._wanted.items():
-            stored = self.metadata.state_dict_metadata[name]
-            if not isinstance(stored, TensorStorageMetadata):
+    def __init__(self, metadata: Any) -> None:
+        self._numel: dict[str, int] = {}
+        self._pieces: dict[str, list[StoredPiece]] = {}
+        for name, stored in metadata.state_dict_metadata.items():
+            if not hasattr(stored, "chunks"):
                 raise CheckpointDamagedError(f"{name} is not a tensor in the checkpoint. {_REMEDY}")
-            chunk = ChunkStorageMetadata(offsets=torch.Size([run.start]), sizes=run.target.shape)
-            items += create_read_items_for_chunk_list(name, stored, [chunk])
-        return LoadPlan(items)
+            self._numel[name], self._pieces[name] = stored.size.numel(), []
+        for place, stored in metadata.storage_data.items():
+            start, tensor = place.offset[0], metadata.state_dict_metadata[place.fqn]
+            numel = next(one.sizes[0] for one in tensor.chunks if one.offsets[0] == start)
+            piece = StoredPiece(
+                place.fqn,
+                tensor.properties.dtype,
+                start,
+                numel,
+                stored.relative_path,
+                stored.offset,
+                stored.length,
+            )
+            self._pieces[place.fqn].append(piece)
+        for pieces in self._pieces.values():
+            pieces.sort(key=lambda piece: piece.start)
 
-    @override
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        start, length = read_item.dest_offsets[0], read_item.lengths[0]
-        return self._wanted[read_item.dest_index.fqn].target[start : start + length]
+    def __contains__(self, name: str) -> bool:
+        return name in self._numel
 
-    @override
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: torch has read straight into the target, see ``resolve_tensor``."""
+    def numel(self, name: str) -> int:
+        return self._numel[name]
+
+    def pieces_between(self, name: str, start: int, stop: int) -> Sequence[StoredPiece]:
+        return [one for one in self._pieces[name] if one.start < stop and one.start + one.numel > start]
+
+    def file_sizes(self) -> Mapping[str, int]:
+        sizes: dict[str, int] = {}
+        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
+            sizes[piece.file] = max(sizes.get(piece.file, 0), piece.position + piece.length)
+        return sizes
+
+
+class _Part(NamedTuple):
+    """A run of elements of a piece, and the memory to read it into."""
+
+    piece: StoredPiece
+    start: int
+    target: Tensor
+
+
+def _by_place(part: _Part) -> tuple[str, int]:
+    return part.piece.file, part.piece.position
+
+
+def _read_part(file: Any, part: _Part) -> None:
+    begin = elements_in(file, part.piece.position, part.piece.length)
+    # As bytes: numpy has no bfloat16.
+    room = part.target.view(torch.uint8).numpy().data
+    file.seek(begin + part.start * part.target.itemsize)
+    while room:
+        read = file.readinto(room)
+        if not read:
+            raise EOFError("the file ends too early")
+        room = room[read:]
+
+
+_BLOCK_BYTES = 2**26
+"""Of what one rank reads for all at a time."""
+
+_BLOCK_ALIGNMENT = 16
+"""Bytes: of the widest dtype."""
+
+
+class _InBlock(NamedTuple):
+    """A run of a tensor in a block."""
+
+    name: str
+    target: Tensor
+    start: int
+    place: int
+
+
+def _blocks(wanted: Mapping[str, Run]) -> Iterator[list[_InBlock]]:
+    """Cuts runs into blocks that are read one by one: the same on all ranks that want the same."""
+    block: list[_InBlock] = []
+    end = 0
+    for name, run in wanted.items():
+        done = 0
+        while done < run.target.numel():
+            place = -(-end // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+            numel = min((_BLOCK_BYTES - place) // run.target.itemsize, run.target.numel() - done)
+            if numel > 0:
+                block.append(_InBlock(name, run.target[done : done + numel], run.start + done, place))
+                end, done = place + numel * run.target.itemsize, done + numel
+            if done < run.target.numel():
+                yield block
+                block, end = [], 0
+    if block:
+        yield block
+
+
+def _read_together(checkpoint: ShardedCheckpoint, blocks: Sequence[list[_InBlock]], group: dist.ProcessGroup) -> None:
+    """Fills the targets of all ranks: each block is read by one of them and broadcast. Collective.
+
+    Raises:
+        CheckpointDamagedError: What this rank was to read cannot be read; others do not know of it.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    failure: Exception | None = None
+
+    def read(number: int) -> Tensor | None:
+        nonlocal failure
+        if number >= len(blocks):
+            return None
+        buffer = _buffer_for(blocks[number])
+        try:
+            checkpoint.read({one.name: Run(_view(one, buffer), one.start) for one in blocks[number]})
+        except Exception as error:
+            # The others wait for the block, whatever is in it.
+            failure = error
+        return buffer
+
+    # While others send theirs, each has read its next.
+    ahead = read(rank)
+    for number, block in enumerate(blocks):
+        source = number % size
+        buffer = ahead if source == rank and ahead is not None else _buffer_for(block)
+        dist.broadcast(buffer, group=group, group_src=source)
+        for one in block:
+            one.target.copy_(_view(one, buffer))
+        if source == rank:
+            ahead = read(number + size)
+    if failure is not None:
+        raise failure
+
+
+def _buffer_for(block: Sequence[_InBlock]) -> Tensor:
+    return torch.empty(block[-1].place + block[-1].target.nbytes, dtype=torch.uint8)
+
+
+def _view(one: _InBlock, buffer: Tensor) -> Tensor:
+    return buffer[one.place : one.place + one.target.nbytes].view(one.target.dtype)
+
+
+def _lies_like(tensor: Tensor, slot: ParameterSlot) -> bool:
+    return tensor.shape == slot.parameter.shape and tensor.stride() == slot.strides
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _flat(tensor: Tensor) -> Tensor:

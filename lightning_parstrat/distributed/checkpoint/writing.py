@@ -1,4 +1,4 @@
-"""A checkpoint that all ranks write together: files of ``torch.distributed.checkpoint`` in a folder, and one more.
+"""A checkpoint that all ranks write together: a file of each rank in a folder, an index, and one more.
 
 In these files each tensor is 1-D, its elements in the order in which they lay in memory, so that a shard is one run of
 them at any world size. ``checkpoint.pt`` is the checkpoint as Lightning knows it, with tensors on the meta device in
@@ -7,28 +7,25 @@ place of those in the other files.
 
 import io
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager
+import pickle
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.checkpoint.storage import WriteResult
-from typing_extensions import override
 
-from lightning_parstrat.core.tensor_trees import leaves, with_narrow_storage
-from lightning_parstrat.distributed.checkpoint.folder import SKELETON, CheckpointNotSavedError
-from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Piece, Placeholders, sources_in
-from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON, CheckpointNotSavedError
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, StoredPiece
+from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Named, Placeholders, sources_in
+from lightning_parstrat.distributed.checkpoint.zipped import write_zipped
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank, broadcast_object
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.durable_files import (
     check_may_be_replaced,
     put_in_place,
@@ -37,6 +34,9 @@ from lightning_parstrat.distributed.durable_files import (
     sync,
     temporary_name,
 )
+
+PartOf = Callable[[StoredPiece], Tensor]
+"""The elements of a piece that this rank writes: 1-D, in storage order."""
 
 
 class RunningSave:
@@ -57,15 +57,14 @@ class RunningSave:
         Raises:
             CheckpointNotSavedError: Some rank could not write.
         """
-        with _failures_of_ranks(self.path):
-            self._future.result()
+        self._future.result()
 
 
-class _Outline(NamedTuple):
+class Outline(NamedTuple):
     """What rank 0 sends the others about a save."""
 
     temporary: str
-    sources: dict[str, Any]
+    named: dict[str, Named]
 
 
 def save_sharded(
@@ -78,8 +77,9 @@ def save_sharded(
 ) -> RunningSave | None:
     """Writes a checkpoint, each rank its part. Collective.
 
-    Rank 0 sends the others the list of tensors (about 100 bytes each). Each rank writes and syncs a file of its own;
-    when all have, rank 0 writes the rest and gives the folder its name.
+    Rank 0 sends the others the list of tensors (about 100 bytes each); where each rank writes what, all know by the
+    layout. Each rank writes and syncs a file of its own; when all have, rank 0 writes the rest and gives the folder its
+    name. Whether all have is three small reductions.
 
     Args:
         checkpoint: Rank 0's, with ``placeholders`` in it; those of other ranks are ignored.
@@ -98,32 +98,143 @@ def save_sharded(
     """
     skeleton = io.BytesIO()
     outline = _agree_on_outline(checkpoint, path, placeholders, skeleton, group)
-    found = {name: pieces.of(source) for name, source in outline.sources.items()}
-    own = {name: piece for name, piece in found.items() if piece is not None}
-    # Narrow: otherwise torch would copy to the host, and write, the bucket that the piece lies in.
-    tensors = {name: with_narrow_storage(piece.elements) for name, piece in own.items()}
-    temporary = Path(outline.temporary)
-    writer, planner = _FolderWriter(temporary, path, skeleton), _PiecePlanner(own)
-    # One rank cleans up: several would get in each other's way on a shared file system.
-    clean_up = remove if dist.get_rank(group) == 0 else _nothing
-    if asynchronous:
-        future = async_save(tensors, storage_writer=writer, planner=planner, process_group=group)
-        if not isinstance(future, Future):
-            raise AssertionError("torch.distributed.checkpoint.async_save has not returned a future")
-        future.add_done_callback(lambda done: clean_up(temporary) if done.exception() is not None else None)
-        return RunningSave(path, future)
+    control = make_collectives(group, torch.device("cpu"))
+    folder = _Folder(Path(outline.temporary), path, pieces.index(outline.named), control)
+
+    def part_of(piece: StoredPiece) -> Tensor:
+        return pieces.part(outline.named[piece.name], piece.start, piece.numel)
+
+    if not asynchronous:
+        folder.write(part_of, skeleton)
+        return None
+    # What this rank cannot copy the others learn where they learn what it cannot write.
+    own = folder.own_pieces
+    copies: dict[str, Tensor] = {}
+    failure: Exception | None = None
     try:
-        with _failures_of_ranks(path):
-            save(tensors, storage_writer=writer, planner=planner, process_group=group)
-    except BaseException:
-        clean_up(temporary)
-        raise
-    return None
+        copies = {piece.name: torch.empty_like(part := part_of(piece), device="cpu").copy_(part) for piece in own}
+    except Exception as error:
+        failure = error
+
+    def copy_of(piece: StoredPiece) -> Tensor:
+        if failure is not None:
+            raise failure
+        return copies.pop(piece.name)
+
+    thread = ThreadPoolExecutor(1, "lightning_parstrat: save")
+    future = thread.submit(folder.write, copy_of, skeleton)
+    thread.shutdown(wait=False)
+    return RunningSave(path, future)
+
+
+def write_shard(path: Path, pieces: list[StoredPiece], part_of: PartOf) -> None:
+    """Writes one rank's file, and returns when it is on the disk. The interpreter is free for most of that time.
+
+    Args:
+        path: Must not exist.
+        pieces: What is in it, in order.
+        part_of: Asked for one after the other.
+    """
+    with open(path, "xb") as file:
+        for piece in pieces:
+            file.write(bytes(piece.position - file.tell()))
+            write_zipped(part_of(piece).to("cpu", piece.dtype).contiguous(), file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """A folder that is being written.
+
+    Attributes:
+        temporary: What it is called meanwhile.
+        path: Its name.
+        index: What is in it.
+        control: Of all ranks; works on host memory.
+    """
+
+    temporary: Path
+    path: Path
+    index: CheckpointIndex
+    control: Collectives
+
+    @property
+    def own_pieces(self) -> list[StoredPiece]:
+        """What this rank writes."""
+        ranks = self.index.ranks
+        rank = self.control.rank
+        return list(self.index.in_shard(ranks.index(rank)).values()) if rank in ranks else []
+
+    def write(self, part_of: PartOf, skeleton: io.BytesIO) -> None:
+        """Writes it, and gives it its name. Collective.
+
+        Raises:
+            CheckpointNotSavedError: Some rank could not write; the same on all ranks.
+        """
+        try:
+            self._together(lambda: self._write_own(part_of))
+            self._together(lambda: self._complete(skeleton))
+            self._together(self._put_in_place)
+        except BaseException:
+            # One rank cleans up: several would get in each other's way on a shared file system.
+            if self.control.rank == 0:
+                remove(self.temporary)
+            raise
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Does something on all ranks, and fails on all if any has failed. Collective."""
+        failure: Exception | None = None
+        try:
+            action()
+        except Exception as error:
+            failure = error
+        if not any_rank(failure is not None, self.control):
+            return
+        errors = all_gather_object(None if failure is None else repr(failure), self.control.group)
+        # The first four: a full disk fails on every rank, with the same words.
+        said = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None][:4]
+        raise CheckpointNotSavedError(
+            f"{self.path} was not saved: {'; '.join(said)}. Checkpoints that were saved before are unchanged."
+        ) from failure
+
+    def _write_own(self, part_of: PartOf) -> None:
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        pieces = self.own_pieces
+        if pieces:
+            write_shard(self.temporary / pieces[0].file, pieces, part_of)
+
+    def _complete(self, skeleton: io.BytesIO) -> None:
+        self._look_for_next()
+        if self.control.rank == 0:
+            _write(self.temporary / SKELETON, skeleton.getbuffer())
+            _write(self.temporary / METADATA, pickle.dumps(self.index))
+            # Before the rename: after a crash, a folder with its final name must hold all of its files.
+            sync(self.temporary)
+
+    def _look_for_next(self) -> None:
+        """Each rank looks for the file of the next that has one: with folders of their own, nobody has them all."""
+        ranks = self.index.ranks
+        if self.control.rank not in ranks:
+            return
+        own = ranks.index(self.control.rank)
+        others = ((own + step) % len(ranks) for step in range(1, len(ranks)))
+        last = next((list(found.values())[-1] for shard in others if (found := self.index.in_shard(shard))), None)
+        if last is not None and not _has_size(self.temporary / last.file, last.position + last.length):
+            raise OSError(
+                f"Another rank has written {last.file}, but this one does not see that in {self.temporary}. A sharded"
+                " checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
+                " `default_root_dir` of the Trainer, to one."
+            )
+
+    def _put_in_place(self) -> None:
+        if self.control.rank == 0:
+            put_in_place(self.temporary, self.path)
 
 
 def _agree_on_outline(
     checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO, group: dist.ProcessGroup
-) -> _Outline:
+) -> Outline:
     """Rank 0 prepares the save and sends the outline, or its failure: the others wait for either. Collective."""
     outline, failure = None, None
     if dist.get_rank(group) == 0:
@@ -131,7 +242,7 @@ def _agree_on_outline(
             outline = _prepare(checkpoint, path, placeholders, skeleton)
         except Exception as error:
             failure = error
-    received: tuple[_Outline, str | None] = broadcast_object(
+    received: tuple[Outline, str | None] = broadcast_object(
         (outline, None if failure is None else repr(failure)), group
     )
     if received[1] is not None:
@@ -139,7 +250,7 @@ def _agree_on_outline(
     return received[0]
 
 
-def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> _Outline:
+def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> Outline:
     """Everything that may fail on rank 0 before any rank writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_may_be_replaced(path)
@@ -153,84 +264,11 @@ def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: 
     # Into memory, and now: what cannot be pickled fails before gigabytes have been written; and training may go on, and
     # change the checkpoint's objects, before the file is written.
     torch.save(checkpoint, skeleton)
-    return _Outline(str(temporary_name(path.parent)), sources_in(checkpoint, placeholders))
+    return Outline(str(temporary_name(path.parent)), sources_in(checkpoint, placeholders))
 
 
 def _has_no_elements(tensor: Tensor, placeholders: Placeholders) -> bool:
     return tensor.device.type == "meta" and placeholders.source_of(tensor) is None
-
-
-class _PiecePlanner(DefaultSavePlanner):
-    """Tells torch which part of a larger tensor each 1-D tensor is."""
-
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._places = {name: (piece.start, piece.numel) for name, piece in pieces.items()}
-
-    @override
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([self._write_item(name, tensor) for name, tensor in self.state_dict.items()])
-        return self.plan
-
-    @override
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn]
-
-    def _write_item(self, name: str, tensor: Any) -> WriteItem:
-        start, numel = self._places[name]
-        return WriteItem(
-            index=MetadataIndex(name, torch.Size([start])),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=torch.Size([start]), sizes=tensor.shape),
-                properties=TensorProperties.create_from_tensor(tensor),
-                size=torch.Size([numel]),
-            ),
-        )
-
-
-class _FolderWriter(FileSystemWriter):
-    """Gives the folder its name when it is complete."""
-
-    def __init__(self, folder: Path, name: Path, skeleton: io.BytesIO) -> None:
-        super().__init__(folder)
-        self._name = name
-        self._skeleton = skeleton
-
-    @override
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Called on rank 0 when all ranks have written."""
-        # Rank 0 looks for what others wrote: with a folder on each node's own disk, every rank succeeds and nobody has
-        # it all.
-        sizes: dict[str, int] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            end = result.storage_data.offset + result.storage_data.length
-            sizes[result.storage_data.relative_path] = max(end, sizes.get(result.storage_data.relative_path, 0))
-        unseen = [name for name, size in sizes.items() if not _has_size(Path(self.path) / name, size)]
-        if unseen:
-            raise OSError(
-                f"Other ranks have written {', '.join(unseen[:5])}, but rank 0 does not see that in {self.path}. A"
-                " sharded checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
-                " `default_root_dir` of the Trainer, to one."
-            )
-        super().finish(metadata, results)
-        _write(Path(self.path) / SKELETON, self._skeleton.getbuffer())
-        # Before the rename: after a crash, a folder with its final name must hold all of its files.
-        sync(Path(self.path))
-        put_in_place(Path(self.path), self._name)
-
-
-@contextmanager
-def _failures_of_ranks(path: Path) -> Iterator[None]:
-    """Turns the errors of all ranks into one, the same on all ranks."""
-    try:
-        yield
-    except CheckpointException as error:
-        # The first four: a full disk fails on every rank, with the same words.
-        failures = "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items())[:4])
-        raise CheckpointNotSavedError(
-            f"{path} was not saved: {failures}. Checkpoints that were saved before are unchanged."
-        ) from error
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -242,7 +280,3 @@ def _write(path: Path, content: Any) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _nothing(_: Path) -> None:
-    """Does nothing: rank 0 cleans up."""

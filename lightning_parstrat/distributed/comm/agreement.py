@@ -27,12 +27,27 @@ def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled but where alone; works on host memory."""
-    if dist.get_world_size(group) == 1:
-        return [value]
-    values: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return values or []
+    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled but where alone; works on host memory.
+
+    Rank 0 receives one after the other, in two messages each.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank == 0:
+        return [value, *(receive_object(other, group) for other in range(1, size))]
+    send_object(value, 0, group)
+    return []
+
+
+def send_object(value: Any, destination: int, group: dist.ProcessGroup) -> None:
+    """Sends a value to a rank of the group, which receives it: two messages; pickled; works on host memory."""
+    dist.send_object_list([value], group=group, group_dst=destination)
+
+
+def receive_object(source: int, group: dist.ProcessGroup) -> Any:
+    """The value that a rank of the group sends to this one: see :func:`send_object`."""
+    received: list[Any] = [None]
+    dist.recv_object_list(received, group=group, group_src=source)
+    return received[0]
 
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:

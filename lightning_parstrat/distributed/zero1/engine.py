@@ -142,6 +142,11 @@ class ShardedDataParallel:
         call_before_compiling(self.gatherer.stop_overlapping)
 
     @property
+    def shard_groups(self) -> ShardGroups:
+        """Which ranks share a copy of what is sharded."""
+        return self.reducer.collectives.shard_groups
+
+    @property
     def buckets(self) -> list[ParameterBucket]:
         """The buckets of sharded parameters, in the order of their reductions."""
         return [bucket for bucket in self.reducer.buckets if isinstance(bucket, ParameterBucket)]
@@ -272,9 +277,7 @@ class ShardedDataParallel:
         summed = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize) for bucket in self.buckets]
         native = any(bucket.device.type != "cpu" for bucket in self.buckets)
         collectives = self.reducer.collectives
-        return step_traffic(
-            reduced, collectives.rank, self.topology, gathered, summed, collectives.shard_groups, native
-        )
+        return step_traffic(reduced, collectives.rank, self.topology, gathered, summed, self.shard_groups, native)
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""

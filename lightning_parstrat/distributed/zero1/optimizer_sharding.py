@@ -110,6 +110,11 @@ class OptimizerSharding:
             )
         return process_groups().control
 
+    @property
+    def holders(self) -> Sequence[int]:
+        """The ranks of :attr:`control_group` that together hold one copy of the state, in the order of their shards."""
+        return self.ranks.groups[0] if self.buckets else range(1)
+
     def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
         """Takes charge of further buckets of this optimizer's parameters."""
         self.buckets += buckets

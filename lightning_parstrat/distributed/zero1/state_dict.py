@@ -1,44 +1,36 @@
 """Sharded optimizer state to and from the ordinary torch ``state_dict``.
 
-Gathering goes over host memory, one tensor at a time, so that a device never holds more than a shard of it; loading
-takes each rank's part of an unsharded state. Both directions keep torch's own format, which knows nothing of ranks.
+Gathering goes over host memory, so that a device never holds more than a shard of it; loading takes each rank's part of
+an unsharded state. Both directions keep torch's own format, which knows nothing of ranks.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.watch import met
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, sharding_of
+from lightning_parstrat.distributed.zero1.state_messages import collect
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS, ToldState, on_host, states_by_bucket, tell
 
 State = dict[str, Any]
 StateDict = dict[Any, Any]
-
-MASTER_WEIGHTS = "master_weights"
-"""Where a state dict keeps master weights, by position as ``"state"`` is. Other strategies pass over it."""
 
 
 class OwnPart(NamedTuple):
     """This rank's part of an entry of which there was no unsharded tensor, 1-D in storage order."""
 
     elements: Tensor
-
-
-class _Entry(NamedTuple):
-    """One entry of a shard's state: a tensor that lies like the shard (then its dtype), or any other value."""
-
-    dtype: torch.dtype | None
-    value: Any
 
 
 StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
@@ -48,8 +40,9 @@ StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
 def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
     """The optimizer's unsharded state in torch's own format, its tensors in host memory.
 
-    Collective. Each rank sends its shard of the state once; the destination receives one tensor after the other, and
-    its host holds the unsharded state at the end. A device never holds more than it does anyway.
+    Collective. Ranks compare what there is by one small reduction; then each sends its shard of the state, a message a
+    bucket. The destination's host holds the unsharded state at the end, and a few of these messages until then. A
+    device never holds more than it does anyway.
 
     Args:
         optimizer: A sharded optimizer.
@@ -62,23 +55,25 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
     """
     sharding = sharding_of(optimizer)
     run_hooks_before_state_dict(optimizer)
-    group = sharding.control_group
+    control = make_collectives(sharding.control_group, torch.device("cpu"))
     parameters = grouped_parameters(optimizer)
-    slots = [sharding.slots[parameter] for parameter in parameters if parameter in sharding.slots]
+    positions = {sharding.slots[p]: position for position, p in enumerate(parameters) if p in sharding.slots}
     to = 0 if destination is None else destination
-    described = _gather_descriptions(optimizer, slots, group, to)
+    holders = sharding.holders
+    told = tell(optimizer, states_by_bucket(positions), holders, control, to)
+    gathered: dict[ParameterSlot, StateDict] = {}
     if stand_in is None:
-        gathered = _gather_states(optimizer, slots, group, to, described)
-    else:
-        positions = [position for position, parameter in enumerate(parameters) if parameter in sharding.slots]
-        gathered = _with_stand_ins(described or [], slots, positions, stand_in)
+        gathered = collect(optimizer, told, holders, control, to)
+    elif control.rank == to:
+        gathered = _with_stand_ins(told, positions, stand_in)
+    by_position = {positions[slot]: state for slot, state in gathered.items()}
     if destination is None:
-        gathered = broadcast_object(gathered, group)
-    by_parameter: dict[Tensor, StateDict] = {slots[index].parameter: state for index, state in gathered.items()}
-    if destination is None or dist.get_rank(group) == destination:
+        by_position = broadcast_object(by_position, control.group)
+    by_parameter: dict[Tensor, StateDict] = {parameters[position]: state for position, state in by_position.items()}
+    if destination is None or control.rank == destination:
         # Every rank has the same state for what every rank steps.
         replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
-        by_parameter.update({parameter: _on_host(optimizer.state[parameter]) for parameter in replicated})
+        by_parameter.update({parameter: on_host(optimizer.state[parameter]) for parameter in replicated})
     return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
 
 
@@ -190,96 +185,17 @@ def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None
         slot.shard.copy_(torch.where(unchanged, part, slot.shard))
 
 
-def _gather_descriptions(
-    optimizer: Optimizer, slots: list[ParameterSlot], group: dist.ProcessGroup, destination: int
-) -> list[dict[int, dict[str, _Entry]]] | None:
-    """What each rank holds, by position in ``slots``: on the destination; None elsewhere."""
-    # The ranks of one shard group hold all there is; the others say nothing, and send nothing.
-    tells = dist.get_rank(group) in sharding_of(optimizer).ranks.groups[0]
-    own = {index: _describe(optimizer, slot) for index, slot in enumerate(slots) if slot.shard is not None and tells}
-    described: list[Any] | None = [None] * dist.get_world_size(group) if dist.get_rank(group) == destination else None
-    dist.gather_object(own, described, group=group, group_dst=destination)
-    return described
-
-
 def _with_stand_ins(
-    described: list[dict[int, dict[str, _Entry]]], slots: list[ParameterSlot], positions: list[int], stand_in: StandIn
-) -> dict[int, StateDict]:
-    states: dict[int, StateDict] = {}
-    for _, index, key, entry in _listed(described):
-        state = states.setdefault(index, {})
-        if key not in state:
-            dtype = entry.dtype
-            state[key] = entry.value if dtype is None else stand_in(positions[index], key, slots[index], dtype)
-    return states
-
-
-def _gather_states(
-    optimizer: Optimizer,
-    slots: list[ParameterSlot],
-    group: dist.ProcessGroup,
-    destination: int,
-    described: list[dict[int, dict[str, _Entry]]] | None,
-) -> dict[int, StateDict]:
-    """Unsharded state by position in ``slots``, on the destination; nothing elsewhere."""
-    rank, ranks = dist.get_rank(group), sharding_of(optimizer).ranks
-    if described is None:
-        for slot in slots if rank in ranks.groups[0] else ():
-            entries = {} if slot.shard is None else _describe(optimizer, slot)
-            for key in (key for key, entry in entries.items() if entry.dtype is not None):
-                dist.send(_own_part(optimizer, slot, key), group=group, group_dst=destination)
-        return {}
-    unsharded: dict[int, StateDict] = {}
-    for source, index, key, entry in _listed(described):
-        state, slot = unsharded.setdefault(index, {}), slots[index]
-        if entry.dtype is None:
-            state.setdefault(key, entry.value)
-            continue
-        if key not in state:
-            state[key] = torch.empty_strided(slot.parameter.shape, slot.strides, dtype=entry.dtype)
-        target = slot.storage_order(state[key])[slot.elements_of(ranks.place(source).shard)]
-        # One tensor after the other in the order of `_listed`: Gloo matches sends by order, and host memory stays flat.
-        if source == rank:
-            target.copy_(_own_part(optimizer, slot, key))
-        else:
-            dist.recv(target, group=group, group_src=source)
-    return unsharded
-
-
-def _listed(described: list[dict[int, dict[str, _Entry]]]) -> Iterator[tuple[int, int, str, _Entry]]:
-    """Source rank, slot, key and entry, in the order in which each rank sends."""
-    for source, states in enumerate(described):
-        for index, entries in states.items():
-            for key, entry in entries.items():
-                yield source, index, key, entry
-
-
-def _describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, _Entry]:
-    """What this rank holds for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
-    shard = slot.shard
-    if shard is None:
-        raise AssertionError("state was found for a shard that does not exist")
-    entries = {MASTER_WEIGHTS: _Entry(shard.dtype, None)} if slot.has_master_weights else {}
-    for key, value in optimizer.state.get(shard, {}).items():
-        if isinstance(value, Tensor) and value.shape == shard.shape:
-            entries[key] = _Entry(value.dtype, None)
-        else:
-            entries[key] = _Entry(None, _on_host(value))
-    return entries
-
-
-def _on_host(value: Any) -> Any:
-    return replace_leaves(value, lambda tensor: tensor.detach().cpu())
-
-
-def _own_part(optimizer: Optimizer, slot: ParameterSlot, key: str) -> Tensor:
-    """This rank's part of a sharded entry: 1-D in storage order, in host memory."""
-    if slot.shard is None or slot.shard_slice is None:
-        raise AssertionError("state was found for a shard that does not exist")
-    value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
-    value = value.detach()
-    uncut = slot.shard_slice.numel == slot.place.numel
-    return (slot.storage_order(value) if uncut else value).cpu().contiguous()
+    told: Sequence[ToldState], positions: Mapping[ParameterSlot, int], stand_in: StandIn
+) -> dict[ParameterSlot, StateDict]:
+    return {
+        slot: {
+            key: one.value if one.dtype is None else stand_in(positions[slot], key, slot, one.dtype)
+            for key, one in entries.items()
+        }
+        for state in told
+        for slot, entries in state.by_slot().items()
+    }
 
 
 def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:

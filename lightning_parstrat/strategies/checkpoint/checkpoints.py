@@ -2,9 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -27,7 +27,14 @@ from lightning_parstrat.distributed.checkpoint.pieces import (
     TensorSource,
     with_placeholders_for_state,
 )
-from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.checkpoint.writing import save_sharded
+from lightning_parstrat.distributed.comm.agreement import (
+    all_gather_object,
+    any_rank,
+    any_rank_for_each,
+    broadcast_object,
+)
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group, control_group
@@ -47,13 +54,10 @@ from lightning_parstrat.strategies.checkpoint.resume import (
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
 
-if TYPE_CHECKING:
-    from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
-FORMAT = 1
+FORMAT = 2
 """Version of the entries under that key, and of sharded checkpoints."""
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
@@ -218,15 +222,12 @@ class CheckpointingStrategy(RanksStrategy):
         self.wait_for_saves()
         slots = self._sharded_slots()
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        pieces = CheckpointPieces(self._training_module, optimizers, slots, self.global_rank, self.world_size)
+        pieces = CheckpointPieces(self._training_module, optimizers, slots, self._holders())
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
         # Before and after training, nothing would wait for the save to end.
         asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
-        # Here, as all that is needed for it takes long to import.
-        from lightning_parstrat.distributed.checkpoint.writing import save_sharded
-
         try:
             save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
         finally:
@@ -259,6 +260,10 @@ class CheckpointingStrategy(RanksStrategy):
         """Slots of the module's sharded parameters."""
         return {}
 
+    def _holders(self) -> Sequence[int]:
+        """The ranks that together hold one copy of what is sharded, in the order of their shards."""
+        return range(self.world_size)
+
     @property
     def _can_save_alone(self) -> bool:
         """Whether this rank could write a checkpoint without the others: no rank has all of a sharded state."""
@@ -281,23 +286,17 @@ class CheckpointingStrategy(RanksStrategy):
         """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or none.
 
         A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, only the weights are
-        read; of the optimizers' states, each rank later reads its part.
+        read, by the ranks in turn, which broadcast them; of the optimizers' states, each rank later reads its part.
 
         Raises:
             MisconfigurationException: It is not a checkpoint, is damaged or newer, or a rank cannot read it.
         """
         self.wait_for_saves()
-        checkpoint: dict[str, Any] = {}
-        failure: Exception | None = None
-        try:
-            checkpoint = self._load(checkpoint_path, weights_only)
-        except Exception as error:
-            failure = error
-        if self._has_ranks:
-            # A rank that raised alone would leave the others waiting for it in the next collective.
-            self._raise_together(failure, f"loading {checkpoint_path}")
-        elif failure is not None:
-            raise failure
+        what = f"loading {checkpoint_path}"
+        checkpoint = self._all_or_none(lambda: self._open(checkpoint_path, weights_only), what)
+        if self._agreed_sharded(checkpoint is None, checkpoint_path):
+            # Apart, as ranks read the weights together: none may have failed before.
+            checkpoint = self._all_or_none(self._filled, what)
         own = self._loaded_entries = checkpoint.get(CHECKPOINT_KEY, {})
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
         fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
@@ -306,44 +305,63 @@ class CheckpointingStrategy(RanksStrategy):
         # Hooks are given what stock strategies would give them.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
-    def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    def _open(self, path: str | Path, weights_only: bool | None) -> dict[str, Any] | None:
+        """What a file holds; None for a folder, of which only the skeleton is read here."""
         self._loaded = None
         local = local_path(path)
         if local is not None:
             recover(local)
         if local is not None and is_sharded_checkpoint(local):
-            # Here, as all that is needed for it takes long to import.
-            from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-
-            loaded = ShardedCheckpoint(local, weights_only)
-            check_is_checkpoint(loaded.skeleton, path)
-            states = loaded.skeleton.get("optimizer_states")
-            checkpoint = loaded.filled({k: v for k, v in loaded.skeleton.items() if k != "optimizer_states"})
-            if states is not None:
-                checkpoint["optimizer_states"] = states
-            self._loaded = loaded
-        else:
-            checkpoint = super().load_checkpoint(path, weights_only)
-            check_is_checkpoint(checkpoint, path)
-        found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
-        if found > FORMAT:
-            raise MisconfigurationException(
-                f"{path} was saved by a newer lightning-parstrat (its format is {found}, this version reads {FORMAT})."
-                " Upgrade it: `pip install -U lightning-parstrat`."
-            )
+            self._loaded = ShardedCheckpoint(local, weights_only, self._control.group if self._has_ranks else None)
+            _check_readable(self._loaded.skeleton, path)
+            return None
+        checkpoint = super().load_checkpoint(path, weights_only)
+        _check_readable(checkpoint, path)
         return checkpoint
 
+    def _agreed_sharded(self, is_sharded: bool, path: str | Path) -> bool:
+        """Whether the ranks have found a sharded checkpoint. Collective."""
+        if not self._has_ranks:
+            return is_sharded
+        some, others = any_rank_for_each([is_sharded, not is_sharded], self._control)
+        if some and others:
+            raise MisconfigurationException(f"{path} is a file on some nodes and a folder on others.")
+        return some
+
+    def _filled(self) -> dict[str, Any]:
+        if self._loaded is None:
+            raise AssertionError("a sharded checkpoint was to be read before it was opened")
+        skeleton = self._loaded.skeleton
+        states = {key: value for key, value in skeleton.items() if key == "optimizer_states"}
+        filled = self._loaded.filled({key: value for key, value in skeleton.items() if key not in states})
+        return {**filled, **states}
+
+    def _all_or_none(self, action: Callable[[], Any], what: str) -> Any:
+        """What an action returns, if it succeeds on all ranks. Collective."""
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        if self._has_ranks:
+            # A rank that raised alone would leave the others waiting for it in the next collective.
+            self._raise_together(failure, what)
+        elif failure is not None:
+            raise failure
+        return result
+
     def _raise_together(self, failure: Exception | None, what: str) -> None:
-        """Raises on all ranks if any has failed. Collective."""
+        """Raises on all ranks if any has failed. Collective; one small reduction where none has."""
+        if not any_rank(failure is not None, self._control):
+            return
         failures = all_gather_object(None if failure is None else repr(failure), self._control.group)
         if failure is not None:
             raise failure
         failed = [rank for rank, error in enumerate(failures) if error is not None]
-        if failed:
-            raise MisconfigurationException(
-                f"{names_of(failed).capitalize()} failed in {what}: {failures[failed[0]]}. All nodes must see the same"
-                " files."
-            )
+        raise MisconfigurationException(
+            f"{names_of(failed).capitalize()} failed in {what}: {failures[failed[0]]}. All nodes must see the same"
+            " files."
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -378,7 +396,9 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self._loaded is not None:
-            return self._loaded.own_parts(optimizer, state)
+            loaded = self._loaded
+            own: dict[str, Any] = self._all_or_none(lambda: loaded.own_parts(optimizer, state), "reading its part")
+            return own
         if is_sharded(optimizer):
             return state
         # Mapped tensors would be stepped in place: each page copied on its first write, and the file kept open.
@@ -452,6 +472,17 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _position_of(self, optimizer: Optimizer) -> int:
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
+
+
+def _check_readable(checkpoint: Any, path: str | Path) -> None:
+    """Refuses what was not written by a Trainer, or by a newer version."""
+    check_is_checkpoint(checkpoint, path)
+    found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
+    if found > FORMAT:
+        raise MisconfigurationException(
+            f"{path} was saved by a newer lightning-parstrat (its format is {found}, this version reads {FORMAT})."
+            " Upgrade it: `pip install -U lightning-parstrat`."
+        )
 
 
 def _local(filepath: str | Path) -> Path:

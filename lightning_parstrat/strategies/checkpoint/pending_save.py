@@ -2,17 +2,14 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointNotSavedError
+from lightning_parstrat.distributed.checkpoint.writing import RunningSave
 from lightning_parstrat.distributed.durable_files import remove_atomically
-
-if TYPE_CHECKING:
-    from lightning_parstrat.distributed.checkpoint.writing import RunningSave
 
 
 class PendingSave:
@@ -25,7 +22,7 @@ class PendingSave:
         self._save: RunningSave | None = None
         self._obsolete: list[Path] = []
 
-    def begin(self, save: "RunningSave") -> None:
+    def begin(self, save: RunningSave) -> None:
         """Notes a save that has begun; the one before must have been finished."""
         self._save = save
 

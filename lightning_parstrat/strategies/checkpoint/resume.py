@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import gather_object
@@ -167,11 +168,11 @@ class RandomNumbers:
 def rng_state() -> dict[str, Any]:
     """The states of this process's random number generators, as tensors and plain values: some 10 KB."""
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        # As a tensor, since `weights_only` loading takes no arrays; of int32, as torch can hardly compute with uint32.
-        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).view(np.int32).copy()), position, has_gauss, cached),
+        "python": (version, _as_tensor(numbers), gauss),
+        "numpy": (str(kind), _as_tensor(keys), position, has_gauss, cached),
         # Asking would initialise CUDA, after which this process could not be forked.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
@@ -181,9 +182,20 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Sets this process's random number generators."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
-    # Only a tuple is accepted, and what was loaded may have become a list.
+    # Earlier versions have saved the numbers one by one.
+    numbers = _as_array(numbers).tolist() if isinstance(numbers, Tensor) else numbers
     random.setstate((version, tuple(numbers), gauss))
     kind, keys, *others = state["numpy"]
-    np.random.set_state((kind, keys.numpy().view(np.uint32), *others))
+    np.random.set_state((kind, _as_array(keys), *others))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _as_tensor(numbers: Any) -> Tensor:
+    # `weights_only` loading takes no arrays. One tensor, not hundreds of numbers: a checkpoint has those of all ranks,
+    # and is walked through. Of int32, as torch can hardly compute with uint32.
+    return torch.from_numpy(np.asarray(numbers, dtype=np.uint32).view(np.int32).copy())
+
+
+def _as_array(numbers: Tensor) -> Any:
+    return numbers.numpy().view(np.uint32)

@@ -1,18 +1,25 @@
 """Checkpoints that all ranks write: the same training state as a full one, at any world size, by any strategy."""
 
 import copy
+import dataclasses
 import os
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parstrat.cli.main import main
+from lightning_parstrat.core.tensor_trees import in_storage_order, leaves
+from lightning_parstrat.distributed.checkpoint import reading
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.comparing import assert_same
@@ -84,6 +91,8 @@ def test_a_sharded_checkpoint_holds_what_a_full_one_does(
 ROUTES = {
     "to more ranks": (("sharded", 2), ("zero1", 3)),
     "to fewer ranks": (("sharded", 3), ("zero1", 2)),
+    "to four": (("sharded", 3), ("zero1", 4)),
+    "from four": (("async", 4), ("zero1", 3)),
     "to one": (("sharded", 2), ("zero1", 1)),
     "to ddp_tuned": (("async", 2), ("tuned", 2)),
     "from ddp_tuned": (("tuned", 2), ("zero1", 2)),
@@ -94,6 +103,7 @@ QUICK_ROUTES = [
     ("scheduled", "to more ranks"),
     ("adafactor", "to fewer ranks"),
     ("gan", "to one"),
+    ("gan", "from four"),
     ("scheduled", "to ddp_tuned"),
     ("gan", "from ddp_tuned"),
     ("adafactor", "from groups"),
@@ -121,10 +131,10 @@ def test_training_goes_on_at_another_world_size(pool: RankPool, tmp_path: Path, 
             torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("module", ["convolutional", "tied", "gan"])
-def test_consolidated_it_is_the_full_one(pool: RankPool, tmp_path: Path, module: str) -> None:
+@pytest.mark.parametrize(("module", "ranks"), [("convolutional", 2), ("tied", 3), ("gan", 4)])
+def test_consolidated_it_is_the_full_one(pool: RankPool, tmp_path: Path, module: str, ranks: int) -> None:
     for kind in ("full", "sharded"):
-        pool.run(2, write, module, kind, str(tmp_path / f"{kind}.ckpt"))
+        pool.run(ranks, write, module, kind, str(tmp_path / f"{kind}.ckpt"))
     folder, made = tmp_path / "sharded.ckpt", tmp_path / "made.ckpt"
     assert main(["consolidate", str(folder), str(made)]) == 0
     expected = load(tmp_path / "full.ckpt")
@@ -155,8 +165,8 @@ def resave(module: str, strategy: str, source: str, target: str) -> None:
 
 
 JOURNEYS = {
-    "full": [("full", 2), ("ddp", 2), ("full", 3), ("full", 1), ("single", 1), ("full", 2)],
-    "sharded": [("sharded", 2), ("sharded", 3), ("full", 1), ("async", 3), ("tuned", 2), ("full", 2)],
+    "full": [("full", 2), ("ddp", 2), ("full", 3), ("ddp", 4), ("full", 4), ("full", 1), ("single", 1), ("full", 2)],
+    "sharded": [("sharded", 2), ("sharded", 4), ("full", 1), ("async", 3), ("tuned", 2), ("sharded", 3), ("full", 2)],
     "groups": [
         ("sharded groups", 4),
         ("sharded", 3),
@@ -318,13 +328,87 @@ def test_what_cannot_be_consolidated_is_refused(
     assert not (tmp_path / "b.ckpt").exists()
 
 
-def test_groups_that_hold_the_same_write_it_once_and_share_the_writing(pool: RankPool, tmp_path: Path) -> None:
-    for kind in ("sharded", "sharded groups"):
-        pool.run(4, write, "scheduled", kind, str(tmp_path / f"{kind}.ckpt"))
-    sizes = {
-        kind: [(tmp_path / f"{kind}.ckpt" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
-        for kind in ("sharded", "sharded groups")
+def elements_of(path: Path) -> dict[str, torch.Tensor]:
+    """What the ranks' files hold, by the names of the tensors, 1-D."""
+    checkpoint = ShardedCheckpoint(path, weights_only=True)
+    filled = {leaf.path: leaf.tensor for leaf in leaves(checkpoint.filled(checkpoint.skeleton))}
+    named = {checkpoint.name_of(leaf.tensor): leaf for leaf in leaves(checkpoint.skeleton)}
+    return {name: in_storage_order(filled[leaf.path]) for name, leaf in named.items() if name is not None}
+
+
+@pytest.mark.parametrize("strategy", ["sharded", "tuned"])
+def test_torchs_own_reader_finds_tensors_by_their_names(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(3, write, "scheduled", strategy, str(path))
+    known = torch_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {name: torch.empty(stored.size, dtype=stored.properties.dtype) for name, stored in known.items()}
+    torch_checkpoint.load(found, checkpoint_id=path)
+    assert_same(found, elements_of(path))
+
+
+def as_written_earlier(path: Path, target: Path) -> None:
+    """A folder of before the index was computed: torch's own index, and pieces that torch has written."""
+    target.mkdir()
+    shutil.copy(path / "checkpoint.pt", target)
+    metadata = torch_checkpoint.FileSystemReader(path).read_metadata()
+    elements = elements_of(path)
+    for place, stored in metadata.storage_data.items():
+        numel = next(
+            chunk.sizes[0] for chunk in metadata.state_dict_metadata[place.fqn].chunks if chunk.offsets == place.offset
+        )
+        with open(target / stored.relative_path, "ab") as file:
+            begin = file.tell()
+            torch.save(elements[place.fqn][place.offset[0] :][:numel].clone(), file)
+            metadata.storage_data[place] = dataclasses.replace(stored, offset=begin, length=file.tell() - begin)
+    (target / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_what_earlier_versions_have_written_is_read(pool: RankPool, tmp_path: Path) -> None:
+    path, earlier = tmp_path / "a.ckpt", tmp_path / "earlier.ckpt"
+    pool.run(3, write, "scheduled", "sharded", str(path))
+    as_written_earlier(path, earlier)
+    assert_same(whole(earlier), whole(path), as_stored=True)
+    resaved = tmp_path / "resaved.ckpt"
+    pool.run(2, resave, "scheduled", "full", str(earlier), str(resaved))
+    assert_same(load(resaved)["optimizer_states"], whole(path)["optimizer_states"], as_stored=True)
+
+
+def read_from_disk(path: str, strategy: str) -> tuple[int, int]:
+    """Bytes of elements that this rank reads when a training goes on, and files whose sizes it asks for."""
+    nbytes, sizes = [0], [0]
+    read_part, size = reading._read_part, reading._size
+
+    def count_read(file: Any, part: Any) -> None:
+        nbytes[0] += part.target.nbytes
+        read_part(file, part)
+
+    def count_size(file: Path) -> Any:
+        sizes[0] += 1
+        return size(file)
+
+    with mock.patch.object(reading, "_read_part", count_read), mock.patch.object(reading, "_size", count_size):
+        trainer = make_trainer(SAVING[strategy](), max_epochs=2, min_epochs=0)
+        trainer.fit(MODULES["scheduled"](), zoo.loader(16, 4), ckpt_path=path, weights_only=True)
+    return nbytes[0], sizes[0]
+
+
+@pytest.mark.parametrize("strategy", ["full", "tuned"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_ranks_together_read_a_checkpoint_once(pool: RankPool, tmp_path: Path, ranks: int, strategy: str) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(3, write, "scheduled", "sharded", str(path))
+    of_ranks = pool.run(ranks, read_from_disk, str(path), strategy)
+    assert sum(nbytes for nbytes, _ in of_ranks) == sum(tensor.nbytes for tensor in elements_of(path).values())
+    assert [sizes for _, sizes in of_ranks] == [3] + [0] * (ranks - 1)
+
+
+def test_groups_that_hold_the_same_write_it_once(pool: RankPool, tmp_path: Path) -> None:
+    paths = {kind: tmp_path / f"{kind}.ckpt" for kind in ("sharded", "sharded groups")}
+    for kind, path in paths.items():
+        pool.run(4, write, "scheduled", kind, str(path))
+    files = {kind: sorted(file.name for file in path.glob("*.distcp")) for kind, path in paths.items()}
+    assert files == {
+        kind: [f"__{rank}_0.distcp" for rank in range(number)] for kind, number in zip(paths, (4, 2), strict=True)
     }
-    # Fewer and larger pieces, each of which has a header of its own.
-    assert 0.5 * sum(sizes["sharded"]) < sum(sizes["sharded groups"]) <= sum(sizes["sharded"])
-    assert min(sizes["sharded groups"]) > 0.1 * max(sizes["sharded groups"])
+    nbytes = [sum(tensor.nbytes for tensor in elements_of(path).values()) for path in paths.values()]
+    assert nbytes[0] == nbytes[1] > 0
