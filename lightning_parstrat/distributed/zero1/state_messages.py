@@ -96,12 +96,17 @@ def collect(
             elif places:
                 while arriving and (nbytes + places[-1].stop > _BYTES_IN_FLIGHT or len(arriving) == _IN_FLIGHT):
                     nbytes -= state.take_in(*arriving.popleft())
-                message = torch.empty(places[-1].stop, dtype=torch.uint8)
-                nbytes += message.nbytes
-                arriving.append((as_work(control.group.recv([message], source, 0)), message, places))
+                nbytes += places[-1].stop
+                # No name is kept for it: it would hold the message while the next has room made for it.
+                arriving.append(_receive(places, source, control.group))
     for arrived in arriving:
         state.take_in(*arrived)
     return state.by_slot
+
+
+def _receive(places: list[_Place], source: int, group: dist.ProcessGroup) -> tuple[Work, Tensor, list[_Place]]:
+    message = torch.empty(places[-1].stop, dtype=torch.uint8)
+    return as_work(group.recv([message], source, 0)), message, places
 
 
 def _send(
