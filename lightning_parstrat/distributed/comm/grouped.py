@@ -21,7 +21,7 @@ from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
 
 _SCATTER_BETWEEN, _GATHER_BETWEEN = 1, 2
-"""Tags of what threads launch, each of them by one thread alone; see :mod:`two_level`."""
+"""Tags of what threads launch, each of them by one thread alone; see ``two_level.py``."""
 
 
 class GroupedExchange(PairwiseCollectives):
