@@ -111,7 +111,7 @@ def exchange_parts(make: Make, parts: tuple[int, ...], dtype: torch.dtype) -> tu
         (PairwiseCollectives, 4, torch.float32),
         (uneven, 4, torch.float32),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_parts_may_differ_in_length_and_be_empty(
     pool: RankPool, make: Make, world_size: int, dtype: torch.dtype
@@ -183,7 +183,7 @@ COMPLEX = (2.0**24, torch.complex64, torch.complex128)
         (uneven, 3, *BF16),
         (uneven, 3, *FP32),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_narrow_buffers_are_summed_into_wider_shards(
     pool: RankPool, make: Make, world_size: int, large: float, narrow: torch.dtype, wide: torch.dtype, differ: bool
