@@ -222,7 +222,8 @@ def _native(recorder: Recorder, make: Callable[..., Collectives]) -> Callable[..
         shard_groups: ShardGroups | None = None,
     ) -> Collectives:
         on_gpu = recorder.groups[group.number] in ("gradients", "parameters")
-        return make(group, torch.device("cuda") if on_gpu else device, topology, shard_groups)
+        with mock.patch.object(dist, "get_backend", lambda _: "nccl" if on_gpu else "gloo"):
+            return make(group, torch.device("cuda") if on_gpu else device, topology, shard_groups)
 
     return make_collectives
 

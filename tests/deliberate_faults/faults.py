@@ -133,8 +133,8 @@ FAULTS = (
     Fault(
         "state moves from the wrong place",
         "distributed/zero1/redistribution.py",
-        "(part.rank, slice(part.start - elements.start, part.stop - elements.start))",
-        "(part.rank, slice(0, part.stop - part.start))",
+        "(part.shard, slice(part.start - elements.start, part.stop - elements.start))",
+        "(part.shard, slice(0, part.stop - part.start))",
         ("tests/distributed/zero1/test_replanning.py::test_parameters_and_state_are_those_without_a_new_plan",),
     ),
     Fault(

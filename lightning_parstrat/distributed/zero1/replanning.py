@@ -7,6 +7,7 @@ reduce-scatter takes, and plan. Where that gives other buckets, parameters, mast
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -126,7 +127,7 @@ class Replanner:
         self._rounds += 1
         self._reducer.clock = None
         if self._measures and not self.kept.fits and self._rounds == _MEASURED_ROUND and self._may_change:
-            self._clock = self._reducer.clock = ReadyClock(self._sharded_buckets[0].device)
+            self._clock = self._reducer.clock = ReadyClock(self._device)
 
     def replan(self, plan: MakesPlan, optimizers: Sequence[Optimizer]) -> None:
         """Plans buckets anew and moves into them, once: when a backward was measured and the plan is another one.
@@ -207,6 +208,10 @@ class Replanner:
             bucket.let_go()
 
     @property
+    def _device(self) -> torch.device:
+        return self._reducer.buckets[0].device
+
+    @property
     def _model_bytes(self) -> int:
         return parameter_bytes([bucket.layout for bucket in self._reducer.buckets])
 
@@ -220,7 +225,7 @@ class Replanner:
         """What a reduce-scatter takes; None for a small model, which is not worth measuring it."""
         if self._model_bytes < _SMALLEST_WORTH_TIMING:
             return None
-        device = self._reducer.buckets[0].device
+        device = self._device
         return reduce_scatter_cost(self._reducer.collectives, self._reducer.control, device, self._model_bytes).model
 
 
