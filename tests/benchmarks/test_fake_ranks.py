@@ -98,7 +98,7 @@ def test_setup(steps: dict[str, Any]) -> None:
             assert launches["world broadcast"] == 4 and launches["parameters broadcast"] == 1
             # Who exchanges chunks is connected by a number each.
             if plane == "nccl":
-                assert launches["gradients reduce_scatter"] == launches["parameters all_gather"] == 1
+                assert launches["gradients reduce_scatter"] == launches["parameters reduce_scatter"] == 1
             for way in ("send", "recv") if plane == "gloo" else ():
                 assert launches[f"gradients {way}"] == launches[f"parameters {way}"] == chunks_sent(size)
             assert counted["groups"] == 4 and counted["metadata_bytes"] == 0
