@@ -26,7 +26,7 @@ from benchmarks.scale.training import Training
 from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.grouping import default_bucket_cap
 
-RANKS = (256, 512, 1024)
+RANKS = (64, 256, 512, 1024)
 SIZES = (32, 64)
 DDP_MIB = 25
 

@@ -49,7 +49,7 @@ def step_traffic(
         summed: The plan with the item sizes that gradients are summed in, where they travel in others.
         shard_groups: Which ranks share a copy of what is sharded; by default all do.
         native: Whether a backend's own collectives carry equal parts, as on GPUs: no partial sum travels in a wider
-            dtype.
+            dtype, and what goes between nodes is not counted.
 
     Returns:
         For each bucket ``(world_size - 1) / world_size`` of it each way: what the others get of the gradients, and its
@@ -64,7 +64,9 @@ def step_traffic(
     if not buckets:
         return StepTraffic(0, 0, 0, 0, 0)
     groups = shard_groups or ShardGroups.of_all(buckets[0].world_size)
-    ranks = _Ranks(rank, groups, topology or Topology.flat(groups.world_size))
+    # Which way a backend takes between nodes is not known.
+    flat = Topology.flat(groups.world_size)
+    ranks = _Ranks(rank, groups, flat if native or topology is None else topology)
     shard, copies = groups.place(rank).shard, groups.copies
     reductions, gathers, between_groups = [], [], []
     for bucket, wide, home in zip(buckets, summed or buckets, gathered or buckets, strict=True):

@@ -5,6 +5,7 @@ groups have to tell each other is an all-reduce of a shard, which has a tree. Th
 rank, with G ranks in a group, not 1/N.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -105,7 +106,7 @@ class ShardGroups(NamedTuple):
         """
         if topology is None:
             return False
-        on_node = max(sum(topology.share_node(rank, mate) for mate in self.groups[0]) for rank in self.groups[0])
+        on_node = max(Counter(topology.nodes[rank] for rank in self.groups[0]).values())
         return 1 - on_node / self.size > 2 / on_node
 
     def place(self, rank: int) -> ShardPlace:

@@ -2,7 +2,7 @@
 
 import socket
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -371,10 +371,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     @override
     def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
         return {} if self._engine is None else self._engine.slots
-
-    @override
-    def _holders(self) -> Sequence[int]:
-        return super()._holders() if self._engine is None else self._engine.shard_groups.groups[0]
 
     @property
     def _groups(self) -> ProcessGroups:

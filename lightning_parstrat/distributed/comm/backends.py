@@ -55,12 +55,16 @@ def make_collectives(
             return _grouped_native(group, device, topology, shard_groups)
         return UnevenCollectives(GroupedExchange(group, topology, shard_groups))
     if device.type != "cpu":
-        return NativeCollectives(group, topology)
+        return _native(shard_groups or ShardGroups.of_all(dist.get_world_size(group)), topology)(group, topology)
     if exchanges_in_rounds(dist.get_world_size(group)):
         return UnevenCollectives(HalvingCollectives(group, topology))
     if topology is not None and topology.has_two_levels:
         return UnevenCollectives(TwoLevelCollectives(group, topology))
     return UnevenCollectives(PairwiseCollectives(group, topology))
+
+
+def _native(groups: ShardGroups, topology: Topology | None) -> "type[NativeCollectives]":
+    return WideningCollectives if groups.rings_carry_more(topology) else NativeCollectives
 
 
 def _grouped_native(
@@ -70,8 +74,7 @@ def _grouped_native(
     # Where every rank has a copy of its own, nothing is left to do within.
     within: Collectives = LocalCollectives(group)
     if groups.size > 1:
-        kind = WideningCollectives if groups.rings_carry_more(topology) else NativeCollectives
-        within = kind(subgroup(group, groups.mates(rank)))
+        within = _native(groups, topology)(subgroup(group, groups.mates(rank)))
 
     def between() -> Collectives:
         return NativeCollectives(subgroup(group, groups.holders(rank)))

@@ -28,8 +28,7 @@ class PairwiseCollectives(Collectives):
     """Every rank sends every other rank its chunk; each chunk travels once.
 
     Rank r sends to r + 1, r + 2, ... in turn, so that no rank is everyone's first target. The number of messages
-    grows with the square of the world size, so this is for few ranks (``halving.py`` is for many), and on GPUs for
-    chunks that differ in length.
+    grows with the square of the world size, so this is for few ranks; ``halving.py`` is for many.
     """
 
     def __init__(
@@ -51,9 +50,6 @@ class PairwiseCollectives(Collectives):
             self._all, lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], "reduce_scatter_bytes"
         )
         reduction = SummedChunks(Transfers(transfers, buffer), by_rank, shard)
-        if buffer.device.type != "cpu":
-            # On a GPU the waiting stream makes the sum; no thread is needed to get it done early.
-            return reduction
         # In a thread: the sum is made as soon as the chunks have arrived, while this thread computes the rest of
         # backward.
         work = SeenThrough(reduction.wait, self._sums)

@@ -7,6 +7,7 @@ stays within the group.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,10 @@ class GroupedNativeCollectives(Collectives):
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         self.traffic.all_reduces += 1
-        self.traffic.all_reduce_bytes += 2 * shard.nbytes * (self.place.copies - 1) // self.place.copies
+        pieces = [stop - start for start, stop in pairwise(piece_bounds(shard.numel(), self.place.copies))]
+        # As between CPUs: each sums a piece and sends the others the sum. No way takes less.
+        own = (self.place.copies - 2) * pieces[self.place.copy] + shard.numel()
+        self.traffic.all_reduce_bytes += own * shard.element_size()
         if self._between is None:
             self._between = self._make_between()
         current = self._streams.current()

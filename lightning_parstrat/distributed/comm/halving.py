@@ -1,7 +1,7 @@
 """Reduce-scatter by recursive halving and all-gather by recursive doubling: what many CPU ranks do."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class HalvingCollectives(PairwiseCollectives):
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        reduction = _Reduction(ExchangedWork(), shard, buffer.dtype, self._ordered(bounds))
+        reduction = _Reduction(ExchangedWork(), shard, buffer.dtype, bounds)
         self._halve(0, self._brought_into_order(buffer, bounds), reduction)
         return reduction.work
 
@@ -73,7 +73,7 @@ class HalvingCollectives(PairwiseCollectives):
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         gathered = buffer if isinstance(self._order, range) else torch.empty_like(buffer)
-        gathering = _Gathering(ExchangedWork(), buffer, gathered, self._ordered(bounds))
+        gathering = _Gathering(ExchangedWork(), buffer, gathered, bounds)
         if gathered is not buffer:
             start, stop = (gathering.ordered_bounds[place] for place in self._rounds[-1].own)
             gathered[start:stop] = buffer[bounds[self.rank] : bounds[self.rank + 1]]
@@ -106,12 +106,6 @@ class HalvingCollectives(PairwiseCollectives):
             gathering.work.finish()
 
         self._doubling[number].run(gathering.work, go_on)
-
-    def _ordered(self, bounds: Sequence[int]) -> Sequence[int]:
-        """Where chunks begin when they lie in the order of the plan."""
-        if isinstance(bounds, range) or isinstance(self._order, range):
-            return bounds
-        return list(accumulate((bounds[rank + 1] - bounds[rank] for rank in self._order), initial=0))
 
     def _brought_into_order(self, buffer: Tensor, bounds: Sequence[int]) -> Tensor:
         if isinstance(self._order, range):

@@ -56,6 +56,8 @@ class UnevenCollectives(Collectives):
 
     @override
     def connect(self, device: torch.device, reduces: bool = True) -> None:
+        if self._launches_in_order:
+            raise AssertionError("ranks are connected before anything is launched in order by a thread")
         self.even.connect(device, reduces)
 
     @override

@@ -117,7 +117,7 @@ class ShardedDataParallel:
         self.topology = topology_of_ranks(node or socket.gethostname(), control)
         shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
         gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
-        self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type))
+        self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
         self.gatherer = ParameterGatherer(
             make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
         )

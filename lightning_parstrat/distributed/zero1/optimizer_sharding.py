@@ -80,7 +80,7 @@ class OptimizerSharding:
         self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
         self.methods: dict[str, Callable[..., Any]] = {}
         self.wrapped_step: Callable[..., Any] | None = None
-        self.ranks = reducer.collectives.shard_groups
+        self.shard_groups = reducer.collectives.shard_groups
         self._control: Collectives | None = reducer.control
         self._known_groups: _KnownGroups | None = None
 
@@ -100,7 +100,7 @@ class OptimizerSharding:
         """
         if self._control is not None:
             return self._control.group
-        needed = self.ranks.world_size if self.buckets else 1
+        needed = self.shard_groups.world_size if self.buckets else 1
         present = world_size() if dist.is_initialized() else 0
         if present != needed:
             raise RuntimeError(
@@ -111,9 +111,9 @@ class OptimizerSharding:
         return process_groups().control
 
     @property
-    def holders(self) -> Sequence[int]:
+    def ranks_of_a_copy(self) -> Sequence[int]:
         """The ranks of :attr:`control_group` that together hold one copy of the state, in the order of their shards."""
-        return self.ranks.groups[0] if self.buckets else range(1)
+        return self.shard_groups.groups[0] if self.buckets else range(1)
 
     def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
         """Takes charge of further buckets of this optimizer's parameters."""
@@ -181,7 +181,7 @@ class OptimizerSharding:
         return found
 
     @contextmanager
-    def shard_groups(self, optimizer: Optimizer) -> Iterator[None]:
+    def showing_shards(self, optimizer: Optimizer) -> Iterator[None]:
         """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
         shown = _ShownGroups(optimizer)
         shown.show(self._groups(optimizer).stand_ins)

@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
+from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
@@ -85,10 +86,17 @@ class GradientReducer:
         messages: Carry the flags.
         max_inflight: How many buckets may be in flight before backward waits. With such a bound every rank sends all
             buckets that are expected, also those of which no rank turns out to have a gradient.
+        streams: Those of the gradients' device; by default a CPU's.
     """
 
-    def __init__(self, collectives: Collectives, messages: ControlMessages, max_inflight: int | None = None) -> None:
-        self.reductions = Reductions(collectives, max_inflight)
+    def __init__(
+        self,
+        collectives: Collectives,
+        messages: ControlMessages,
+        max_inflight: int | None = None,
+        streams: Streams | None = None,
+    ) -> None:
+        self.reductions = Reductions(collectives, max_inflight, streams)
         self._messages = messages
         self.buckets: list[GradientBucket] = []
         self.exposes_gradients = False

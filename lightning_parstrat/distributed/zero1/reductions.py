@@ -1,7 +1,7 @@
 """Reduce-scatters in flight, and what becomes of them: a bucket's mean gradient, in the shard of its owner."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.streams import HostStreams, Streams
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ShownMean
@@ -45,7 +46,7 @@ class _Reduction(NamedTuple):
     """A bucket in flight: its shard of the sum is in ``shard`` once ``work`` was waited for.
 
     ``unsharded`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
-    What ``scale`` is divided by, ``applied``, has been done before the sum.
+    What ``scale`` is divided by, ``applied``, has been done before the sum. Its memory is of ``stream``.
     """
 
     bucket: GradientBucket
@@ -54,6 +55,7 @@ class _Reduction(NamedTuple):
     work: Work
     applied: float
     launch: Launch
+    stream: Hashable
 
 
 class Reductions:
@@ -66,20 +68,24 @@ class Reductions:
         max_inflight: How many may be in flight before :meth:`launch` waits for the first of them; None for any
             number. Only where every rank sends all buckets it is expected to, whether or not it has their gradients:
             else a rank that waits in backward may wait for one that waits for the flags of all.
+        streams: Those of the gradients' device; by default a CPU's.
     """
 
-    def __init__(self, collectives: Collectives, max_inflight: int | None = None) -> None:
+    def __init__(
+        self, collectives: Collectives, max_inflight: int | None = None, streams: Streams | None = None
+    ) -> None:
         self.collectives = collectives
         self.max_inflight = max_inflight
+        self._streams = streams or HostStreams()
         self._in_flight: list[_Reduction] = []
-        self._not_waited_for: deque[Work] = deque()
+        self._not_waited_for: deque[_Reduction] = deque()
 
     def launch(self, bucket: GradientBucket, how: Launch) -> None:
         """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
         self._hold_back()
         with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad():
             self._in_flight.append(self._send(bucket, how))
-        self._not_waited_for.append(self._in_flight[-1].work)
+        self._not_waited_for.append(self._in_flight[-1])
 
     def _send(self, bucket: GradientBucket, how: Launch) -> _Reduction:
         buffer = bucket.pack_gradients(how.shown)
@@ -96,14 +102,21 @@ class Reductions:
         else:
             shard = buffer.new_empty(bucket.layout.shard_numel(bucket.place.shard), dtype=bucket.shard_dtype)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        return _Reduction(bucket, shard, unsharded, work, applied, how)
+        return _Reduction(bucket, shard, unsharded, work, applied, how, self._streams.current())
 
     def _hold_back(self) -> None:
         waiting = self._not_waited_for
         # Only who waits for a work makes it let go of its buffers.
-        while waiting and (waiting[0].is_completed() or len(waiting) == self.max_inflight):
+        while waiting and (waiting[0].work.is_completed() or len(waiting) == self.max_inflight):
             with marked("zero1_custom: hold backward back, max_inflight_buckets"):
-                self.collectives.wait(waiting.popleft())
+                self._wait(waiting.popleft())
+
+    def _wait(self, reduction: _Reduction) -> None:
+        # What has been waited for lets go of its memory, which then is that stream's again.
+        with self._streams.on(reduction.stream):
+            self.collectives.wait(reduction.work)
+        if self._streams.current() != reduction.stream:
+            self._streams.wait_for(reduction.stream)
 
     def complete(self, buckets: Collection[GradientBucket] | None = None) -> None:
         """Waits for the reductions of ``buckets`` (by default all) and leaves the mean gradients in their shards."""
@@ -113,12 +126,12 @@ class Reductions:
         if buckets is not None:
             self._in_flight = [reduction for reduction in pending if reduction.bucket not in buckets]
             pending = [reduction for reduction in pending if reduction.bucket in buckets]
-        self._not_waited_for = deque([reduction.work for reduction in self._in_flight])
+        self._not_waited_for = deque(self._in_flight)
         # In the order of their launch, in which they arrive.
         for reduction in pending:
             bucket, how = reduction.bucket, reduction.launch
             with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
-                self.collectives.wait(reduction.work)
+                self._wait(reduction)
             # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
             scale = how.scale() / reduction.applied
             if scale != 1.0:
@@ -138,7 +151,7 @@ class Reductions:
             if backward in (None, reduction.launch.backward):
                 _TRANSFERS_SET_ASIDE.append(reduction.work)
         self._in_flight = [one for one in self._in_flight if backward not in (None, one.launch.backward)]
-        self._not_waited_for = deque(reduction.work for reduction in self._in_flight)
+        self._not_waited_for = deque(self._in_flight)
 
 
 def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:

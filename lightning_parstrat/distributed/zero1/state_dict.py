@@ -59,11 +59,11 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
     parameters = grouped_parameters(optimizer)
     positions = {sharding.slots[p]: position for position, p in enumerate(parameters) if p in sharding.slots}
     to = 0 if destination is None else destination
-    holders = sharding.holders
-    told = tell(optimizer, states_by_bucket(positions), holders, control, to)
+    ranks = sharding.ranks_of_a_copy
+    told = tell(optimizer, states_by_bucket(positions), ranks, control, to)
     gathered: dict[ParameterSlot, StateDict] = {}
     if stand_in is None:
-        gathered = collect(optimizer, told, holders, control, to)
+        gathered = collect(optimizer, told, ranks, control, to)
     elif control.rank == to:
         gathered = _with_stand_ins(told, positions, stand_in)
     by_position = {positions[slot]: state for slot, state in gathered.items()}
@@ -137,7 +137,7 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
             if slot is not None:
                 _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
         groups.append({**saved, "params": kept})
-    with sharding.shard_groups(optimizer):
+    with sharding.showing_shards(optimizer):
         load({**state_dict, "state": state, "param_groups": groups})
     optimizer.state = StateByShard(sharding.slots, optimizer.state)
 
@@ -181,6 +181,8 @@ def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None
         slot.shard.copy_(part)
     elif slot.bucket.layout.world_size == 1 and part.dtype == slot.shard.dtype:
         # Alone, parameters do not travel, and are no longer rounded for that.
+        # A file's tensors are on the host.
+        part = part.to(slot.shard.device)
         unchanged = part.to(torch.bfloat16).to(part.dtype) == slot.shard
         slot.shard.copy_(torch.where(unchanged, part, slot.shard))
 

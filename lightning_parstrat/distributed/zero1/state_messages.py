@@ -66,29 +66,29 @@ class UnshardedState:
 
 
 def collect(
-    optimizer: Optimizer, told: Sequence[ToldState], holders: Sequence[int], control: Collectives, destination: int
+    optimizer: Optimizer, told: Sequence[ToldState], ranks: Sequence[int], control: Collectives, destination: int
 ) -> dict[ParameterSlot, dict[str, Any]]:
     """The unsharded state on the destination; nothing elsewhere. Collective.
 
-    Each of ``holders`` sends one message a bucket, packed in host memory. The destination receives several at a time:
+    Each of ``ranks`` sends one message a bucket, packed in host memory. The destination receives several at a time:
     beside the state its host holds 16 MiB of them, or one.
 
     Args:
         optimizer: Its state is collected.
         told: What there is, of each bucket.
-        holders: The ranks that together hold one copy, in the order of their shards.
+        ranks: The ranks that together hold one copy, in the order of their shards.
         control: Of all ranks; works on host memory.
         destination: Who collects.
     """
     if control.rank != destination:
-        if control.rank in holders:
-            _send(optimizer, told, holders.index(control.rank), control.group, destination)
+        if control.rank in ranks:
+            _send(optimizer, told, ranks.index(control.rank), control.group, destination)
         return {}
     state = UnshardedState(told)
     arriving: deque[tuple[Work, Tensor, list[_Place]]] = deque()
     nbytes = 0
     for of_bucket in told:
-        for shard, source in enumerate(holders):
+        for shard, source in enumerate(ranks):
             places = list(_places(of_bucket, shard))
             if source == destination:
                 for place in places:

@@ -107,7 +107,7 @@ class ToldState:
 
 
 def tell(
-    optimizer: Optimizer, buckets: Sequence[BucketState], holders: Sequence[int], control: Collectives, destination: int
+    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
 ) -> list[ToldState]:
     """Tells one rank what the others hold, and each rank what it holds itself. Collective.
 
@@ -118,22 +118,22 @@ def tell(
     Args:
         optimizer: Its state is described.
         buckets: The same on all ranks.
-        holders: The ranks that together hold one copy, in the order of their shards.
+        ranks: The ranks that together hold one copy, in the order of their shards.
         control: Of all ranks; works on host memory.
         destination: Who is told.
 
     Returns:
         By bucket: what all know on the destination, on other ranks what they know of their own shards.
     """
-    shard = holders.index(control.rank) if control.rank in holders else None
+    shard = ranks.index(control.rank) if control.rank in ranks else None
     own: list[list[Entries]] = [
         [] if shard is None else [describe(optimizer, slot) for slot, _ in bucket.parts_of(shard)] for bucket in buckets
     ]
     differing = _differing(own, control)
     by_shard: list[dict[int, list[Entries]]] = [{} if shard is None or not of else {shard: of} for of in own]
-    for teller, numbers in _tellers(buckets, differing, holders, destination).items():
+    for teller, numbers in _tellers(buckets, differing, ranks, destination).items():
         if control.rank == destination:
-            for number, described in receive_object(holders[teller], control.group).items():
+            for number, described in receive_object(ranks[teller], control.group).items():
                 by_shard[number][teller] = described
         elif teller == shard:
             send_object({number: own[number] for number in numbers}, destination, control.group)
@@ -189,17 +189,17 @@ def _content(tensor: Tensor) -> Any:
 
 
 def _tellers(
-    buckets: Sequence[BucketState], differing: Sequence[bool], holders: Sequence[int], destination: int
+    buckets: Sequence[BucketState], differing: Sequence[bool], ranks: Sequence[int], destination: int
 ) -> dict[int, list[int]]:
     """Which shards' owners describe which buckets to the destination: the same on all ranks, which are in its order."""
     tellers: dict[int, list[int]] = {}
-    own = holders.index(destination) if destination in holders else None
+    own = ranks.index(destination) if destination in ranks else None
     for number, (bucket, differs) in enumerate(zip(buckets, differing, strict=True)):
         if not differs:
             knows = own is not None and next(bucket.parts_of(own), None) is not None
             owners = [] if knows else [bucket.first_shard]
         else:
-            owners = [other for other in range(len(holders)) if next(bucket.parts_of(other), None) is not None]
+            owners = [other for other in range(len(ranks)) if next(bucket.parts_of(other), None) is not None]
         for other in owners:
             if other != own:
                 tellers.setdefault(other, []).append(number)

@@ -41,7 +41,7 @@ from lightning_parstrat.distributed.comm.process_groups import checkpoint_group,
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
 from lightning_parstrat.strategies.checkpoint.pending_save import FileExists, PendingSave
@@ -222,7 +222,7 @@ class CheckpointingStrategy(RanksStrategy):
         self.wait_for_saves()
         slots = self._sharded_slots()
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        pieces = CheckpointPieces(self._training_module, optimizers, slots, self._holders())
+        pieces = CheckpointPieces(self._training_module, optimizers, slots, self._ranks_of_a_copy)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
         # Before and after training, nothing would wait for the save to end.
@@ -260,9 +260,12 @@ class CheckpointingStrategy(RanksStrategy):
         """Slots of the module's sharded parameters."""
         return {}
 
-    def _holders(self) -> Sequence[int]:
+    @property
+    def _ranks_of_a_copy(self) -> Sequence[int]:
         """The ranks that together hold one copy of what is sharded, in the order of their shards."""
-        return range(self.world_size)
+        # By the optimizers: they stay sharded when the training has ended.
+        sharded = [sharding_of(one) for one in map(unwrapped, self.optimizers) if is_sharded(one)]
+        return next((sharding.ranks_of_a_copy for sharding in sharded if sharding.buckets), range(self.world_size))
 
     @property
     def _can_save_alone(self) -> bool:

@@ -5,7 +5,7 @@ One implementation for both strategies; where gradients are (in shards, or on ev
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ from lightning_parstrat.distributed.gradients.clipping import (
     clip_gradients_by_value,
     gradient_norm,
     has_gradients,
-    hidden_sharding,
     scale_to_norm,
     step_gradients,
 )
@@ -33,11 +32,13 @@ class GradientNorm:
         norm: Before clipping, a 0-d tensor.
         coefficient: What clipping by norm multiplied gradients by, a 0-d tensor; None where there was no clipping.
         skipped: 1 where the optimizer has left the step out by itself, which only the device knows, else 0; or None.
+        is_agreed: Whether it is over all ranks' shards, and so the same on all of them.
     """
 
     norm: Tensor
     coefficient: Tensor | None = None
     skipped: Tensor | None = None
+    is_agreed: bool = False
 
 
 class StepSkipped(Exception):
@@ -79,7 +80,7 @@ class GradientClipper:
         self._measured: dict[Optimizer, GradientNorm] = {}
         self._reusable: set[Optimizer] = set()
         self._clipped: set[Optimizer] = set()
-        self._of_all: Tensor | None = None
+        self._of_all: GradientNorm | None = None
 
     def begin_backward(self) -> None:
         """Forgets what was measured: new gradients are about to come."""
@@ -121,12 +122,10 @@ class GradientClipper:
         if not self.looks_before_step:
             return
         if optimizer not in self._measured:
-            self._note(optimizer, GradientNorm(self._measure(optimizer, step_gradients([optimizer]))))
+            self._note(optimizer, self._measure(optimizer, step_gradients([optimizer])))
             if clipping_follows:
                 self._reusable.add(optimizer)
-        if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(
-            optimizer, self._measured[optimizer].norm
-        ):
+        if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer, self._measured[optimizer]):
             raise StepNotFinite if self._policy.nonfinite_grads == "raise" else StepSkipped
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> None:
@@ -138,16 +137,16 @@ class GradientClipper:
         optimizer = unwrapped(optimizer)
         gradients = step_gradients([optimizer])
         if optimizer in self._reusable:
-            norm = self._measured[optimizer].norm
+            measured = self._measured[optimizer]
         else:
             if optimizer in self._clipped:
                 self._clipped.clear()
                 self._of_all = None
-            norm = self._measure(optimizer, gradients)
+            measured = self._measure(optimizer, gradients)
         self._reusable.discard(optimizer)
         self._clipped.add(optimizer)
-        coefficient = scale_to_norm(gradients, norm, max_norm)
-        self._note(optimizer, GradientNorm(norm, coefficient))
+        coefficient = scale_to_norm(gradients, measured.norm, max_norm)
+        self._note(optimizer, replace(measured, coefficient=coefficient))
 
     def clip_by_value(self, optimizer: Optimizer, max_value: float) -> None:
         """Clamps an optimizer's gradients; collective where they are sharded and still under way."""
@@ -176,23 +175,26 @@ class GradientClipper:
     def _note(self, optimizer: Optimizer, measured: GradientNorm) -> None:
         self._measured[optimizer] = self.latest = measured
 
-    def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> Tensor:
+    def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> GradientNorm:
         if self._policy.clip_scope == "optimizer":
-            return gradient_norm(gradients, self._policy.p)
+            return self._norm_of(gradients, self._policy.p)
         if self._of_all is None:
-            self._of_all = gradient_norm(step_gradients(self.measured_with(optimizer)), self._policy.p)
-        return self._of_all
+            self._of_all = self._norm_of(step_gradients(self.measured_with(optimizer)), self._policy.p)
+        return replace(self._of_all)
 
-    def _is_nonfinite(self, optimizer: Optimizer, norm: Tensor) -> bool:
-        if not self._on_any_rank(optimizer, norm):
+    def _norm_of(self, gradients: StepGradients, norm_type: float) -> GradientNorm:
+        return GradientNorm(gradient_norm(gradients, norm_type), is_agreed=gradients.collectives is not None)
+
+    def _is_nonfinite(self, optimizer: Optimizer, measured: GradientNorm) -> bool:
+        if not self._on_any_rank(measured):
             return False
         # A norm overflows before gradients do, unless it is their maximum.
-        largest = gradient_norm(step_gradients(self.measured_with(optimizer)), math.inf)
-        return self._on_any_rank(optimizer, largest)
+        largest = self._norm_of(step_gradients(self.measured_with(optimizer)), math.inf)
+        return self._on_any_rank(largest)
 
-    def _on_any_rank(self, optimizer: Optimizer, norm: Tensor) -> bool:
+    def _on_any_rank(self, measured: GradientNorm) -> bool:
         """Whether the norm is not finite, on any rank."""
-        is_nonfinite = not math.isfinite(norm.item())
-        # The norm of shards is the same on all ranks. Of gradients that every rank has it need not be: parameters may
-        # be there that nobody synchronises, or that a user has changed on one rank.
-        return is_nonfinite if hidden_sharding(optimizer) is not None else any_rank(is_nonfinite, self._control)
+        is_nonfinite = not math.isfinite(measured.norm.item())
+        # Of gradients that every rank has it need not be the same: parameters may be there that nobody synchronises, or
+        # that a user has changed on one rank.
+        return is_nonfinite if measured.is_agreed else any_rank(is_nonfinite, self._control)

@@ -205,7 +205,7 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         if sharding is None:
             return super()._unscale_grads_(optimizer, *args, **kwargs)
         sharding.finish_gradients()
-        with sharding.shard_groups(optimizer):
+        with sharding.showing_shards(optimizer):
             found = super()._unscale_grads_(optimizer, *args, **kwargs)
         # A rank without gradients in its shards has looked at nothing, and takes part all the same.
         device = sharding.device

@@ -92,13 +92,12 @@ def test_sums_over_all_ranks_and_gathers_within_the_group(
             assert torch.equal(shard, found[groups.holders(rank)[0]][0])
             values = torch.arange(1, groups.size + 1) + 10 * place.copy
             assert torch.equal(gathered, torch.repeat_interleave(values, torch.tensor(parts)).to(dtype))
-            expected = step_traffic([layout], rank, topology, shard_groups=groups)
+            expected = step_traffic([layout], rank, topology, shard_groups=groups, native=kind == "native")
             assert traffic.reduce_scatters == 3 * expected.reduce_scatters == 3 * traffic.all_gathers
             assert traffic.reduce_scatter_bytes == 3 * expected.reduce_scatter_bytes
             assert traffic.all_gather_bytes == expected.all_gather_bytes
             assert traffic.all_reduces == 3 * expected.all_reduces == 3
-            if kind == "exchange":
-                assert traffic.all_reduce_bytes == 3 * expected.all_reduce_bytes
+            assert traffic.all_reduce_bytes == 3 * expected.all_reduce_bytes
 
 
 def all_the_traffic(choice: Any, keys: str) -> tuple[Traffic, Any]:
@@ -155,3 +154,16 @@ def test_around_a_ring_gradients_travel_in_the_dtype_of_their_sum(pool: RankPool
     for shard, traffic in pool.run(3, widened):
         assert torch.equal(shard, torch.full((2,), 258.0))
         assert traffic.reduce_scatter_bytes == 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "a_node", "choice", "widens"),
+    [(8, 8, "all", True), (8, 8, 32, True), (8, 8, "node", False), (1, 8, "all", False), (64, 1, "all", False)],
+)
+def test_gradients_in_16_bits_are_widened_where_rings_cross_nodes_of_several_gpus(
+    nodes: int, a_node: int, choice: Any, widens: bool
+) -> None:
+    topology = Topology.of([node for node in range(nodes) for _ in range(a_node)])
+    groups = ShardGroups.chosen(choice, topology)
+    assert backends._native(groups, topology).widens is widens
+    assert backends._native(groups, None).widens is False

@@ -92,10 +92,10 @@ def sockets_of_all_groups() -> int:
     return sockets()
 
 
-def test_a_rank_has_no_more_sockets_than_the_formula_says(pool: RankPool) -> None:
+def test_a_rank_has_no_more_sockets_than_the_formula_says(own_pool: RankPool) -> None:
     for size in (2, 6):
-        for found in pool.run(size, sockets_of_all_groups):
-            # Groups that other tests have made are there, too, and the pool's own pipes.
+        for found in own_pool.run(size, sockets_of_all_groups):
+            # The pool's own pipes are there, too.
             assert 0 < found <= files_needed(size, on_cpu=True)
 
 
@@ -117,4 +117,4 @@ def sockets_of_first_step() -> int:
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_no_rank_waits_for_a_connection_in_its_first_step(pool: RankPool, world_size: int) -> None:
     # One that ends meanwhile would be waited for until the connection times out.
-    assert pool.run(world_size, sockets_of_first_step) == [0] * world_size
+    assert all(more <= 0 for more in pool.run(world_size, sockets_of_first_step))

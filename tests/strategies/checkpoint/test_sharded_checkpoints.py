@@ -402,6 +402,25 @@ def test_the_ranks_together_read_a_checkpoint_once(pool: RankPool, tmp_path: Pat
     assert [sizes for _, sizes in of_ranks] == [3] + [0] * (ranks - 1)
 
 
+def save_after_fit(path: str, arguments: dict[str, Any]) -> None:
+    train(lambda: zoo.MLP(), zero1(checkpoint_format="sharded", **arguments)).trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"partition": "parameter"}], ids=str)
+def test_a_checkpoint_saved_after_training_in_groups_has_the_whole_state(
+    pool: RankPool, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    states = []
+    for size in (4, 2, 1):
+        path = tmp_path / f"{size}.ckpt"
+        pool.run(4, save_after_fit, str(path), {"shard_group": size, **arguments})
+        states.append(elements_of(path))
+    for name, expected in states[0].items():
+        for of_groups in states[1:]:
+            torch.testing.assert_close(of_groups[name], expected, rtol=1e-4, atol=1e-5)
+    assert any("exp_avg" in name and found.any() for name, found in states[1].items())
+
+
 def test_groups_that_hold_the_same_write_it_once(pool: RankPool, tmp_path: Path) -> None:
     paths = {kind: tmp_path / f"{kind}.ckpt" for kind in ("sharded", "sharded groups")}
     for kind, path in paths.items():
