@@ -192,7 +192,7 @@ def compare_grouped(name: str, shard_group: int) -> tuple[float, float, str, tup
     for optimizer in map(unwrapped, actual.trainer.optimizers):
         if is_sharded(optimizer):
             sharding = sharding_of(optimizer)
-            shard = sharding.ranks.place(dist.get_rank()).shard
+            shard = sharding.shard_groups.place(dist.get_rank()).shard
             state += [optimizer.state.get(slot.shard) for slot in sharding.slots.values() if slot.shard is not None]
     return (
         largest_difference(actual, expected),
