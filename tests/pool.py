@@ -12,6 +12,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -47,6 +48,12 @@ class RankPool:
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT
     ) -> list[Any]:
+        dead = [
+            f"{rank} ({process.exitcode})" for rank, (process, _) in enumerate(self._ranks) if not process.is_alive()
+        ]
+        if dead:
+            warnings.warn(f"After the last test ranks have ended, with exit codes: {', '.join(dead)}", stacklevel=2)
+            self._stop()
         for rank in range(len(self._ranks), world_size):
             self._ranks.append(self._start(rank))
         if self._joined != world_size:

@@ -42,3 +42,12 @@ def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs(own_pool: RankPool) -
     own_pool.run(2, sum_of_ranks)
     with pytest.raises(RankError, match="in wait_on_rank_zero"):
         own_pool.run(2, wait_on_rank_zero, timeout=1.0)
+
+
+def test_a_rank_that_has_ended_between_tests_is_told_of_and_replaced(own_pool: RankPool) -> None:
+    own_pool.run(2, sum_of_ranks)
+    process, _ = own_pool._ranks[1]
+    process.kill()
+    process.join()
+    with pytest.warns(UserWarning, match=r"exit codes: 1 \(-9\)"):
+        assert own_pool.run(2, sum_of_ranks) == [1.0, 1.0]
