@@ -69,7 +69,12 @@ def stays_away(until: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def has_key(name: str) -> Callable[[], bool]:
     store = default_store()
-    return lambda: bool(store.check([name]))
+
+    # By the name of who asks: on a busy machine the rank may well be found here.
+    def stays_away() -> bool:
+        return bool(store.check([name]))
+
+    return stays_away
 
 
 def idiom(name: str, times: Times, late: list[int], seconds: float) -> tuple[Any, list[str], list[str]]:
@@ -119,11 +124,7 @@ def test_a_rank_that_waits_names_who_has_not_come_and_where_it_is(
     # One of those that wait asks for all.
     assert len(said) == 1, said
     assert said[0].startswith(f"zero1_custom, rank {asker}: `optimizer.state_dict()` has waited ") or world_size == 3
-    # Or in what it asks again and again.
-    assert any(
-        f"All ranks must take part, but {who} `{function}` (test_watch.py, line " in said[0]
-        for function in ("stays_away", "<lambda>")
-    )
+    assert f"All ranks must take part, but {who} `stays_away` (test_watch.py, line " in said[0]
     assert said[0].endswith("Call it on all ranks, and save what it returns on rank 0.")
     states = [state for state, _, _ in found]
     assert states[0] and all(state == states[0] for state in states) and all(v == v for v in states[0].values())
