@@ -16,7 +16,7 @@ PYTEST = $(RUN) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Parts of the names of deliberate faults; all by default.
 FAULTS ?=
 LIGHTNING ?=
-# zero1_custom or ddp_tuned; ddp is the stock strategy in the same places, to compare with.
+# zero1_custom, zero2_custom or ddp_tuned; ddp is the stock strategy in the same places, to compare with.
 LIGHTNING_STRATEGY ?= zero1_custom
 LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization trainer/connectors/test_checkpoint_connector.py \
 	models/test_hooks.py models/test_amp.py models/test_restore.py plugins/precision/test_amp_integration.py \
@@ -26,11 +26,16 @@ LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization trainer
 	checkpointing/test_checkpoint_callback_frequency.py checkpointing/test_torch_saving.py \
 	checkpointing/test_trainer_checkpoint.py strategies/test_ddp.py
 BENCH_ARGS ?=
+# For a machine that has torch and no network; Linux on x86, as its Python is.
+GPU_WHEELS := gpu-wheels
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS_MAX_MB := 64
+GPU_ARGS ?=
 DEMO_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-cluster test-faults test-deliberate-faults test-lightning lint format bench scale docs \
-	pictures build clean
+.PHONY: help install demo test test-slow test-cluster test-faults test-deliberate-faults test-lightning test-gpu gpu-wheels lint \
+	format bench bench-gpu scale docs pictures build clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,7 +60,7 @@ test: install lint  ## lint, then all quick tests by two workers; PYTEST_ARGS="-
 	$(PYTEST) -m "not slow and not cluster" $(PYTEST_ARGS)
 
 test-slow: install $(DOCS_STAMP)  ## the tests that make test leaves out: what starts programs, kills them, or takes long
-	$(PYTEST) -m "slow and not cluster" $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not cluster" --ignore=tests/gpu $(PYTEST_ARGS)
 
 test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
 	tests/slurm/install.sh
@@ -74,6 +79,22 @@ test-lightning: install  ## Lightning's own tests on LIGHTNING_STRATEGY; LIGHTNI
 	cd "$(LIGHTNING)/tests" && PYTHONPATH="$(CURDIR):$$PWD" "$(CURDIR)/$(VENV)/bin/python" -m pytest -p tests.lightning_suite.plugin \
 		--ddp-is=$(LIGHTNING_STRATEGY) --single-devices $(PYTEST_ARGS) $(addprefix tests_pytorch/,$(LIGHTNING_TESTS))
 
+# Needs nothing but $(PYTHON) with torch where the wheels are there.
+test-gpu:  ## all tests that need a GPU, in under ten minutes, into a table; PYTHON=python3 has torch, or .venv; GPU_ARGS is passed on
+	@if test -d $(GPU_WHEELS) && $(PYTHON) -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))'; then \
+		$(PYTHON) -m tests.gpu.run --wheels $(GPU_WHEELS) $(GPU_ARGS); \
+	else \
+		$(MAKE) install && $(RUN) tests.gpu.run $(GPU_ARGS); \
+	fi
+
+gpu-wheels: install  ## collect the package and what it needs beside torch, for a machine without network; GPU_PYTHON_VERSION=3.12
+	rm -rf $(GPU_WHEELS)
+	$(RUN) build --wheel --no-isolation --outdir $(GPU_WHEELS)
+	$(RUN) pip download --no-deps --only-binary=:all: --dest $(GPU_WHEELS) -c $(CONSTRAINTS) -r tests/gpu/wheels.txt \
+		--implementation cp --python-version $(GPU_PYTHON_VERSION) --platform any --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+	@size=$$(du -sm $(GPU_WHEELS) | cut -f1); echo "$(GPU_WHEELS): $$size MiB"; test $$size -le $(GPU_WHEELS_MAX_MB)
+
 lint: install  ## ruff and mypy
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
@@ -85,6 +106,10 @@ format: install  ## let ruff rewrite the sources
 
 bench: install  ## step time of each strategy; BENCH_ARGS is passed on
 	$(VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
+
+# Neither installs nor downloads anything: the machine may have no network, and sources are enough.
+bench-gpu:  ## step time, launches, host time and memory on a GPU, where there is one; BENCH_ARGS is passed on
+	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) benchmarks/gpu/run.py --output benchmarks/results/gpu.json $(BENCH_ARGS)
 
 scale: install  ## the laboratory: what a training costs from 2 to 1,024 ranks, in about ten minutes
 	$(RUN) benchmarks.scale.run
@@ -99,5 +124,5 @@ build: install  ## wheel and source distribution, into dist/
 	$(RUN) build --no-isolation
 
 clean:  ## remove what was built, cached or run; .venv stays
-	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/lm/runs
+	rm -rf build dist site gpu-wheels *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis examples/lm/runs
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,16 +1,20 @@
 """What a result file says of where it was measured."""
 
+import contextlib
 import json
 import os
 import platform
 import shlex
 import sys
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from ranks import COMMAND_VARIABLE
+
+from lightning_parstrat import __version__
 
 
 def describe_machine() -> dict[str, Any]:
@@ -21,10 +25,34 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "lightning", "lightning-parstrat")},
+        **_versions(),
+        **_gpu(),
         "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Ranks that a program started know what the user typed.
         "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(["python", *sys.argv]),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"torch": torch.__version__}
+    # Either of them is enough.
+    for name in ("lightning", "pytorch-lightning"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    # Not the distribution's: a machine may have the sources alone.
+    return found | {"lightning-parstrat": __version__}
+
+
+def _gpu() -> dict[str, Any]:
+    if not torch.cuda.is_available():
+        return {}
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpu_memory": properties.total_memory,
+        "gpus": torch.cuda.device_count(),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
 
 

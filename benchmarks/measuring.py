@@ -109,7 +109,7 @@ def _payload(trainer: Trainer, before: StepTraffic, steps: int) -> dict[str, Any
     engine = trainer.strategy._engine
     engine.gatherer.finish()
     after = _payload_counters(trainer)
-    formula = engine.step_traffic()
+    formula = engine.step_traffic(trainer.accumulate_grad_batches)
     counted = [(last - first) / steps for first, last in zip(before, after, strict=True)]
     return {
         "counted": dict(zip(formula._fields, counted, strict=True)),

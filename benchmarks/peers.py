@@ -21,7 +21,16 @@ FORMATS: dict[str, dict[str, Any]] = {
     "zero1_custom(async)": {"checkpoint_format": "sharded", "async_save": True},
 }
 """Ways to save, by what a strategy is given."""
-PEERS = ("ddp", "ddp+zero_redundancy", "fsdp2", "deepspeed_stage_1", "ddp_tuned", "zero1_custom", SINGLE_PROCESS)
+PEERS = (
+    "ddp",
+    "ddp+zero_redundancy",
+    "fsdp2",
+    "deepspeed_stage_1",
+    "ddp_tuned",
+    "zero1_custom",
+    "zero2_custom",
+    SINGLE_PROCESS,
+)
 
 
 class ZeroRedundancyGPT(GPT):

@@ -110,7 +110,7 @@ class RankGroup:
 def run_local_ranks(command: Sequence[str], ranks: int, extra: Mapping[str, str] | None = None) -> int:
     """Runs ``command`` as that many ranks on this machine; returns the exit code."""
     clean_up_on_sigterm()
-    port = _free_port()
+    port = free_port()
     with RankGroup() as group:
         for rank in range(ranks):
             group.start(command, {**rank_environment(0, rank, 1, ranks, "127.0.0.1", port), **(extra or {})})
@@ -139,7 +139,8 @@ def clean_up_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, _raise_exit)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,7 +1,7 @@
 """Two nodes on one machine, joined by a link as slow as wanted: network namespaces, a veth pair and `tc`.
 
     sudo python benchmarks/two_nodes.py --rate 1gbit
-    sudo python benchmarks/two_nodes.py --rate 1gbit -- --strategies ddp zero1_custom --accumulate 4
+    sudo python benchmarks/two_nodes.py --rate 1gbit -- --strategies ddp zero1_custom zero2_custom --accumulate 4
     sudo python benchmarks/two_nodes.py --rate 200mbit --ranks-per-node 2 -- python train.py --num-nodes 2 --devices 2
 
 What follows `--` runs as every rank, with the variables that torchrun sets; where it begins with an option, it is

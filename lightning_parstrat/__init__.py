@@ -1,7 +1,8 @@
 """Parallel training strategies for PyTorch Lightning, chosen by a Trainer flag.
 
-Importing the package registers ``ddp_tuned`` and ``zero1_custom`` and imports neither torch nor Lightning: the strategy
-classes, and the callback ``GradNormMonitor``, are loaded when they are first used (PEP 562).
+Importing the package registers ``ddp_tuned``, ``zero1_custom``, ``zero2_custom`` and ``zero3_custom``, and imports
+neither torch nor Lightning: the strategy classes, and the callback ``GradNormMonitor``, are loaded when they are first
+used (PEP 562).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
     from lightning_parstrat.strategies.gradients.grad_norm_monitor import GradNormMonitor
     from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
+    from lightning_parstrat.strategies.zero3 import ZeRO3Strategy
 
-__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "__version__"]
+__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

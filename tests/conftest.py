@@ -13,6 +13,7 @@ LONG_FILES = (
     "test_benchmarks.py",
     "test_kills.py",
     "test_exceptions.py",
+    "test_two_jobs.py",
     "test_example_configs.py",
     "test_launchers.py",
     "test_callbacks.py",
@@ -30,6 +31,10 @@ LONG_FILES = (
 """One worker would be left alone with them at the end."""
 
 LEFT_TO_SLOW = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), help="of tests/gpu; by default a GPU where there is one")
 
 
 def pytest_configure(config: pytest.Config) -> None:

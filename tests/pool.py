@@ -1,7 +1,8 @@
-"""A pool of processes, started once per session, that runs functions as the ranks of a Gloo process group.
+"""A pool of processes, started once per session, that runs functions as the ranks of a process group.
 
-Rendezvous is by file, so that no port is fixed. A call that takes too long ends with every rank's stack, and the pool
-is started afresh; an exception on a rank is raised here with its traceback.
+On CPU that is Gloo's; on a GPU, which all ranks share, NCCL's. Rendezvous is by file, so that no port is fixed. A call
+that takes too long ends with every rank's stack, and the pool is started afresh; an exception on a rank is raised here
+with its traceback.
 """
 
 import faulthandler
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import devices
+
 DEFAULT_TIMEOUT = 90.0
 SECONDS_TO_END = 5.0
 
@@ -34,9 +37,15 @@ class RankPool:
     """``run(world_size, function, *args)`` calls ``function(*args)`` on that many ranks and returns what they return.
 
     ``function`` must be importable (defined at the top of a test module) and finds its rank in torch.distributed.
+
+    Args:
+        device: ``"cpu"`` or ``"cuda"``.
+        backend: The process group's; by default as Lightning chooses it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu", backend: str | None = None) -> None:
+        self.device = device
+        self._backend = backend
         self._folder = Path(tempfile.mkdtemp(prefix="rank-pool-"))
         # Forked from a process that has imported what takes long to import, and done nothing else.
         self._context = multiprocessing.get_context("forkserver")
@@ -102,7 +111,9 @@ class RankPool:
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(rank, theirs, str(self._folder)), daemon=True)
+        process = self._context.Process(
+            target=_serve, args=(rank, theirs, str(self._folder), self.device, self._backend), daemon=True
+        )
         process.start()
         theirs.close()
         return process, ours
@@ -126,7 +137,7 @@ class RankPool:
         self._joined = 0
 
 
-def _serve(rank: int, connection: Connection, folder: str) -> None:
+def _serve(rank: int, connection: Connection, folder: str, device: str, backend: str | None) -> None:
     stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open as long as the process lives)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
     torch.set_num_threads(1)
@@ -142,12 +153,16 @@ def _serve(rank: int, connection: Connection, folder: str) -> None:
             if joined != rendezvous:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                devices.become(device, rank)
+                chosen = backend or devices.backend()
                 dist.init_process_group(
-                    "gloo",
+                    chosen,
                     init_method=f"file://{rendezvous}",
                     rank=rank,
                     world_size=world_size,
                     timeout=timedelta(seconds=60),
+                    # As Lightning does: NCCL then makes its communicators at once, and splits off those of groups.
+                    device_id=devices.device() if chosen == "nccl" else None,
                 )
                 joined = rendezvous
             result: tuple[str | None, Any] = (None, function(*args))

@@ -45,6 +45,7 @@ def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) 
         "deepspeed_stage_1",
         "ddp_tuned",
         "zero1_custom",
+        "zero2_custom",
         "single_process",
     }
     assert set(times) | set(result["not_run"]) == expected
@@ -52,6 +53,7 @@ def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) 
     # The emulated forward and backward cannot take less than they sleep.
     assert all(time["min"] > 3 * 0.004 and time["ratio_to_ddp"] > 0 for time in times.values())
     assert times["zero1_custom"]["rank_payload_per_optimizer_step"]["equal"]
+    assert times["zero2_custom"]["rank_payload_per_optimizer_step"]["equal"]
     assert times["zero1_custom"]["ratio_to_limit"] > 0
     half = result["limits"]["parameter_bytes"] * 8 / 2 / 1e9
     assert result["limits"]["seconds_on_the_wire_per_half"] == pytest.approx(half)
@@ -105,6 +107,7 @@ def test_overlap(tmp_path: Path) -> None:
     assert (tmp_path / "results" / "result.png").stat().st_size > 5_000
 
 
+@pytest.mark.slow
 def test_unfrozen_layers_stay_in_step_where_gradients_of_all_ranks_count(tmp_path: Path) -> None:
     result = run_benchmark("unfrozen.py", [], tmp_path)
     assert set(result["unfrozen"]) == {"own hook", "BackboneFinetuning"}

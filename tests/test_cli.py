@@ -221,7 +221,11 @@ def test_help_has_a_sentence_for_every_argument(
 
 @pytest.mark.parametrize(
     "strategy",
-    ["zero1_custom", class_path(bucket_cap_mb=2.0, partition="parameter", max_inflight_buckets=3, reduce_dtype="bf16")],
+    [
+        "zero1_custom",
+        "zero2_custom",
+        class_path(bucket_cap_mb=2.0, partition="parameter", max_inflight_buckets=3, reduce_dtype="bf16"),
+    ],
 )
 def test_a_printed_configuration_can_be_given_again(
     tmp_path: Path, strategy: Any, parse: Parse, capsys: pytest.CaptureFixture[str]

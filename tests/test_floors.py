@@ -27,8 +27,14 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "ddp": ("comm",),
         "gradients": ("comm", "zero1"),
         "checkpoint": ("comm", "zero1"),
+        "zero3": ("comm", "zero1", "gradients"),
     },
-    "strategies": {"launch": (), "checkpoint": ("launch",), "gradients": ("launch", "checkpoint")},
+    "strategies": {
+        "launch": (),
+        "data": (),
+        "checkpoint": ("launch", "data"),
+        "gradients": ("launch", "checkpoint"),
+    },
 }
 """Of each floor, its rooms, and which of its other rooms each may import."""
 

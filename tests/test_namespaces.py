@@ -43,7 +43,10 @@ import importlib, inspect, pickle, sys
 for top in {TOPS[other_than(lightning)]}:
     sys.modules[top] = None  # importing it is an ImportError
 from {lightning} import Trainer
-for name, cls in (("zero1_custom", "ZeRO1Strategy"), ("ddp_tuned", "TunedDDPStrategy"), ("ddp_zero1", "ZeRO1Strategy")):
+for name, cls in (
+    ("zero1_custom", "ZeRO1Strategy"), ("ddp_tuned", "TunedDDPStrategy"), ("ddp_zero1", "ZeRO1Strategy"),
+    ("zero2_custom", "ZeRO1Strategy"), ("ddp_zero2", "ZeRO1Strategy"),
+):
     strategy = Trainer(strategy=name, accelerator="cpu", devices=1, {QUIET}).strategy
     print(type(strategy).__module__, type(strategy).__name__)
     import lightning_parstrat
@@ -167,7 +170,9 @@ if __name__ == "__main__":
     "names",
     [
         pytest.param(["zero1_custom_fork", "ddp_tuned_fork", "ddp_zero1_notebook"], id="forked"),
-        pytest.param(["zero1_custom_spawn", "ddp_tuned_spawn"], id="spawned", marks=pytest.mark.slow),
+        pytest.param(
+            ["zero1_custom_spawn", "ddp_tuned_spawn", "zero2_custom_spawn"], id="spawned", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_trainer_of_the_other_package_trains_as_its_ddp_does(tmp_path: Path, names: list[str]) -> None:

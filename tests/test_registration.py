@@ -9,13 +9,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_parstrat
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, _autoload
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy, _autoload
 from lightning_parstrat.strategies.registry import register_strategies
 from tests.scripts import run_script
 
 LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 UNUSED = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
 CLASSES = {"ddp_tuned": TunedDDPStrategy, "zero1_custom": ZeRO1Strategy, "ddp_zero1": ZeRO1Strategy}
+CLASSES |= {"zero2_custom": ZeRO1Strategy, "ddp_zero2": ZeRO1Strategy}
+CLASSES |= {"zero3_custom": ZeRO3Strategy, "ddp_zero3": ZeRO3Strategy}
 NAMES = [f"{name}{launcher}{unused}" for name, launcher, unused in product(CLASSES, LAUNCHERS, UNUSED)]
 OURS_OFF = {"LIGHTNING_PARSTRAT_AUTOLOAD": "0"}
 TORCHS_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -118,6 +120,9 @@ def test_a_name_instantiates_its_class_with_its_launcher(name: str, cls: type, l
     assert strategy._start_method == LAUNCHERS[launcher]
     stock = StrategyRegistry.get(f"ddp{launcher}{unused}")
     assert strategy._start_method == stock._start_method
+    if cls is ZeRO1Strategy:
+        assert strategy._policy.shard_gradients == ("zero2" in name)
+        assert strategy.flag == ("zero2_custom" if "zero2" in name else "zero1_custom")
     if cls is TunedDDPStrategy:
         expected = {} if UNUSED[unused] is None else {"find_unused_parameters": UNUSED[unused]}
         assert strategy._ddp_kwargs == expected

@@ -39,6 +39,9 @@ GLOO_GROUPS: dict[Plane, tuple[str, ...]] = {
     "nccl": ("control", "checkpoint"),
 }
 
+ON_DEVICE = frozenset({"gradients", "parameters"})
+"""What NCCL carries."""
+
 
 class Sockets(NamedTuple):
     """Connections of a rank for one group of Gloo's.
@@ -81,7 +84,8 @@ def count(training: Training, size: int, rank: int = 0, plane: Plane = "gloo", c
         plane: What carries gradients and parameters.
         counts_calls: Whether calls of Python functions are counted, which takes several times as long.
     """
-    recorder = Recorder(GLOO if plane == "gloo" else NCCL)
+    on_nccl = plane == "nccl"
+    recorder = Recorder(NCCL if on_nccl else GLOO, on_device=ON_DEVICE if on_nccl else frozenset())
     with recorder.counting_calls() if counts_calls else nullcontext():
         play(training, recorder, rank, size, plane)
     groups = [name for name in GLOO_GROUPS[plane] if name in recorder.groups]

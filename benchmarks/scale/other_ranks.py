@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.scale.recorder import Recorder
+from lightning_parstrat.distributed.checkpoint.index import StoredPiece, file_of
 from lightning_parstrat.distributed.checkpoint.writing import Outline
 
 _SENT_BY_RANK_0: dict[int, Outline] = {}
@@ -63,17 +64,17 @@ class OtherRanks:
     def write_shard(self, original: Callable[..., None]) -> Callable[..., None]:
         """``write_shard`` that has them write theirs, and counts what is in the index."""
 
-        def write(path: Path, pieces: list[Any], part_of: Any) -> None:
-            original(path, pieces, part_of)
+        def write(path: Path, pieces: list[Any], part_of: Any, own: bytes, own_begins: int) -> None:
+            original(path, pieces, part_of, own, own_begins)
             index = self._index
             self._recorder.note_items(len(index.tensors) if dist.get_rank() == 0 else 0)
             with Recorder.not_counting_calls():
                 # Rank 0 has a load before it; others look whether the next has written.
                 rank, size = dist.get_rank(), dist.get_world_size()
-                for shard in range(size) if rank == 0 else [(rank + 1) % size]:
-                    of_other = list(index.in_shard(shard).values())
-                    if of_other and not (other := path.parent / index.file_of(shard)).exists():
-                        original(other, of_other, lambda piece: torch.zeros(piece.numel, dtype=piece.dtype))
+                for other in range(size) if rank == 0 else [(rank + 1) % size]:
+                    file = path.parent / file_of(other)
+                    if not file.exists():
+                        original(file, index.of_rank(other), _zeros_of, own, index.end_of(other))
 
         return write
 
@@ -98,3 +99,7 @@ class OtherRanks:
                     group.send([message], other, 0).wait()
             self._recorder.note_metadata(content.numel() if group.rank() == 0 else 0)
         return [value] * group.size() if group.rank() == 0 else []
+
+
+def _zeros_of(piece: StoredPiece) -> torch.Tensor:
+    return torch.zeros(piece.numel, dtype=piece.dtype)

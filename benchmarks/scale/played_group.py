@@ -39,7 +39,10 @@ class PlayedWork(dist.Work):
     def get_future(self) -> Any:
         """For DDP's reducer."""
         self._recorder.expect(self._number)
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        tensors = self._result if isinstance(self._result, list) else []
+        # On a GPU, whoever waits for a future waits for the streams of its devices.
+        on_gpus = {tensor.device for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_cuda}
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=list(on_gpus))
         future.set_result(self._result)
         return future
 
@@ -130,12 +133,16 @@ class PlayedGroup(dist.ProcessGroup):
         self, output: Tensor, given: Tensor, received: Sequence[int] = (), sent: Sequence[int] = (), *_: Any
     ) -> PlayedWork:
         """Each rank sends what this one would have sent to itself; zeros, where that is of another length."""
-        received = received or [output.numel() // self._size] * self._size
-        sent = sent or [given.numel() // self._size] * self._size
-        own = given.split(list(sent))[self._rank]
-        for place in output.split(list(received)):
-            place.copy_(own if place.numel() == own.numel() else torch.zeros_like(place))
-        received_bytes = (sum(received) - received[self._rank]) * output.element_size()
+        if received or sent:
+            own = given.split(list(sent))[self._rank]
+            for place in output.split(list(received)):
+                place.copy_(own if place.numel() == own.numel() else torch.zeros_like(place))
+            received_bytes = (sum(received) - received[self._rank]) * output.element_size()
+        else:
+            # At once: a host that launched a copy for each of many ranks would do what none does.
+            by_rank = output.view(self._size, -1)
+            by_rank.copy_(given.view(self._size, -1)[self._rank])
+            received_bytes = output.nbytes - by_rank[0].nbytes
         # A small bucket's is a single number, or nothing, on some ranks.
         like = given if given.numel() > output.numel() else output
         return self._launch("all_to_all", like, max(given.nbytes, output.nbytes), [output], received_bytes)

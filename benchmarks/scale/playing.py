@@ -1,6 +1,6 @@
 """Has the package play one rank of many: process groups, nodes and clocks are the laboratory's, all else is real.
 
-What is replaced lies below the package or at its public edges: torch's class of Gloo groups, ``Topology.of``,
+What is replaced lies below the package or at its public edges: torch's class of Gloo groups, who shares a node,
 ``make_collectives``, the two operations of ``Collectives``, the thread that follows exchanges, and what owners say of
 optimizer state that moves.
 """
@@ -22,7 +22,7 @@ from benchmarks.scale.other_ranks import OtherRanks
 from benchmarks.scale.played_group import PlayedGroup, PlayedStore, played_broadcast
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.shard_groups import ShardGroups
-from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.checkpoint import writing
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
@@ -59,7 +59,7 @@ def playing(
 
     replaced = [
         mock.patch.object(distributed_c10d, "ProcessGroupGloo", Group),
-        mock.patch.object(Topology, "of", classmethod(_nodes_of(ranks_per_node))),
+        mock.patch.object(agreement, "topology_in_order", _in_order(agreement.topology_in_order, ranks_per_node)),
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(adam, "adam", _noted_update(recorder, adam.adam, factor)),
         mock.patch.object(ExchangeThread, "run", _at_once(recorder)),
@@ -115,11 +115,14 @@ def naming_groups(recorder: Recorder, number_of: Callable[[Any], int]) -> list[A
 adam = importlib.import_module("torch.optim.adam")
 
 
-def _nodes_of(ranks_per_node: int) -> Callable[..., Topology]:
-    def of(cls: type[Topology], keys: Any) -> Topology:
-        return Topology(tuple(rank // ranks_per_node for rank in range(len(keys))))
+def _in_order(agree: Callable[..., Topology | None], ranks_per_node: int) -> Callable[..., Topology]:
+    """Has others be on the nodes that they would be on; as it is asked, they are all on this rank's."""
 
-    return of
+    def topology_in_order(node: Node, control: Collectives) -> Topology:
+        agree(node, control)
+        return Topology.in_order(control.world_size, min(ranks_per_node, control.world_size))
+
+    return topology_in_order
 
 
 def _owners_alike(agree: Callable[..., list[int]]) -> Callable[..., list[int]]:

@@ -165,6 +165,8 @@ def _forked(count: Callable[[], Counted], result: Path) -> int:
 
 def _rank(training: Training, rank: int, size: int, listener: socket.socket) -> Counted:
     torch.set_num_threads(1)
+    # Lightning gives each process all cores of its node; ranks that play nodes share one.
+    os.environ["OMP_NUM_THREADS"] = "1"
     recorder = Recorder(GLOO)
     recorder.keeps_events = False
     port = listener.getsockname()[1]

@@ -30,9 +30,11 @@ class Counters:
     """What has been waited for, by group: by the host, or for NCCL's groups (gradients, parameters, DDP's world) by a
     stream. A reduce-scatter made of many messages counts once."""
     messages: int = 0
-    """Sent by this rank, if all groups are Gloo's."""
+    """Sent by this rank's host: by Gloo's groups, and by the default group, as if it were one."""
     hops: int = 0
     """The same operations' messages that follow one upon the other, wherever they are sent."""
+    device_messages: int = 0
+    """Sent by this rank's device in what NCCL carries, as in a ring: a kernel sends them, no host knows of them."""
     metadata_bytes: int = 0
     """Of pickled objects that this rank receives."""
     items: int = 0
@@ -78,9 +80,12 @@ class Recorder:
         wire: What operations take, for code that looks at the clock: it sees a time that only goes on when this rank
             computes or waits, so that two records of the same training are equal.
         forward_seconds_per_byte: Of parameters; a backward takes twice as long.
+        on_device: What those groups are for that NCCL carries.
     """
 
-    def __init__(self, wire: Wire, forward_seconds_per_byte: float = 1e-9) -> None:
+    def __init__(
+        self, wire: Wire, forward_seconds_per_byte: float = 1e-9, on_device: frozenset[str] = frozenset()
+    ) -> None:
         self.events: list[Event] = []
         self.counters: defaultdict[Phase, Counters] = defaultdict(Counters)
         self.peers: defaultdict[str, set[int]] = defaultdict(set)
@@ -89,6 +94,7 @@ class Recorder:
         self.keeps_events = True
         self.seconds = 0.0
         self._wire = wire
+        self._on_device = on_device
         self._forward_seconds_per_byte = forward_seconds_per_byte
         self._phase: Phase = "setup"
         self._launched = 0
@@ -141,8 +147,12 @@ class Recorder:
         counters = self.counters[self._phase]
         name = self.groups[group]
         counters.launches[f"{name} {kind}"] += 1
-        counters.messages += gloo_messages(kind, nbytes, rank, size, peer)
-        counters.hops += gloo_hops(kind, nbytes, size)
+        messages = gloo_messages(kind, nbytes, rank, size, peer)
+        if name in self._on_device:
+            counters.device_messages += messages
+        else:
+            counters.messages += messages
+            counters.hops += gloo_hops(kind, nbytes, size)
         self.peers[name] |= gloo_peers(kind, rank, size, peer)
         operation = self._operation or _Operation()
         # Asking costs a microsecond for each of many messages.

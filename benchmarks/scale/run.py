@@ -9,7 +9,7 @@
 
 Writes ``scale_counts.json``, ``scale_nccl.json``, ``scale_caps.json``, ``scale_whole.json`` (parameters that stay
 uncut) and ``scale_groups.json`` into the folder of results, draws the picture of the page on scale, and prints how
-every counter of a step grows.
+every counter of a step grows, and that page's table of the other phases.
 """
 
 import argparse
@@ -28,6 +28,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from machine import write_result  # noqa: E402
 from ranks import COMMAND_VARIABLE  # noqa: E402
+
+from benchmarks.scale.phases import markdown, rows  # noqa: E402
 
 PLAYED = (2, 8, 64, 512, 1024)
 SAVED = (8, 64, 512, 1024)
@@ -108,6 +110,7 @@ def main() -> None:
     program("cap_study", "--output", str(options.results / "scale_caps.json"))
     program("whole_study", "--output", str(options.results / "scale_whole.json"))
     program("group_study", "--output", str(options.results / "scale_groups.json"))
+    print(*markdown(rows(options.results)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,23 @@
 import pickle
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from tqdm import tqdm
 
+from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.distributed.checkpoint.consolidation import consolidate, consolidated_bytes
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+
+# Of the two packages that Lightning is published as, only one may be installed.
+checkpoints, states_in_files = (
+    import_module(f"{package_in_use()}.strategies.checkpoint.{name}") for name in ("checkpoints", "states_in_files")
+)
 
 _DESCRIPTION = """
 Turns a folder that was saved with checkpoint_format="sharded" into an ordinary Lightning checkpoint. Runs on one
@@ -51,6 +58,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
     if destination.exists() and not arguments.overwrite:
         raise UsageError(f"{destination} already exists. Choose another name, or add --overwrite.")
     checkpoint = open_sharded(source, arguments.trusted)
+    checkpoint.skeleton = loaded(lambda: _with_all_states(checkpoint), source)
     total = consolidated_bytes(checkpoint)
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc=destination.name, file=sys.stderr) as bar:
@@ -59,6 +67,14 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError(str(error)) from error
     print(f"{destination}: {destination.stat().st_size} bytes")
     return 0
+
+
+def _with_all_states(checkpoint: ShardedCheckpoint) -> Any:
+    """The skeleton with what each rank has in a file of its own."""
+    key = checkpoints.CHECKPOINT_KEY
+    own = checkpoint.skeleton.get(key, {})
+    read = {rank: checkpoint.own_of(rank) for rank in states_in_files.with_files(own)}
+    return {**checkpoint.skeleton, key: states_in_files.with_states_of_all(own, read, None)}
 
 
 def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:

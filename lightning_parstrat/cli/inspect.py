@@ -18,9 +18,9 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.folder import is_sharded_checkpoint
 
 # Of the two packages that Lightning is published as, only one may be installed.
-checkpoint_io, checkpoints, resume = (
+checkpoint_io, checkpoints, states_in_files, resume = (
     import_module(f"{package_in_use()}.strategies.checkpoint.{name}")
-    for name in ("checkpoint_io", "checkpoints", "resume")
+    for name in ("checkpoint_io", "checkpoints", "states_in_files", "resume")
 )
 
 _DESCRIPTION = """
@@ -70,7 +70,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
     except checkpoint_io.MisconfigurationException as error:
         raise UsageError(str(error)) from error
     own = checkpoint.get(checkpoints.CHECKPOINT_KEY, {})
-    states = own.get(resume.RNG, {}).get("states", [])
+    with_random_numbers = states_in_files.ranks_of(own[resume.RNG]) if resume.RNG in own else 0
     files = sorted(one for one in path.iterdir() if one.is_file()) if sharded else [path]
     return {
         "path": str(path),
@@ -80,7 +80,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
         # Plans are kept by some strategies only, random numbers by all.
-        "ranks": len(states) or own.get("planned_for", {}).get("world_size"),
+        "ranks": with_random_numbers or own.get("planned_for", {}).get("world_size"),
         "buckets": len(own.get("bucket_plan", [])) or None,
         "slurm_job": own.get("slurm_job"),
         "keys": list(checkpoint),

@@ -76,7 +76,7 @@ class Situation(NamedTuple):
         """Whether the strategy is one of this package."""
         known = self.strategy or ""
         # A command line knows the classes by their short names, too.
-        names = ("zero1_custom", "ddp_zero1", "ddp_tuned", "lightning_parstrat.", *PUBLIC)
+        names = ("zero1_custom", "ddp_zero1", "zero2_custom", "ddp_zero2", "ddp_tuned", "lightning_parstrat.", *PUBLIC)
         return known.startswith(names)
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ from lightning_parstrat.distributed.zero1.summary import state_bytes_per_paramet
 _DESCRIPTION = """
 Creates the module of a LightningCLI configuration without memory for its parameters (on the meta device). For
 ddp_tuned, zero1_custom, and zero1_custom in bf16 with fp32 master weights, shows what each rank holds and sends, and
-whether it fits; then recommends one. Activations are not counted: leave room for them.
+whether it fits; then recommends one. With --accumulate, zero2_custom is among them, which shards the gradients that are
+held between micro-batches. Activations are not counted: leave room for them.
 
   lightning-parstrat plan --config c.yaml --world-size 16 --devices-per-node 8 --memory 80GB --bandwidth 100Gbit
 """
@@ -66,6 +68,7 @@ def make_parser() -> ArgumentParser:
     add("--compute-seconds", type=PositiveFloat | None, help="time of one process's step alone, to predict step times")
     add("--shard-group", type=ShardGroupChoice, default="all", help="as in ZeRO1Strategy: all, node, or a number")
     add("--bucket-cap-mb", type=PositiveFloat | None, help="as in ZeRO1Strategy (default: by ranks and model)")
+    add("--accumulate", type=PositiveInt, default=1, help="micro-batches of a step (accumulate_grad_batches)")
     add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -86,11 +89,11 @@ def run(arguments: Namespace, program: list[str]) -> int:
     policy = ShardingPolicy(bucket_cap_mb=arguments.bucket_cap_mb or "auto")
     model_bytes = sum(one.numel * one.itemsize for one in module.parameters)
     # Memory is planned for GPUs as a rule, and hardly depends on it.
-    cap_bytes = policy.bucket_cap_bytes(model_bytes, assumed_wire(groups.size, "cuda", groups.copies))
-    estimates = _estimates(module, cluster, cap_bytes, groups.size)
+    cap_bytes = policy.bucket_cap_bytes(model_bytes, assumed_wire(groups.size, "cuda", groups.copies), "cuda")
+    estimates = _estimates(module, cluster, cap_bytes, groups.size, arguments.accumulate)
     room = None if memory is None else memory * (1 - arguments.reserve)
     choice, why = recommend(estimates, room, cluster, arguments.compute_seconds)
-    if choice is not None and choice.strategy == "zero1_custom":
+    if choice is not None and choice.strategy != "ddp_tuned":
         why += advice_on_groups(groups)
     if arguments.json:
         print(json.dumps(_as_json(estimates, room, choice, why, arguments.compute_seconds)))
@@ -106,7 +109,8 @@ def recommend(
     """Recommends a strategy.
 
     Args:
-        estimates: Of ``ddp_tuned``, ``zero1_custom``, and ``zero1_custom`` in bf16.
+        estimates: Of ``ddp_tuned``, ``zero1_custom``, and ``zero1_custom`` in bf16; where gradients are accumulated, of
+            ``zero2_custom`` in both precisions, too.
         room: Bytes that a rank may hold; None where that is not known.
         cluster: Where the training runs.
         compute_seconds: See :meth:`Estimate.step_seconds`.
@@ -114,11 +118,12 @@ def recommend(
     Returns:
         The recommended estimate and why; None and what to do instead where none fits.
     """
-    ddp, zero1, zero1_bf16 = estimates
+    ddp, zero1, zero1_bf16, *zero2s = estimates
+    least = min(estimates, key=lambda one: one.peak_bytes)
     fitting = [one for one in estimates if room is None or one.peak_bytes <= room]
     if not fitting:
         return None, (
-            f"It fits under no strategy: even zero1_custom in bf16 holds {amount(zero1_bf16.peak_bytes)} per rank, as"
+            f"It fits under no strategy: even {least.strategy} in bf16 holds {amount(least.peak_bytes)} per rank, as"
             " every rank holds all parameters. Shard these, too: by FSDP2 (Lightning's ModelParallelStrategy), with"
             " tensor or pipeline parallelism where a single layer is too large. Or take more ranks, if it is mostly"
             " optimizer state."
@@ -140,6 +145,17 @@ def recommend(
         return zero1, "Recommended: strategy=zero1_custom. DDP does not fit; the results are the same."
     if ddp in fitting:
         return ddp, "Recommended: strategy=ddp_tuned. It fits, and zero1_custom does not."
+    if zero2s and zero2s[0] in fitting:
+        return zero2s[0], (
+            "Recommended: strategy=zero2_custom. Only with gradients sharded between micro-batches it fits; it sends"
+            f" {zero2s[0].sent_bytes / max(zero1.sent_bytes, 1):.1f} times as much per step as zero1_custom, with the"
+            " same results."
+        )
+    if zero1_bf16 not in fitting:
+        return zero2s[1], (
+            "Recommended: strategy=zero2_custom with precision=bf16-true. Only with gradients sharded between"
+            " micro-batches it fits; the sharded fp32 master weights keep updates that bf16 would lose."
+        )
     return zero1_bf16, (
         "Recommended: strategy=zero1_custom with precision=bf16-true. In fp32 it fits under neither; in bf16 the"
         " sharded fp32 master weights keep updates that bf16 would lose."
@@ -174,36 +190,36 @@ def _times(compute_seconds: float | None, *estimates: Estimate) -> list[float] |
     return None if None in times else times  # type: ignore[return-value]
 
 
-def _estimates(module: _Module, cluster: Cluster, bucket_cap_bytes: int, shard_ranks: int) -> list[Estimate]:
+def _estimates(
+    module: _Module, cluster: Cluster, bucket_cap_bytes: int, shard_ranks: int, micro_batches: int
+) -> list[Estimate]:
     narrow = [_in_bf16(one) for one in module.parameters]
     states = 4 * module.states
-    partition = "element" if module.cut_anywhere else "parameter"
-    sharded = [
-        estimate_ddp(module.parameters, states, cluster, "32-true"),
-        estimate_zero1(
-            module.parameters,
-            states,
-            cluster,
-            "32-true",
-            bucket_cap_bytes=bucket_cap_bytes,
-            partition=partition,
-            shard_ranks=shard_ranks,
-        ),
-        estimate_zero1(
-            narrow,
-            states,
-            cluster,
-            "bf16-true",
-            bucket_cap_bytes=bucket_cap_bytes,
-            partition=partition,
-            has_master_weights=True,
-            shard_ranks=shard_ranks,
-        ),
-    ]
-    return [
-        one._replace(held_bytes=one.held_bytes + fixed, peak_bytes=one.peak_bytes + fixed)
-        for one, fixed in zip(sharded, (4 * module.fixed, 4 * module.fixed, 2 * module.fixed), strict=True)
-    ]
+    of_zero = partial(
+        estimate_zero1,
+        state_per_element=states,
+        cluster=cluster,
+        bucket_cap_bytes=bucket_cap_bytes,
+        partition="element" if module.cut_anywhere else "parameter",
+        shard_ranks=shard_ranks,
+        micro_batches=micro_batches,
+    )
+    estimates = [estimate_ddp(module.parameters, states, cluster, "32-true", micro_batches)]
+    for shard_gradients in (False, True) if micro_batches > 1 else (False,):
+        estimates += [
+            of_zero(module.parameters, precision="32-true", shard_gradients=shard_gradients),
+            of_zero(narrow, precision="bf16-true", has_master_weights=True, shard_gradients=shard_gradients),
+        ]
+    return [_with_fixed(one, (2 if one.precision == "bf16-true" else 4) * module.fixed) for one in estimates]
+
+
+def _with_fixed(one: Estimate, nbytes: int) -> Estimate:
+    """With what no strategy shards."""
+    return one._replace(
+        held_bytes=one.held_bytes + nbytes,
+        peak_bytes=one.peak_bytes + nbytes,
+        accumulating_bytes=one.accumulating_bytes + nbytes,
+    )
 
 
 def _in_bf16(spec: ParameterSpec) -> ParameterSpec:
@@ -401,6 +417,10 @@ def _print(
         [one.strategy, one.precision, amount(one.held_bytes), amount(one.peak_bytes), amount(one.sent_bytes)]
         for one in estimates
     ]
+    if arguments.accumulate > 1:
+        header.insert(3, "between micro-batches")
+        for row, one in zip(rows, estimates, strict=True):
+            row.insert(3, amount(one.accumulating_bytes))
     if cluster.bytes_per_second is not None:
         header.append("on the wire")
         for row, one in zip(rows, estimates, strict=True):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_parstrat.core.layout import LayoutPolicy, ParameterSpec, Partition, plan_buckets
-from lightning_parstrat.core.memory import BucketMemory, held_bytes
+from lightning_parstrat.core.layout import BucketLayout, LayoutPolicy, ParameterSpec, Partition, plan_buckets
+from lightning_parstrat.core.memory import BucketMemory, held_between_micro_batches, held_bytes
+from lightning_parstrat.core.policy import ShardingPolicy
 
 _BACKWARD = 2 / 3
 """Share of a step's computation that is backward: it computes gradients of inputs and of weights, twice a forward."""
@@ -55,6 +56,9 @@ class Estimate(NamedTuple):
         peak_bytes: The maximum while backward runs, without activations.
         sent_bytes: Handed to collectives per optimizer step.
         wire_seconds: How long a node's link needs for that; None where its bandwidth is not known.
+        accumulating_bytes: Held between two micro-batches of a step.
+        micro_batches: Of a step.
+        reductions: How often a step reduces gradients.
     """
 
     strategy: str
@@ -63,6 +67,9 @@ class Estimate(NamedTuple):
     peak_bytes: int
     sent_bytes: int
     wire_seconds: float | None
+    accumulating_bytes: int = 0
+    micro_batches: int = 1
+    reductions: int = 1
 
     def step_seconds(self, compute_seconds: float) -> float | None:
         """A step's time, if all communication that can hide behind computation does.
@@ -75,17 +82,23 @@ class Estimate(NamedTuple):
         """
         if self.wire_seconds is None:
             return None
-        backward, forward = _BACKWARD * compute_seconds, (1 - _BACKWARD) * compute_seconds
-        # DDP's all-reduce can hide behind backward alone. ZeRO-1 sends as much in two halves: the all-gather hides
-        # behind the next forward.
+        # Of one micro-batch.
+        backward = _BACKWARD * compute_seconds / self.micro_batches
+        forward = compute_seconds / self.micro_batches - backward
+        # DDP's all-reduce can hide behind the last backward alone. ZeRO sends as much in two halves: the all-gather
+        # hides behind the next forward; every reduction behind its own backward.
         if self.strategy.startswith("ddp"):
             return compute_seconds + max(0.0, self.wire_seconds - backward)
-        phase = self.wire_seconds / 2
-        return compute_seconds + max(0.0, phase - backward) + max(0.0, phase - forward)
+        phase = self.wire_seconds / (self.reductions + 1)
+        return compute_seconds + self.reductions * max(0.0, phase - backward) + max(0.0, phase - forward)
 
 
 def estimate_ddp(
-    parameters: Sequence[ParameterSpec], state_per_element: float, cluster: Cluster, precision: str
+    parameters: Sequence[ParameterSpec],
+    state_per_element: float,
+    cluster: Cluster,
+    precision: str,
+    micro_batches: int = 1,
 ) -> Estimate:
     """What a rank needs under ``ddp_tuned``, whose gradients stay in its buckets.
 
@@ -94,13 +107,14 @@ def estimate_ddp(
         state_per_element: Bytes of optimizer state for each element of a parameter.
         cluster: Where the training runs.
         precision: The Trainer's; copied to the result.
+        micro_batches: Of a step.
     """
     parameter_bytes = sum(one.numel * one.itemsize for one in parameters)
     state = round(state_per_element * sum(one.numel for one in parameters))
     ring = 2 * (cluster.world_size - 1) / cluster.world_size * parameter_bytes
     # Twice: with `gradient_as_bucket_view`, gradients live in the buckets, which DDP never frees.
     held = 2 * parameter_bytes + state
-    return Estimate("ddp_tuned", precision, held, held, round(ring), _seconds(ring, cluster))
+    return Estimate("ddp_tuned", precision, held, held, round(ring), _seconds(ring, cluster), held, micro_batches)
 
 
 def estimate_zero1(
@@ -113,8 +127,10 @@ def estimate_zero1(
     partition: Partition = "element",
     has_master_weights: bool = False,
     shard_ranks: int | None = None,
+    micro_batches: int = 1,
+    shard_gradients: bool = False,
 ) -> Estimate:
-    """What the rank that needs most needs under ``zero1_custom``.
+    """What the rank that needs most needs under ``zero1_custom``, or ``zero2_custom``.
 
     Args:
         parameters: The trainable ones, in the order of registration.
@@ -125,6 +141,8 @@ def estimate_zero1(
         partition: How parameters may be cut.
         has_master_weights: Whether fp32 copies are stepped.
         shard_ranks: How many share a copy of the state, consecutive ones; by default all.
+        micro_batches: Of a step.
+        shard_gradients: Whether it is ``zero2_custom``, which reduces every micro-batch.
     """
     shards = shard_ranks or cluster.world_size
     policy = LayoutPolicy(world_size=shards, bucket_cap_bytes=bucket_cap_bytes, partition=partition)
@@ -134,20 +152,55 @@ def estimate_zero1(
         BucketMemory(layout, 4 if has_master_weights else layout.itemsize, has_master_weights, state_per_element)
         for layout in layouts
     ]
-    held = max(held_bytes(buckets, rank).total for rank in _ranks_to_look_at(shards, partition))
+    ranks = _ranks_to_look_at(shards, partition)
+    held = max(held_bytes(buckets, rank).total for rank in ranks)
+    between_micro_batches = max(held_between_micro_batches(buckets, rank, shard_gradients).total for rank in ranks)
+    reductions = micro_batches if shard_gradients else 1
     total = sum(layout.numel * layout.itemsize for layout in layouts)
+    shard_itemsize = buckets[0].shard_itemsize if buckets else 0
+    traffic = _zero1_traffic(layouts, shard_itemsize, shards, cluster, reductions)
+    # The peak: where the wire is slower than backward, all gradients wait for it at once; of those that do not wait for
+    # a last micro-batch, as many buckets as may be in flight.
+    bound = ShardingPolicy().bound_in_flight("cuda") or len(layouts)
+    most_in_flight = sum(sorted((layout.numel * layout.itemsize for layout in layouts), reverse=True)[:bound])
+    return Estimate(
+        "zero2_custom" if shard_gradients else "zero1_custom",
+        precision,
+        held,
+        between_micro_batches + most_in_flight if shard_gradients else held + total,
+        round(traffic.sent),
+        _seconds(traffic.between, cluster),
+        between_micro_batches,
+        micro_batches,
+        reductions,
+    )
+
+
+class _Traffic(NamedTuple):
+    """What a step sends, in bytes: each process, and over the wire that the cluster's bandwidth is of."""
+
+    sent: float
+    between: float
+
+
+def _zero1_traffic(
+    layouts: Sequence[BucketLayout], shard_itemsize: int, shards: int, cluster: Cluster, reductions: int
+) -> _Traffic:
+    """Of a step that reduces its gradients ``reductions`` times, each into ``shards`` shards."""
+    total = sum(layout.numel * layout.itemsize for layout in layouts)
+    # As often as gradients are reduced, and once for the parameters.
+    phases = reductions + 1
+    sent = phases * (shards - 1) / shards * total
     # In two levels, K nodes send (K - 1) / K of a bucket per phase, however many ranks each node has.
     nodes = max(1, shards // cluster.devices)
-    sent = 2 * (shards - 1) / shards * total
-    between = 2 * (nodes - 1) / nodes * total if cluster.nodes > 1 else sent
+    between = phases * (nodes - 1) / nodes * total if cluster.nodes > 1 else sent
     copies = cluster.world_size // shards
     if copies > 1:
         # An all-reduce of each rank's shard, which all ranks of a node make at once.
-        summed = sum(layout.numel for layout in layouts) * buckets[0].shard_itemsize / shards if buckets else 0.0
+        summed = sum(layout.numel for layout in layouts) * shard_itemsize / shards * reductions
         sent += 2 * (copies - 1) / copies * summed
         between += 2 * (copies - 1) / copies * summed * (cluster.devices if cluster.nodes > 1 else 1)
-    # The peak: where the wire is slower than backward, all gradients wait for it at once.
-    return Estimate("zero1_custom", precision, held, held + total, round(sent), _seconds(between, cluster))
+    return _Traffic(sent, between)
 
 
 def _ranks_to_look_at(world_size: int, partition: Partition) -> Sequence[int]:

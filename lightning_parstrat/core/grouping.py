@@ -12,12 +12,13 @@ from lightning_parstrat.core.bucketing import optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.layout import ParameterSpec, group_by_cap, take_small_along
 
-_SMALLEST_CAP, _LARGEST_CAP = 2**23, 2**29
-"""Smaller buckets save next to nothing at the ends of a step, and each costs the host time; what is larger has the
-forward wait for too much at its beginning."""
+_SMALLEST_CAP, _SMALLEST_CAP_OF_GPUS, _LARGEST_CAP = 2**23, 2**26, 2**29
+"""Smaller buckets save next to nothing at the ends of a step, and each costs the host time: some dozen launches, in
+which a GPU reads and writes ten times as many bytes as CPUs send. What is larger has the forward wait for too much at
+its beginning."""
 
 
-def default_bucket_cap(model_bytes: int, wire: AlphaBeta) -> int:
+def default_bucket_cap(model_bytes: int, wire: AlphaBeta, device_type: str = "cpu") -> int:
     """How large buckets should be, by the model and by what the wire takes, which grows with the number of ranks.
 
     Buckets of S bytes, of P in all, each pay the latency: P / S * alpha. Nothing hides the last of backward, nor the
@@ -27,15 +28,17 @@ def default_bucket_cap(model_bytes: int, wire: AlphaBeta) -> int:
     Args:
         model_bytes: What is reduced in a step.
         wire: What a large reduce-scatter takes over these ranks.
+        device_type: Of the gradients: "cuda" or "cpu".
 
     Returns:
-        Bytes: the power of two up to that root, from 8 to 512 MiB, and no more than half of the model, so that two
-        buckets take no more memory than gradients do under DDP. A power of two, so that measured again, a wire that is
-        a little different mostly gives the same plan.
+        Bytes: the power of two up to that root, from 8 MiB, on GPUs 64, to 512 MiB. Above the smallest it is no more
+        than half of the model, so that two buckets take no more memory than gradients do under DDP. A power of two, so
+        that measured again, a wire that is a little different mostly gives the same plan.
     """
     latency, per_byte = wire.latency_seconds, wire.seconds_per_byte
     best = math.sqrt(model_bytes * latency / per_byte) if per_byte else math.inf
-    bounded = max(int(min(best, model_bytes / 2, _LARGEST_CAP)), _SMALLEST_CAP)
+    smallest = _SMALLEST_CAP if device_type == "cpu" else _SMALLEST_CAP_OF_GPUS
+    bounded = max(int(min(best, model_bytes / 2, _LARGEST_CAP)), smallest)
     return 1 << (bounded.bit_length() - 1)
 
 

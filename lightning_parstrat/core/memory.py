@@ -1,7 +1,8 @@
 """Bytes held per rank and bytes sent per step: the formulas that tests, reports and planners share.
 
 With Psi parameters of b bytes on N ranks, a step sends ``(N - 1) / N * Psi * 2 b`` bytes per rank (gradients out,
-gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. Where parameters stay
+gathered parameters), whatever the number of micro-batches: as much as DDP's ring all-reduce. Where each of K
+micro-batches is reduced, gradients go out K times: ``(N - 1) / N * Psi * (K + 1) b``. Where parameters stay
 uncut it is ``Psi * 2 b`` at most in the mean over ranks, as sums are passed on to their owners. ZeRO: Rajbhandari et
 al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 5.
 """
@@ -38,8 +39,9 @@ def step_traffic(
     summed: Sequence[BucketLayout] | None = None,
     shard_groups: ShardGroups | None = None,
     native: bool = False,
+    micro_batches: int = 1,
 ) -> StepTraffic:
-    """The traffic of one step in which every bucket is reduced and gathered once, padding included.
+    """The traffic of one step in which every bucket is gathered once, and reduced once or more, padding included.
 
     Args:
         buckets: The plan.
@@ -50,6 +52,7 @@ def step_traffic(
         shard_groups: Which ranks share a copy of what is sharded; by default all do.
         native: Whether a backend's own collectives carry equal parts, as on GPUs: no partial sum travels in a wider
             dtype, and what goes between nodes is not counted.
+        micro_batches: How often every bucket is reduced.
 
     Returns:
         For each bucket ``(world_size - 1) / world_size`` of it each way: what the others get of the gradients, and its
@@ -77,13 +80,14 @@ def step_traffic(
         # Between CPUs, sums are passed on to their owners when they are over all groups.
         between_groups.append(ranks.all_reduced(bucket.shard_numel(shard) if native else equal.step, wide.itemsize))
     count = sum(bucket.world_size > 1 for bucket in buckets)
+    reductions, between_groups = reductions * micro_batches, between_groups * micro_batches
     return StepTraffic(
-        reduce_scatters=count,
+        reduce_scatters=count * micro_batches,
         reduce_scatter_bytes=sum(one.within + one.between for one in reductions),
         all_gathers=count,
         all_gather_bytes=sum(one.within + one.between for one in gathers),
         between_nodes_bytes=sum(one.between for one in (*reductions, *gathers, *between_groups)),
-        all_reduces=len(buckets) if copies > 1 else 0,
+        all_reduces=len(buckets) * micro_batches if copies > 1 else 0,
         all_reduce_bytes=sum(one.within + one.between for one in between_groups),
     )
 
@@ -171,12 +175,15 @@ class BucketMemory(NamedTuple):
 
 
 class HeldBytes(NamedTuple):
-    """What one rank holds between two steps, where gradients are not exposed."""
+    """What one rank holds between two steps or two micro-batches, where gradients are not exposed."""
 
     parameters: int
     master_weights: int
     optimizer_state: int
     gradient_shards: int
+    """Of the step before, or sums over the micro-batches so far."""
+    full_gradients: int = 0
+    """That wait for the last micro-batch."""
 
     @property
     def total(self) -> int:
@@ -208,6 +215,24 @@ def held_bytes(buckets: Sequence[BucketMemory], rank: int) -> HeldBytes:
         ),
         gradient_shards=sum(numel * bucket.shard_itemsize for bucket, numel in shards),
     )
+
+
+def held_between_micro_batches(buckets: Sequence[BucketMemory], rank: int, in_shards: bool) -> HeldBytes:
+    """What ``rank`` holds between two micro-batches of a step.
+
+    With Adam in fp32 ``(8 + 8 / N) Psi`` bytes where gradients accumulate on every rank, and ``(4 + 12 / N) Psi`` where
+    they do in the shards: as much as between two steps. Sums of 16 bits are made in fp32 in the shards.
+
+    Args:
+        buckets: The plan.
+        rank: The rank.
+        in_shards: Whether every micro-batch is reduced, and added up in the shards.
+    """
+    held = held_bytes(buckets, rank)
+    if in_shards:
+        sums = sum(bucket.layout.shard_numel(rank) * max(4, bucket.shard_itemsize) for bucket in buckets)
+        return held._replace(gradient_shards=sums)
+    return held._replace(gradient_shards=0, full_gradients=parameter_bytes([bucket.layout for bucket in buckets]))
 
 
 def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:

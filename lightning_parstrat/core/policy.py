@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -46,6 +47,7 @@ class ShardingPolicy:
             keep the buffers of all, and as many as there are on CPUs.
         shard_group: Which ranks share a copy of the optimizer state: ``"all"``, those of a ``"node"``, or so many
             consecutive ones. See :mod:`lightning_parstrat.core.shard_groups`.
+        shard_gradients: Whether gradients that are accumulated over micro-batches are sharded between them, too.
         reduce_dtype: The dtype in which fp32 gradients travel to their shards' owners, who sum them in fp32.
         gather_dtype: The dtype in which fp32 parameters are all-gathered; each rank steps its shard in fp32.
 
@@ -61,6 +63,7 @@ class ShardingPolicy:
     overlap_param_gather: bool = True
     max_inflight_buckets: BoundInFlight = "auto"
     shard_group: ShardGroupChoice = "all"
+    shard_gradients: bool = False
     reduce_dtype: WireDtype = None
     gather_dtype: WireDtype = None
 
@@ -75,6 +78,7 @@ class ShardingPolicy:
             if value != "auto" and not isinstance(value, bool):
                 raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
         _check_flag(self, "overlap_param_gather")
+        _check_flag(self, "shard_gradients")
         bound = self.max_inflight_buckets
         # bool is a subclass of int: True would pass as 1.
         number = isinstance(bound, int) and not isinstance(bound, bool) and bound >= 1
@@ -85,25 +89,23 @@ class ShardingPolicy:
             raise ValueError(
                 f"Invalid shard_group: {group!r}. Must be 'all', 'node', or a whole number of ranks >= 1, such as 8."
             )
-        for name in ("reduce_dtype", "gather_dtype"):
-            value = getattr(self, name)
-            if value not in ("bf16", None):
-                raise ValueError(f"Invalid {name}: {value!r}. Must be 'bf16', or None for the parameters' own dtype.")
+        _check_wire_dtypes(self)
         if self.gather_dtype is not None and self.master_weights is False:
             raise ValueError(
                 f"gather_dtype={self.gather_dtype!r} rounds parameters in every step, so it needs the fp32 shards that"
                 " master_weights=False forgoes. Leave master_weights='auto', or gather_dtype=None."
             )
 
-    def bucket_cap_bytes(self, model_bytes: int, wire: AlphaBeta) -> int:
+    def bucket_cap_bytes(self, model_bytes: int, wire: AlphaBeta, device_type: str) -> int:
         """The cap in bytes, at least one.
 
         Args:
             model_bytes: What is reduced in a step.
             wire: What a reduce-scatter takes, as measured or assumed.
+            device_type: Of the gradients.
         """
         if self.bucket_cap_mb == "auto":
-            return default_bucket_cap(model_bytes, wire)
+            return default_bucket_cap(model_bytes, wire, device_type)
         return max(1, int(self.bucket_cap_mb * 2**20))
 
     def bound_in_flight(self, device_type: str) -> int | None:
@@ -140,8 +142,66 @@ class ShardingPolicy:
         return _narrowed(dtype, self.gather_dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class FullShardingPolicy:
+    """How parameters are sharded, gathered and reduced by FSDP2.
+
+    Args:
+        wrap: Names of classes whose modules are gathered one by one; None to find repeated blocks.
+        min_num_params: The smallest number of parameters of a block that is found.
+        reshard_after_forward: Whether parameters are freed between forward and backward.
+        shard_gradients: Whether gradients that are accumulated over micro-batches are sharded between them.
+        reduce_dtype: The dtype in which gradients travel and are summed.
+        gather_dtype: The dtype in which parameters travel and are used.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    wrap: Sequence[str] | None = None
+    min_num_params: int = 0
+    reshard_after_forward: bool = True
+    shard_gradients: bool = True
+    reduce_dtype: WireDtype = None
+    gather_dtype: WireDtype = None
+
+    def __post_init__(self) -> None:
+        is_list = isinstance(self.wrap, (list, tuple)) and all(isinstance(name, str) for name in self.wrap)
+        if self.wrap is not None and not is_list:
+            raise ValueError(f"Invalid wrap: {self.wrap!r}. Must be a list of names of classes, or None.")
+        number = self.min_num_params
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise ValueError(f"Invalid min_num_params: {number!r}. Must be a whole number >= 0.")
+        _check_flag(self, "reshard_after_forward")
+        _check_flag(self, "shard_gradients")
+        _check_wire_dtypes(self)
+
+
 _IN_FLIGHT_ON_GPU = 4
 """Enough to keep the wire busy: one is sent, one waits for it, and two are being filled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitPolicy:
+    """When a rank that waits for others says so.
+
+    Args:
+        warn_after_seconds: After how many seconds without progress it does, a positive number; None for never.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    warn_after_seconds: float | None = 15.0
+
+    def __post_init__(self) -> None:
+        after = self.warn_after_seconds
+        number = isinstance(after, (int, float)) and not isinstance(after, bool) and math.isfinite(after) and after > 0
+        if not number and after is not None:
+            raise ValueError(
+                f"Invalid warn_after_seconds: {after!r}. Must be a positive number of seconds, such as 15, or None for"
+                " no warning."
+            )
 
 
 def _check_choices(policy: object, **choices: object) -> None:
@@ -149,6 +209,13 @@ def _check_choices(policy: object, **choices: object) -> None:
         value = getattr(policy, name)
         if value not in get_args(allowed):
             raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
+
+
+def _check_wire_dtypes(policy: ShardingPolicy | FullShardingPolicy) -> None:
+    for name in ("reduce_dtype", "gather_dtype"):
+        value = getattr(policy, name)
+        if value not in ("bf16", None):
+            raise ValueError(f"Invalid {name}: {value!r}. Must be 'bf16', or None for the parameters' own dtype.")
 
 
 def _check_flag(policy: object, name: str) -> None:

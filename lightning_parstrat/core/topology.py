@@ -4,6 +4,18 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 
+class Node(NamedTuple):
+    """What one rank knows of the node that it is on. Ranks share a node where both are equal.
+
+    Attributes:
+        name: What it is called.
+        number: Its number among the nodes, as the launcher has given it; 0 where there is none.
+    """
+
+    name: str
+    number: int = 0
+
+
 class Topology(NamedTuple):
     """The node of every rank.
 
@@ -23,6 +35,12 @@ class Topology(NamedTuple):
     def flat(cls, world_size: int) -> "Topology":
         """All ranks on one node."""
         return cls((0,) * world_size)
+
+    @classmethod
+    def in_order(cls, world_size: int, ranks_per_node: int) -> "Topology":
+        """As launchers place ranks: equally many consecutive ones on each node."""
+        nodes = [rank // ranks_per_node for rank in range(world_size)]
+        return cls(tuple(nodes))
 
     @property
     def world_size(self) -> int:

@@ -21,6 +21,7 @@ PREFIX = ".saving-"
 """Prefix of temporary names. Lightning finds checkpoints by patterns of names, none of which may match these."""
 
 _TEMPORARY = re.compile(re.escape(PREFIX) + r".+-\d+-[0-9a-f]{12}")
+_TRIES = 10
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
 # Not at once: a process of another container on this host is not visible here.
 _SECONDS_AFTER_ITS_PROCESS = 600.0
@@ -69,6 +70,19 @@ def put_in_place(temporary: Path, path: Path) -> None:
     Raises:
         IsADirectoryError: The name belongs to a folder that holds other things than a checkpoint.
     """
+    tries_left = _TRIES
+    while True:
+        try:
+            _put_in_place(temporary, path)
+            return
+        except OSError as error:
+            # Another job has given the name to something else, or removed it, since it was looked at.
+            tries_left -= 1
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not temporary.exists() or not tries_left:
+                raise
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
     check_may_be_replaced(path)
     # rename(2) puts a file over a file or a link, but a folder only over an empty folder.
     is_replaced_by_rename = not path.exists() or path.is_symlink() or not (path.is_dir() or temporary.is_dir())
@@ -132,13 +146,16 @@ def remove(path: Path) -> None:
 
 
 def remove_atomically(path: Path) -> None:
-    """Removes a file or a folder so that it is complete until it is gone."""
+    """Removes a file, a link or a folder, if it exists, so that it is complete until it is gone."""
     # Removing a folder takes many steps: done under its own name, a crash would leave half a checkpoint.
-    if path.is_dir() and not path.is_symlink():
-        temporary = temporary_name(path.parent)
-        put_in_place(path, temporary)
-        path = temporary
-    remove(path)
+    temporary = temporary_name(path.parent)
+    try:
+        os.rename(path, temporary)
+    except FileNotFoundError:
+        return
+    if temporary.is_dir():
+        sync(path.parent)
+    remove(temporary)
 
 
 def remove_left_behind(folder: Path) -> None:

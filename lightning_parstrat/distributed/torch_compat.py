@@ -13,8 +13,8 @@ Used through this file: what for | what happens without it.
     torch.autograd.Variable._execution_engine
         runs the flush of gradients when backward ends, as DDP does | zero1_custom fails in the first backward
     torch.Tensor._post_accumulate_grad_hooks
-        finds out whether a user's hook was registered after ours; is no reason to wait for a parameter | zero1_custom
-        cannot be imported
+        finds out whether a user's hook was registered after ours, or sees what has accumulated; is no reason to wait
+        for a parameter | zero1_custom cannot be imported
     torch.Tensor._backward_hooks
         is no reason to wait for a parameter | zero1_custom cannot be imported
     torch.nn.Module._parameters
@@ -34,7 +34,7 @@ Used through this file: what for | what happens without it.
     torch._dynamo.eval_frame.OptimizedModule
         knows a compiled module | strategies do not begin
     torch.nn.Module._compiled_call_impl
-        knows a module that was compiled in place | strategies do not begin
+        knows a module that was compiled in place, and waits for parameters before its code | strategies do not begin
     lightning.pytorch.core.module.LightningModule._compiler_ctx
         knows a LightningModule that was compiled; here, as floor 1 asks | its parameters are gathered while it runs,
         and compiled code reads old ones
@@ -59,6 +59,8 @@ Used through this file: what for | what happens without it.
         sends rank 0's parameters and buffers as DDP does | zero1_custom does not begin
     torch.distributed.distributed_c10d._get_default_store
         a place where ranks report when collectives do not work | no strategy begins
+    torch.distributed.ProcessGroup._get_sequence_number_for_group
+        whether a rank has launched what another one waits for | on GPUs, and in DDP's backward, a rank waits in silence
     torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore
         the names that a user has told DDP to ignore, which are ignored here, too | they are broadcast and sharded like
         the others
@@ -132,6 +134,12 @@ Used through this file: what for | what happens without it.
         caps of single buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
     torch.distributed._compute_bucket_assignment_by_size
         foretells DDP's buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+    torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter
+        what a data loader draws indices from, which knows its order | training does not begin; give loaders a
+        `state_dict`, or resume at the begin of an epoch
+    torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded
+        how many batches a data loader has handed out, whatever its workers have prefetched | a checkpoint within an
+        epoch cannot be saved
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
@@ -165,6 +173,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as ddp_module
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 TORCH_SEEN = ("2.13.0",)
 """The versions of torch that the names below were seen in, and the tests run with."""
@@ -196,6 +206,41 @@ def last_gradient_hooks(parameters: Iterable[Tensor]) -> list[int | None]:
     return [next(reversed(of_one)) if of_one else None for of_one in hooks]
 
 
+def gradient_hooks(parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
+    """All hooks for the parameters' accumulated gradients."""
+    hooks: list[dict[int, Any] | None] = [cast(Any, parameter)._post_accumulate_grad_hooks for parameter in parameters]
+    return [hook for of_one in hooks if of_one for hook in of_one.values()]
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks were registered for the parameter's gradient, before it is accumulated."""
+    return bool(cast(Any, parameter)._backward_hooks)
+
+
+def lend_hooks(parameter: Tensor, leaf: Tensor) -> RemovableHandle:
+    """Has the hooks that ``parameter`` has by then run on the gradient of ``leaf``, which stands for it in graphs."""
+
+    def run(gradient: Tensor) -> Tensor:
+        for hook in list((cast(Any, parameter)._backward_hooks or {}).values()):
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+        return gradient
+
+    return cast(RemovableHandle, cast(Any, leaf).register_hook(run))
+
+
+def take_over_attributes(old: Tensor, new: Tensor) -> None:
+    """Gives a parameter that takes another's place what users have set on that one: attributes, and hooks."""
+    vars(new).update(vars(old))
+    trainable = new.requires_grad
+    new.requires_grad_(True)
+    for hook in (cast(Any, old)._backward_hooks or {}).values():
+        cast(Any, new).register_hook(hook)
+    for hook in (cast(Any, old)._post_accumulate_grad_hooks or {}).values():
+        cast(Any, new).register_post_accumulate_grad_hook(hook)
+    new.requires_grad_(trainable)
+
+
 def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Indices and values of a sparse gradient as they are: an index may come more than once."""
     return gradient._indices(), gradient._values()
@@ -220,7 +265,7 @@ def names_ignored_by_ddp(module: nn.Module) -> set[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether code was made of the module that reads parameters by itself, or depends on their class."""
+    """Whether code was made of the module, or of a part of it, that depends on the class of parameters."""
     # Imported with the first optimizer, in any case; before that it would only take time.
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -230,6 +275,31 @@ def is_compiled(module: nn.Module) -> bool:
         isinstance(child, (OptimizedModule, torch.jit.ScriptModule)) or child._compiled_call_impl is not None
         for child in module.modules()
     )
+
+
+def is_compiled_as_a_whole(module: nn.Module) -> bool:
+    """Whether compiled code is called by none of the module's parts: as its training step, or by scripts."""
+    if getattr(module, "_compiler_ctx", None) is not None:
+        return True
+    return any(isinstance(child, torch.jit.ScriptModule) for child in module.modules())
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What calling the module calls, where it was compiled in place."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Has a call of the module, which was compiled in place, call something else."""
+    module._compiled_call_impl = call
+
+
+def ignore_warnings_of_global_hooks(module: nn.Module) -> None:
+    """Leaves out what torch says where hooks of all modules meet a compiled part: ours do nothing a second time."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    if any(isinstance(part, OptimizedModule) for part in module.modules()):
+        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
 
 
 def replays_captured_graphs(module: nn.Module) -> bool:
@@ -250,11 +320,30 @@ def call_before_compiling(callback: Callable[..., Any]) -> None:
     callback_handler.register_start_callback(callback)
 
 
+def looks_at_code(occasion: Any) -> bool:
+    """Whether :func:`call_before_compiling` has called for that, rather than for a backward, or to capture a graph."""
+    return bool(occasion.callback_trigger.name == "DYNAMO")
+
+
 def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
     """Undoes :func:`call_before_compiling`."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.remove_start_callback(callback)
+
+
+# Data loaders.
+
+
+def index_iterator(batches: Any) -> Any:
+    """What a data loader's iterator draws indices from; None where it is none of torch's."""
+    return batches._sampler_iter if isinstance(batches, _BaseDataLoaderIter) else None
+
+
+def batches_handed_out(batches: Any) -> int:
+    """How many batches a data loader's iterator has handed out in its present pass."""
+    number: int = batches._num_yielded
+    return number
 
 
 # Many tensors at once. A loop over public functions would launch a kernel for each tensor.
@@ -317,6 +406,14 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], nby
 def default_store() -> Store:
     """The store over which the default process group has found together."""
     return _get_default_store()
+
+
+def collectives_launched(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has launched by the group; 0 where its backend does not count. Any thread."""
+    try:
+        return int(cast(Any, group)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 # Optimizers.

@@ -27,13 +27,14 @@ from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all
 from lightning_parstrat.strategies.bucket_plot import can_plot, plot_buckets
+from lightning_parstrat.strategies.evaluation import EvaluatingStrategy
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 
 _LARGEST_WORLD_WITHOUT_ROUNDING = 2
 """The sum of two numbers does not depend on who adds them; with more, buckets decide in which order it is done."""
 
 
-class TunedDDPStrategy(AccumulationAwareStrategy):
+class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
     """Trains with torch's DistributedDataParallel, whose buckets are planned, and hold the gradients themselves.
 
     Results are those of ``ddp``: to the last bit on two ranks; on more, up to the order in which a sum is rounded. In
@@ -66,7 +67,7 @@ class TunedDDPStrategy(AccumulationAwareStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
-    _not_copied = AccumulationAwareStrategy._not_copied | {"_trained", "_tuner"}
+    _not_copied = EvaluatingStrategy._not_copied | AccumulationAwareStrategy._not_copied | {"_trained", "_tuner"}
 
     def __init__(
         self,

@@ -13,6 +13,8 @@ Used through this file: what for | what happens without it.
         wraps optimizers that are set, as Lightning's own setter does | zero1_custom does not begin
     lightning.pytorch.core.optimizer._MockOptimizer
         stands in where a module has no optimizer; it is not sharded | zero1_custom cannot be imported
+    lightning.pytorch.core.module.LightningModule._current_fx_name
+        the hook that a rank is within, for whoever waits for it | lines about waits do not name it
     lightning.fabric.utilities.optimizer._optimizer_to_device
         brings loaded state to the device, as Lightning does | strategies cannot be imported
     lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO
@@ -48,6 +50,16 @@ Used through this file: what for | what happens without it.
         gives each rank its share of the threads, as Lightning's launcher does | strategies cannot be imported
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
         is the launcher that ours stands in for under torchrun | strategies cannot be imported
+    lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler
+        the user's sampler within Lightning's distributed one, whose generator is saved | training does not begin
+    lightning.pytorch.loops.fit_loop._FitLoop._combined_loader
+        the loaders that are trained on | a training fails at its begin
+    lightning.pytorch.loops.fit_loop._FitLoop._data_fetcher
+        knows how many batches it has fetched ahead | a training fails at its begin
+    lightning.pytorch.utilities.combined_loader.CombinedLoader._iterator
+        the iterators of these loaders | a training fails at its begin
+    lightning.pytorch.utilities.combined_loader.CombinedLoader._mode
+        how they are put together | a checkpoint within an epoch cannot be saved
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
@@ -97,7 +109,11 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection, _set_num_threads_if_needed
+from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
+    _init_dist_connection,
+    _set_num_threads_if_needed,
+)
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
@@ -187,6 +203,11 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
         return None
 
 
+def current_hook(module: LightningModule) -> str:
+    """The name of the hook that Lightning is calling, such as "training_step"; empty between hooks. Any thread."""
+    return getattr(module, "_current_fx_name", None) or ""
+
+
 def window_is_open(trainer: Trainer) -> bool:
     """Whether gradients go on accumulating after the latest batch; Lightning steps at the last one of an epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -205,6 +226,31 @@ def logs_after_this_batch(trainer: Trainer) -> bool:
     if trainer.log_every_n_steps == 0:
         return False
     return (batches_that_stepped(trainer) + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop
+
+
+def sampler_within(sampler: Any) -> Any:
+    """The user's sampler within Lightning's distributed one; None of any other."""
+    return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None
+
+
+def iterators_in_training(trainer: Trainer) -> list[tuple[Any, Any]]:
+    """The loaders that are trained on, each with the iterator that batches come from, or None where there is none."""
+    combined = trainer.fit_loop._combined_loader
+    if combined is None:
+        return []
+    iterators = [] if combined._iterator is None else combined._iterator.iterators
+    return list(zip(combined.flattened, iterators or [None] * len(combined.flattened), strict=True))
+
+
+def batches_fetched_ahead(trainer: Trainer) -> int:
+    """How many batches were fetched that no step has been given."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def mode_of_loaders(trainer: Trainer) -> str:
+    """How the loaders that are trained on are put together: "min_size", "max_size_cycle" or "max_size"."""
+    combined = trainer.fit_loop._combined_loader
+    return "min_size" if combined is None else combined._mode
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 _LAUNCHERS = (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork"))
 _ZERO1 = "ZeRO-1: optimizer state sharded over the ranks"
+_ZERO2 = "ZeRO-2: optimizer state and accumulated gradients sharded over the ranks"
+_ZERO3 = "ZeRO-3: parameters, gradients and optimizer state sharded over the ranks by FSDP2"
 _UNUSED = (("", None), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True))
 
 
@@ -22,13 +24,21 @@ def create_zero1(**init_args: Any) -> Any:
     return ZeRO1Strategy(**init_args)
 
 
+def create_zero3(**init_args: Any) -> Any:
+    """Returns a :class:`~lightning_parstrat.ZeRO3Strategy`, importing it only now."""
+    from lightning_parstrat.strategies.zero3 import ZeRO3Strategy
+
+    return ZeRO3Strategy(**init_args)
+
+
 def register_strategies(module: ModuleType) -> None:
     """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module; calling it again is harmless.
 
-    The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch: ``ddp_tuned`` and
-    ``zero1_custom``, each with the launcher suffixes ``_spawn``, ``_fork``, ``_notebook``, and each of these with
-    ``_find_unused_parameters_true`` and ``_false``. ``zero1_custom`` always finds unused parameters. ``ddp_zero1`` is
-    the same, for libraries that know by the name whether to split the data among ranks.
+    The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch: ``ddp_tuned``,
+    ``zero1_custom``, ``zero2_custom`` (the former with ``shard_gradients=True``) and ``zero3_custom``, each with the
+    launcher suffixes ``_spawn``, ``_fork``, ``_notebook``, and each of these with ``_find_unused_parameters_true`` and
+    ``_false``. The latter three always find unused parameters. ``ddp_zero1``, ``ddp_zero2`` and ``ddp_zero3`` are the
+    same, for libraries that know by the name whether to split the data among ranks.
 
     Args:
         module: Lightning's strategies module, fully imported.
@@ -40,6 +50,10 @@ def register_strategies(module: ModuleType) -> None:
                 ("ddp_tuned", create_tuned_ddp, "DDP with tuned gradient buckets", ddp_args),
                 ("zero1_custom", create_zero1, _ZERO1, {}),
                 ("ddp_zero1", create_zero1, _ZERO1, {}),
+                ("zero2_custom", create_zero1, _ZERO2, {"shard_gradients": True}),
+                ("ddp_zero2", create_zero1, _ZERO2, {"shard_gradients": True}),
+                ("zero3_custom", create_zero3, _ZERO3, {}),
+                ("ddp_zero3", create_zero3, _ZERO3, {}),
             ):
                 module.StrategyRegistry.register(
                     f"{name}{launcher}{unused}",

@@ -22,10 +22,11 @@ _FEWEST_STEPS = 20
 _STEPS_KEPT = 1000
 
 
-def describe(summary: ShardingSummary, observers: Sequence[str]) -> str:
+def describe(flag: str, summary: ShardingSummary, observers: Sequence[str]) -> str:
     """One line for the start of a fit: what is sharded, what is not and why, and for whom gradients are exposed.
 
     Args:
+        flag: The strategy's name.
         summary: What was sharded.
         observers: Who may look at gradients; empty where they are hidden.
 
@@ -39,12 +40,16 @@ def describe(summary: ShardingSummary, observers: Sequence[str]) -> str:
         for one in summary.replicated
     ]
     if summary.parameters and observers:
-        names = ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
         parts.append(
-            f"Gradients are gathered in every step, as {names} may read them"
+            f"Gradients are gathered in every step, as {named(observers)} may read them"
             " (`expose_gradients=False` saves that if not)."
         )
-    return f"zero1_custom: {' '.join(parts)}" if parts else ""
+    return f"{flag}: {' '.join(parts)}" if parts else ""
+
+
+def named(observers: Sequence[str]) -> str:
+    """The first two of them."""
+    return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
 
 
 def _sharded(summary: ShardingSummary) -> str:
@@ -72,10 +77,12 @@ class StepMeter:
     """Time, waiting and traffic of the last steps, on this rank. Not collective; the host never waits for a GPU.
 
     Args:
+        flag: The strategy's name.
         device: Device of the training.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, flag: str, device: torch.device) -> None:
+        self._flag = flag
         self._device = device
         self._steps: deque[_Step] = deque(maxlen=_STEPS_KEPT)
         self._noted = 0
@@ -109,7 +116,7 @@ class StepMeter:
         # On a GPU the streams wait, not the host; timing them would need synchronisation.
         exposed = "" if self._device.type == "cuda" else f", {_milliseconds(waited)} of it waiting for other ranks"
         return (
-            f"zero1_custom: {_milliseconds(seconds)} per step (median of {len(self._steps)}){exposed};"
+            f"{self._flag}: {_milliseconds(seconds)} per step (median of {len(self._steps)}){exposed};"
             f" {_size(sent)} sent per step and rank; peak memory {_size(self._peak_bytes())}{self._kind_of_memory()}"
         )
 

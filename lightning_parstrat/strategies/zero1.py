@@ -1,13 +1,10 @@
-"""``zero1_custom``: DDP's results with the optimizer state sharded over the ranks."""
+"""``zero1_custom`` and ``zero2_custom``: DDP's results with the optimizer state sharded over the ranks."""
 
 import socket
-import weakref
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,22 +25,22 @@ from lightning_parstrat.core.policy import (
     ShardingPolicy,
     WireDtype,
 )
-from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
-from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.module_states import broadcast_buffers, broadcast_module, check_same_module
-from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
+from lightning_parstrat.core.topology import Node
+from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
+from lightning_parstrat.distributed.gradients.loss_weights import weightless
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.strategies.dataloaders import EvenDataLoader, make_even, restore
-from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
-from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
-from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
+from lightning_parstrat.strategies.gradients.observers import (
+    observers_between_micro_batches,
+    observers_of_gradients,
+)
 from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
-from lightning_parstrat.strategies.report import StepMeter, describe
+from lightning_parstrat.strategies.report import StepMeter, describe, named
+from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 
-class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
-    """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1).
+class ZeRO1Strategy(StepsTogetherStrategy):
+    """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1; 2 on request).
 
     Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
     bytes travel as under DDP. Unused parameters need no flag.
@@ -51,7 +48,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     Args:
         bucket_cap_mb: The largest size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready;
             smaller buckets overlap better, larger ones pay latency less often, which grows with the number of ranks.
-            ``"auto"`` follows from both, and from the model: 8 MiB on a few CPUs, up to 512 on a thousand GPUs.
+            ``"auto"`` follows from both, and from the model: 8 MiB on a few CPUs, from 64 to 512 on GPUs.
         bucket_order: ``"measured"``: after two steps buckets are planned anew, by when each gradient was ready and by
             what the wire takes. ``"registration"``: they stay in the reverse order of registration and as large as
             they may be, so that two trainings have the same plan without a checkpoint.
@@ -68,7 +65,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             where there is nothing to keep.
         overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
             begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
-            anyway where ``torch.compile`` is at work.
+            anyway where ``torch.compile`` was given the whole module.
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
             them. Where the wire is slower than backward, gradients queue up to the size of the model; a small number
             (2 to 4) bounds that, at the price of waiting. Every rank then sends all buckets it is expected to, also
@@ -84,6 +81,13 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             state, and an all-reduce of each shard sums the groups' gradients. It pays from some 128 GPUs on, where a
             ring of all ranks takes longer than computation can hide; with G ranks in a group each holds 1/G of the
             state.
+        shard_gradients: Whether gradients accumulated over micro-batches (``accumulate_grad_batches``) are sharded,
+            too (ZeRO stage 2; the flag ``zero2_custom`` sets it): every micro-batch is reduce-scattered, and added up
+            in each rank's shard, in fp32 where gradients have 16 bits. Between micro-batches that takes 4/N bytes per
+            parameter instead of 4, and K micro-batches send gradients K times. Without accumulation it changes nothing.
+            Where your code may look at gradients between micro-batches (see ``expose_gradients``) and in manual
+            optimization, they are kept whole as without it. It is named for what it does, as ``shard_group`` is:
+            ``ZeRO1Strategy(stage=2)`` would contradict itself.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -91,7 +95,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "zero1_custom"
-    _not_copied = AccumulationAwareStrategy._not_copied | {"_engine", "_meter"}
+    _not_copied = StepsTogetherStrategy._not_copied | {"_engine", "_meter"}
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         reduce_dtype: WireDtype = None,
         gather_dtype: WireDtype = None,
         shard_group: ShardGroupChoice = "all",
+        shard_gradients: bool = False,
         **kwargs: Any,
     ) -> None:
         self._policy = ShardingPolicy(
@@ -118,16 +123,17 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             reduce_dtype=reduce_dtype,
             gather_dtype=gather_dtype,
             shard_group=shard_group,
+            shard_gradients=shard_gradients,
         )
+        if shard_gradients:
+            self.flag = "zero2_custom"
+        self._kept_whole_for: list[str] = []
         self._engine: ShardedDataParallel | None = None
-        self._broadcast_buffers_next = True
-        self._has_buffers = False
         self._in_training = False
         self._failed = False
         self._meter: StepMeter | None = None
+        self._filtered: Collection[Tensor] = ()
         self._announced = ""
-        self._validated_by_some = False
-        self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
     @override
@@ -135,8 +141,17 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
         """Gives all ranks the same module; there is no wrapper around it."""
         check_same_module(self._training_module, self._groups.control)
         broadcast_module(self._training_module, self._groups.parameters)
-        # Of a module that has none when training begins, DDP never broadcasts any.
-        self._has_buffers = next(self._training_module.buffers(), None) is not None
+        self._begin_to_broadcast_buffers()
+
+    @property
+    @override
+    def _is_set_up(self) -> bool:
+        return self._engine is not None
+
+    @property
+    @override
+    def _synchronizes(self) -> bool:
+        return self._engine is not None and self._engine.synchronizes
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -155,8 +170,9 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
-        known = None if self._engine is None else self._engine.optimizers
-        if known is not None and any(unwrapped(optimizer) not in known for optimizer in _trained(optimizers)):
+        engine = self._engine
+        if engine is not None and any(unwrapped(one) not in engine.optimizers for one in _trained(optimizers)):
+            engine.give_back_accumulated()
             self._close_engine()
             self._shard(optimizers)
         self._optimizers = optimizers
@@ -164,7 +180,7 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
         # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
-        node = f"{socket.gethostname()} {self.node_rank}"
+        node = Node(socket.gethostname(), self.node_rank)
         self._engine = ShardedDataParallel(
             self._training_module,
             _trained(optimizers),
@@ -179,36 +195,11 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             self._prepare_for_users_of_gradients()
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
-        trainer = self._training_module.trainer
-        if self.world_size == 1:
-            return dataloader
-        if not trainer.training:
-            self._note_ranks_without_validation(dataloader)
-            return dataloader
-        sources = (self._training_module, trainer.datamodule)
-        allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
-        even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
-        if isinstance(even, EvenDataLoader):
-            # Weakly: loaders of earlier epochs may go.
-            self._even_dataloaders.append(weakref.ref(even))
-        return even
-
-    def _note_ranks_without_validation(self, dataloader: object) -> None:
-        """Finds out whether a rank will skip a validation that others run: it would miss their broadcast of buffers."""
-        if self._engine is not None:
-            length = sized_len(dataloader)
-            control = make_collectives(self._groups.control, torch.device("cpu"))
-            most, least = extremes_over_ranks(1 if length is None else min(length, 1), control)
-            self._validated_by_some = self._validated_by_some or least < most
-
-    @override
     def on_train_start(self) -> None:
         """Decides whether gradients are exposed: by now all callbacks and hooks are in place. Says what is sharded."""
         super().on_train_start()
         self._in_training = True
-        self._meter = StepMeter(self.root_device)
+        self._meter = StepMeter(self.flag, self.root_device)
         self._prepare_for_users_of_gradients()
 
     @override
@@ -245,12 +236,29 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             trainer,
         )
         exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
+        if self._policy.shard_gradients:
+            self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
         summary = self._engine.summary()
-        line = describe(summary, observers if choice == "auto" and exposed else ())
+        line = describe(self.flag, summary, observers if choice == "auto" and exposed else ())
         # A tuner trains a little before the training.
         if line and line != self._announced:
             self._announced = line
             (rank_zero_warn if summary.replicated else rank_zero_info)(line)
+
+    def _decide_on_accumulation(self, observers: list[str]) -> None:
+        """Lets micro-batches be reduced one by one, unless somebody may look at what has been accumulated."""
+        if self._engine is None:
+            return
+        module = self._training_module
+        between = [*observers, *observers_between_micro_batches(module, module.trainer.callbacks)]
+        # Where users block the sending of gradients by themselves, nothing is to be sent.
+        between += [] if module.automatic_optimization else ["manual optimization"]
+        sharded = self._engine.accumulate_in_shards(not between)
+        # Where nobody was found here: it was asked for, or it is another rank's callback.
+        unknown = "whoever expose_gradients=True is for" if self._policy.expose_gradients is True else "another rank"
+        # One rank's shard is the whole.
+        alone = self._engine.reducer.collectives.sends_nothing
+        self._kept_whole_for = [] if sharded or (alone and not between) else list(dict.fromkeys(between)) or [unknown]
 
     @contextmanager
     def full_gradients(self) -> Generator[None, None, None]:
@@ -268,11 +276,17 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it, gradients accumulate locally and nothing is sent."""
+        """Within it, gradients accumulate: locally, and nothing is sent, or in the shards (``shard_gradients``)."""
         with super().block_backward_sync():
             if self._engine is None:
                 yield
                 return
+            if self._kept_whole_for:
+                self._say_once(
+                    rank_zero_info,
+                    f"between micro-batches every rank keeps its whole gradients, as zero1_custom does:"
+                    f" {named(self._kept_whole_for)} may read or change them.",
+                )
             with self._engine.no_sync():
                 yield
 
@@ -295,25 +309,17 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
             self._engine.zero_gradients()
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcasts buffers when DDP would, then runs the user's validation step."""
-        if not self._validated_by_some:
-            self._broadcast_buffers()
-        return super().validation_step(*args, **kwargs)
-
-    @override
-    def on_validation_end(self) -> None:
-        """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
-        super().on_validation_end()
-        if not self._validated_by_some:
-            self._broadcast_buffers()
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Gets ready to send gradients while backward runs."""
         super().pre_backward(closure_loss)
         if self._engine is not None:
-            self._engine.prepare_backward(closure_loss, self._window_scale)
+            # Who names parameters by hooks has to see gradients that have been filtered.
+            counts_nothing = weightless(self._loss_factor) if self._nonfinite_tracker is None else None
+            self._filtered = self._engine.prepare_backward(closure_loss, self._window_scale, counts_nothing)
+
+    @override
+    def _parameters_to_filter(self) -> Iterable[Tensor]:
+        return [one for one in super()._parameters_to_filter() if one not in self._filtered]
 
     @override
     def _reduce_local_gradients(self) -> None:
@@ -330,11 +336,8 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     def teardown(self) -> None:
         """Gives the parameters ordinary storage again. Not collective after an exception."""
         self._close_engine()
-        self._in_training = self._failed = self._validated_by_some = False
+        self._in_training = self._failed = False
         self._announced = ""
-        for dataloader in self._even_dataloaders:
-            restore(dataloader())
-        self._even_dataloaders.clear()
         super().teardown()
 
     @override
@@ -371,24 +374,6 @@ class ZeRO1Strategy(AccumulationAwareStrategy, WrapperlessDDPStrategy):
     @override
     def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
         return {} if self._engine is None else self._engine.slots
-
-    @property
-    def _groups(self) -> ProcessGroups:
-        return process_groups(self._timeout)
-
-    def _broadcast_buffers(self) -> None:
-        """Follows DDP: before the first forward, and before one whose predecessor synchronised its gradients.
-
-        DDP takes every training and validation step for a forward, and under manual optimization never synchronises in
-        its sense.
-        """
-        if self._engine is None or not self._has_buffers:
-            return
-        if self._broadcast_buffers_next:
-            # Not by the parameters' group, where it would queue behind those that are in flight.
-            broadcast_buffers(self._training_module, self._groups.gradients)
-        synchronized = torch.is_grad_enabled() and self._engine.synchronizes
-        self._broadcast_buffers_next = synchronized and self._training_module.automatic_optimization
 
     def _close_engine(self) -> None:
         if self._engine is not None:

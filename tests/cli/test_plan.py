@@ -67,6 +67,42 @@ def test_bytes_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert result["recommended"] == {"strategy": "zero1_custom", "precision": "32-true"}
 
 
+def test_accumulated_gradients_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--world-size", "16", "--devices-per-node", "8", "--bandwidth", "8Gbit", "--compute-seconds", "0.3")
+    result = plan(capsys, 0, "--config", write(tmp_path), *size, "--accumulate", "3")
+    ddp, zero1, narrow, zero2, zero2_narrow = result["estimates"]
+    assert [one["strategy"] for one in (zero2, zero2_narrow)] == ["zero2_custom"] * 2
+    count, frozen = 9 * MATRIX, 4 * MATRIX
+    assert ddp["accumulating_bytes"] == ddp["held_bytes"]
+    assert zero1["accumulating_bytes"] == (4 + 8 / 16 + 4) * count + frozen
+    assert zero2["accumulating_bytes"] == zero2["held_bytes"] == (4 + 8 / 16 + 4 / 16) * count + frozen
+    assert narrow["accumulating_bytes"] == (2 + 12 / 16 + 2) * count + frozen / 2
+    assert zero2_narrow["accumulating_bytes"] == (2 + 12 / 16 + 4 / 16) * count + frozen / 2
+    # Gradients three times, parameters once, instead of each once.
+    assert zero2["sent_bytes"] == 2 * zero1["sent_bytes"] == 2 * ddp["sent_bytes"]
+    phase = zero1["wire_seconds"] / 2
+    assert zero2["wire_seconds"] == pytest.approx(4 * phase)
+    assert zero1["step_seconds"] == pytest.approx(0.3 + max(0, phase - 0.2 / 3) + max(0, phase - 0.1 / 3))
+    assert zero2["step_seconds"] == pytest.approx(zero1["step_seconds"])
+    assert zero2["peak_bytes"] <= zero1["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "recommended"),
+    [("90MB", ("zero1_custom", "32-true")), ("78MB", ("zero2_custom", "32-true"))],
+)
+def test_sharded_accumulation_is_recommended_where_nothing_else_fits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: str, recommended: tuple[str, str]
+) -> None:
+    # Buckets of one matrix each, of which four are on their way at most.
+    size = ("--world-size", "64", "--memory", memory, "--reserve", "0", "--bucket-cap-mb", "4", "--accumulate", "2")
+    result = plan(capsys, 0, "--config", write(tmp_path), *size)
+    assert tuple(result["recommended"].values()) == recommended
+    assert main(["plan", "--config", write(tmp_path), *size]) == 0
+    printed = capsys.readouterr().out
+    assert "between micro-batches" in printed and result["why"] in printed
+
+
 class PlannedElsewhere(pytorch_lightning.LightningModule):
     """A module of the other package that Lightning is published as."""
 

@@ -58,10 +58,30 @@ def test_a_wire_of_nothing_but_latency_has_the_largest_that_the_model_allows() -
 def test_the_cap_never_falls_with_ranks_or_model(device_type: str) -> None:
     ranks = [2**power for power in range(1, 11)]
     models = [10**power for power in range(5, 12)]
-    caps = [[default_bucket_cap(model, assumed_wire(world, device_type)) for world in ranks] for model in models]
+    caps = [
+        [default_bucket_cap(model, assumed_wire(world, device_type), device_type) for world in ranks]
+        for model in models
+    ]
     assert all(row == sorted(row) for row in caps)
     assert all(list(column) == sorted(column) for column in zip(*caps, strict=True))
-    assert caps[0][0] == 8 * MIB and caps[-1][-1] > caps[0][0]
+    assert caps[0][0] == {"cpu": 8, "cuda": 64}[device_type] * MIB and caps[-1][-1] > caps[0][0]
+
+
+@pytest.mark.parametrize(
+    ("model_mib", "mib_in_latency", "expected_mib"),
+    [
+        # Small models have one bucket, or one and the rest, and so has any model over a wire without latency.
+        (1, 1, 64),
+        (100, 700, 64),
+        (10_000, 0, 64),
+        # From there on as on CPUs.
+        (1335, 48, 128),
+        (300, 700, 128),
+        (1_000_000, 700, 512),
+    ],
+)
+def test_gpus_have_buckets_of_64_mib_and_more(model_mib: int, mib_in_latency: float, expected_mib: int) -> None:
+    assert default_bucket_cap(model_mib * MIB, wire(mib_in_latency * MIB), "cuda") == expected_mib * MIB
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lightning_parstrat.core.halving import MOST_BY_PAIRS, HalvingPlan, halving_plan, round_sizes
 from lightning_parstrat.core.topology import Topology
 
-nodes = st.tuples(st.integers(1, 24), st.integers(1, 24))
+nodes = st.tuples(st.integers(1, 12), st.integers(1, 12))
 topologies = st.one_of(
     st.integers(1, 80).map(Topology.flat),
     # Ranks of a node side by side, and dealt out in turns.

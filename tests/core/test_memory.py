@@ -10,6 +10,7 @@ from lightning_parstrat.core.memory import (
     BucketMemory,
     HeldBytes,
     StepTraffic,
+    held_between_micro_batches,
     held_bytes,
     owned_bytes,
     parameter_bytes,
@@ -193,6 +194,28 @@ def test_what_is_held_between_steps(
     assert expected.total == sum(expected)
 
 
+@pytest.mark.parametrize(
+    ("itemsize", "shard_itemsize", "masters", "in_shards", "expected"),
+    [
+        # Adam in fp32 on four ranks: 4 bytes per parameter, or 4/4.
+        (4, 4, False, False, HeldBytes(4000, 0, 2000, 0, 4000)),
+        (4, 4, False, True, HeldBytes(4000, 0, 2000, 1000)),
+        # Sums of 16 bits are in fp32, with master weights or without.
+        (2, 4, True, False, HeldBytes(2000, 1000, 2000, 0, 2000)),
+        (2, 4, True, True, HeldBytes(2000, 1000, 2000, 1000)),
+        (2, 2, False, True, HeldBytes(2000, 0, 2000, 1000)),
+        (8, 8, False, True, HeldBytes(8000, 0, 2000, 2000)),
+    ],
+)
+def test_what_is_held_between_micro_batches(
+    itemsize: int, shard_itemsize: int, masters: bool, in_shards: bool, expected: HeldBytes
+) -> None:
+    spec = ParameterSpec(name="p", shape=(1000,), dtype="d", itemsize=itemsize, group=None)
+    (layout,) = plan_buckets([spec], LayoutPolicy(world_size=4, bucket_cap_bytes=2**20, alignment_bytes=1))
+    memory = [BucketMemory(layout, shard_itemsize, masters, 8.0)]
+    assert [held_between_micro_batches(memory, rank, in_shards) for rank in range(4)] == [expected] * 4
+
+
 def test_padding_is_held_but_has_no_state() -> None:
     (layout,) = plan([(1000, "float32")], 4, 2**20, "element")
     held = held_bytes([BucketMemory(layout, 4, False, 8.0)], 3)
@@ -213,6 +236,24 @@ def test_shard_groups_send_within_the_group_and_a_shard_between(keys: str, group
         assert step_traffic(buckets, rank, Topology.of(keys), shard_groups=chosen) == expected
         wide = [buckets[0]._replace(itemsize=8)]
         assert step_traffic(buckets, rank, shard_groups=chosen, summed=wide).all_reduce_bytes == 2 * shard
+
+
+def test_micro_batches_that_are_reduced_send_gradients_each() -> None:
+    chosen = ShardGroups(((0, 1), (2, 3)))
+    buckets = plan([(1000, "float32")], 2, 2**20, "element")
+    topology = Topology.of("aabb")
+    once, thrice = (step_traffic(buckets, 0, topology, shard_groups=chosen, micro_batches=many) for many in (1, 3))
+    assert thrice == StepTraffic(
+        reduce_scatters=3,
+        reduce_scatter_bytes=3 * once.reduce_scatter_bytes,
+        all_gathers=1,
+        all_gather_bytes=once.all_gather_bytes,
+        # Groups are the nodes.
+        between_nodes_bytes=3 * once.between_nodes_bytes,
+        all_reduces=3,
+        all_reduce_bytes=3 * once.all_reduce_bytes,
+    )
+    assert once.reduce_scatter_bytes > 0 and once.all_reduce_bytes == once.between_nodes_bytes > 0
 
 
 def test_of_copies_of_all_only_the_sum_is_sent() -> None:

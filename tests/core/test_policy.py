@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_parstrat.core.cost_model import assumed_wire
-from lightning_parstrat.core.policy import GradientPolicy, ShardingPolicy
+from lightning_parstrat.core.policy import GradientPolicy, ShardingPolicy, WaitPolicy
 
 
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, math.inf, -math.inf, True, "8", None, [8]])
@@ -36,7 +36,7 @@ def test_allowed_partitions(partition: Any) -> None:
     [(8, 8388608), (0.5, 524288), (1e-9, 1), (1 / 2**20, 1), (2.5, 2621440), (1e6, 10**6 * 2**20)],
 )
 def test_the_cap_is_in_mebibytes_and_at_least_a_byte(bucket_cap_mb: float, expected: int) -> None:
-    cap = ShardingPolicy(bucket_cap_mb=bucket_cap_mb).bucket_cap_bytes(10**12, assumed_wire(1024, "cuda"))
+    cap = ShardingPolicy(bucket_cap_mb=bucket_cap_mb).bucket_cap_bytes(10**12, assumed_wire(1024, "cuda"), "cuda")
     assert cap == expected
     assert isinstance(cap, int)
 
@@ -126,3 +126,15 @@ def test_a_gradient_policy_once_checked_cannot_change(name: str) -> None:
 def test_choices_about_gradients_are_named_not_counted() -> None:
     with pytest.raises(TypeError, match="positional"):
         GradientPolicy("exact")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "15", [15]])
+def test_a_time_to_warn_after_that_is_no_positive_number_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"Invalid warn_after_seconds: .*None for no warning"):
+        WaitPolicy(warn_after_seconds=value)
+
+
+def test_ranks_warn_after_fifteen_seconds_or_never() -> None:
+    assert WaitPolicy().warn_after_seconds == 15.0
+    assert WaitPolicy(warn_after_seconds=None).warn_after_seconds is None
+    assert WaitPolicy(warn_after_seconds=1).warn_after_seconds == 1

@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,19 @@ def test_removing(tmp_path: Path, kind: str) -> None:
     make(path, kind, "old")
     remove_atomically(path)
     assert {one.name for one in tmp_path.iterdir()} == ({"target-of-a.ckpt"} if kind == "link" else set())
+
+
+def replace_and_remove(path: Path, kind: str, times: int) -> None:
+    for number in range(times):
+        temporary = temporary_name(path.parent)
+        make(temporary, kind, str(number))
+        put_in_place(temporary, path)
+        remove_atomically(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_two_jobs_may_replace_and_remove_under_one_name(tmp_path: Path, kind: str) -> None:
+    with ThreadPoolExecutor(4) as jobs:
+        for job in [jobs.submit(replace_and_remove, tmp_path / "last.ckpt", kind, 200) for _ in range(4)]:
+            job.result()
+    assert not list(tmp_path.iterdir())

@@ -63,6 +63,10 @@ class Job:
             if pid is not None and self._processes[rank].is_alive():
                 os.kill(pid, signal.SIGKILL)
 
+    def wait_for(self, rank: int, seconds: float) -> None:
+        """Waits until one rank has ended, or for so long."""
+        self._processes[rank].join(seconds)
+
     def wait(self, seconds: float) -> list[Ended]:
         """Waits until all have ended.
 

@@ -1,5 +1,6 @@
 """Exceptions on one rank, full disks, signals while saving: all ranks end soon, and what was saved is whole."""
 
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -10,9 +11,19 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
+from tests.comparing import assert_same
 from tests.faults.jobs import TIMEOUT, Job
 from tests.faults.test_kills import ARGUMENTS, SECONDS, check_all_whole
-from tests.faults.trainings import RaisesOnOneRank, SignalledWhileSaving, train
+from tests.faults.trainings import (
+    PLACES_THAT_ALLOCATE,
+    STEPS,
+    FillsUp,
+    RaisesOnOneRank,
+    RunsOutOfMemory,
+    SignalledWhileSaving,
+    Vanishes,
+    train,
+)
 from tests.slow import slow_unless
 
 
@@ -44,6 +55,24 @@ def test_a_save_after_everybodys_exception_is_made(tmp_path: Path) -> None:
     assert torch.load(folder / "late.ckpt", weights_only=True)["global_step"] == 5
 
 
+@pytest.mark.parametrize(
+    ("place", "rank"),
+    [
+        pytest.param(place, number % 2, marks=() if place in ("backward", "gathering parameters") else pytest.mark.slow)
+        for number, place in enumerate(PLACES_THAT_ALLOCATE)
+    ],
+)
+def test_a_rank_out_of_memory_ends_all(tmp_path: Path, place: str, rank: int) -> None:
+    out = RunsOutOfMemory(rank, place, step=5)
+    ended = Job(tmp_path / "job", 2, train, str(tmp_path / "checkpoints"), {}, None, out).wait(SECONDS)
+    own, other = ended[rank], ended[1 - rank]
+    assert own.exitcode == 1 and "OutOfMemoryError: CUDA out of memory" in own.output, own.output
+    assert other.exitcode == 1 and "Error" in other.output, other.output
+    # Sooner than collectives time out: the end of the connection is noticed.
+    assert max(own.seconds_after_first, other.seconds_after_first) < TIMEOUT.total_seconds()
+    check_all_whole(tmp_path / "checkpoints")
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "checkpoints"
@@ -65,6 +94,49 @@ def test_a_full_disk_ends_all_ranks_and_leaves_what_was_saved(small_disk: Path, 
         assert rank.seconds_after_first < TIMEOUT.total_seconds()
     assert not list(small_disk.glob(".saving-*"))
     check_all_whole(small_disk)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saving", ARGUMENTS)
+def test_a_file_that_may_not_be_so_long_ends_all_ranks(tmp_path: Path, saving: str) -> None:
+    folder = tmp_path / "checkpoints"
+    ended = Job(tmp_path / "job", 2, train, str(folder), ARGUMENTS[saving], None, FillsUp(step=5)).wait(SECONDS)
+    for rank in ended:
+        assert rank.exitcode == 1 and "File too large" in rank.output, rank.output
+        assert "unchanged" in rank.output, rank.output
+        assert rank.seconds_after_first < TIMEOUT.total_seconds()
+    assert not list(folder.glob(".saving-*"))
+    assert check_all_whole(folder) == 4
+    check_goes_on(tmp_path, ARGUMENTS[saving], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("saving", ARGUMENTS)
+def test_a_folder_that_vanishes_is_made_anew_or_an_error(tmp_path: Path, saving: str, leaves: bool) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    gone = Vanishes(str(folder), step=5, leaves=leaves)
+    ended = Job(tmp_path / "job", 2, train, str(folder), ARGUMENTS[saving], None, gone).wait(SECONDS)
+    codes = {rank.exitcode for rank in ended}
+    if codes == {0}:
+        assert not leaves and check_all_whole(folder) == STEPS
+        shutil.rmtree(folder)
+    else:
+        # An asynchronous save may have been under way.
+        assert codes == {1} and (leaves or saving == "async")
+        for rank in ended:
+            assert "checkpoints" in rank.output.splitlines()[-1] or "not saved" in rank.output, rank.output
+        folder.unlink() if leaves else shutil.rmtree(folder, ignore_errors=True)
+    elsewhere.rename(folder)
+    check_goes_on(tmp_path, ARGUMENTS[saving], check_all_whole(folder))
+
+
+def check_goes_on(tmp_path: Path, arguments: dict[str, Any], step: int) -> None:
+    """A training goes on from what is in the folder, and comes to what one comes to that begins elsewhere."""
+    for folder, begin in (("checkpoints", step), ("whole", 0)):
+        for rank in Job(tmp_path / "again", 2, train, str(tmp_path / folder), arguments).wait(SECONDS):
+            assert rank.exitcode == 0 and f"begins after step {begin}." in rank.output, rank.output
+    assert_same(torch.load(tmp_path / "checkpoints" / "result.pt"), torch.load(tmp_path / "whole" / "result.pt"))
 
 
 @pytest.mark.parametrize("saving", slow_unless(lambda saving: saving == "sharded", ARGUMENTS))

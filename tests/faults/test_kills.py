@@ -1,34 +1,53 @@
-"""Ranks or whole jobs are killed at any moment: what was saved is whole, the others end and say who is missing."""
+"""Ranks or whole jobs are killed at any moment: what was saved is whole, the others end and say who is missing.
 
+The training that goes on is the one that nobody killed: the same samples in the same steps, and the same parameters.
+"""
+
+import json
 import os
 import random
+import re
+import shutil
 import time
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from tests.faults.jobs import TIMEOUT, Job
-from tests.faults.trainings import POINTS, STEPS, train
+from tests.comparing import assert_same
+from tests.faults.jobs import TIMEOUT, Ended, Job
+from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, SAVING
+from tests.faults.trainings import MICRO_BATCHES, STEPS, STRATEGIES, EndsAfter, train
 from tests.slow import slow_unless
 
 KILLS = int(os.environ.get("PARSTRAT_KILLS", "10"))
-WORLD_SIZE = 2
-SECONDS = 60.0
+SECONDS = 120.0
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "full": {},
     "sharded": {"checkpoint_format": "sharded"},
     "async": {"checkpoint_format": "sharded", "async_save": True},
 }
+Samples = dict[int, list[int]]
+"""Of one rank: on which it was trained, by the number of the batch."""
 
 
 class Kill(NamedTuple):
-    """What is killed, when, and how checkpoints are written."""
+    """What is killed, when, and how checkpoints are written.
+
+    Attributes:
+        point: Of a save, or of a resume; None for a moment at random.
+        tcp: Whether the store, by which the ranks that are left find out who is missing, ends with rank 0.
+    """
 
     seed: int
+    strategy: str
     saving: str
+    world_size: int
     point: str | None
     whole_job: bool
     tcp: bool
@@ -37,70 +56,163 @@ class Kill(NamedTuple):
     def drawn(cls, seed: int) -> "Kill":
         """Every second one at a named point, the others at random."""
         draw = random.Random(seed)
-        saving = list(ARGUMENTS)[seed // 2 % 3]
-        points = [point for point in POINTS if saving != "full" or point != "between renames"]
+        strategy, saving = list(STRATEGIES)[seed % 3], list(ARGUMENTS)[seed // 3 % 3]
+        points = [point for point in (*SAVING, *LOADING) if saving != "full" or point not in OF_FOLDERS]
         point = points[seed // 2 % len(points)] if seed % 2 == 0 else None
-        return cls(seed, saving, point, point is None and draw.random() < 0.5, draw.random() < 0.3)
+        whole_job, tcp = draw.random() < (0.5 if point is None else 0.25), draw.random() < 0.3
+        return cls(seed, strategy, saving, 2 + seed // 9 % 2, point, whole_job, tcp)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"strategy": self.strategy, **ARGUMENTS[self.saving]}
+
+    def victim(self, draw: random.Random) -> int:
+        if self.point == "between ranks" and self.saving == "full":
+            # Who sends to rank 0.
+            return draw.randrange(1, self.world_size)
+        is_rank_0s = self.point in OF_RANK_0 or (self.point in SAVING and self.saving == "full")
+        return 0 if is_rank_0s else draw.randrange(self.world_size)
 
     def __str__(self) -> str:
-        return f"{self.seed}-{self.saving}-{self.point or ('all' if self.whole_job else 'one')}"
+        whom = "all" if self.whole_job else "one"
+        return f"{self.seed}-{self.strategy}-{self.saving}-{self.world_size}-{self.point or 'random'}-{whom}"
+
+
+class Expected(NamedTuple):
+    """What a training comes to that nobody kills, and how long it takes."""
+
+    samples: list[Samples]
+    parameters: list[Tensor]
+    seconds: float
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What trainings come to that nobody kills, and how long they take."""
-    results = {}
-    for saving, arguments in ARGUMENTS.items():
-        folder = tmp_path_factory.mktemp(saving)
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Expected]:
+    """By strategy and number of ranks: neither depends on how it saves."""
+
+    @cache
+    def train_in_one(strategy: str, world_size: int) -> Expected:
+        folder = tmp_path_factory.mktemp(strategy)
         began = time.monotonic()
-        for ended in Job(folder / "job", WORLD_SIZE, train, str(folder), arguments).wait(SECONDS):
-            assert ended.exitcode == 0, ended.output
-        results[saving] = (torch.load(folder / "result.pt"), time.monotonic() - began)
-    return results
+        ended = Job(folder / "job", world_size, train, str(folder), {"strategy": strategy}).wait(SECONDS)
+        assert all(rank.exitcode == 0 for rank in ended), ended
+        seconds = time.monotonic() - began
+        samples = [samples_of(rank) for rank in ended]
+        assert all(len(of_rank) == STEPS * MICRO_BATCHES[strategy] for of_rank in samples)
+        return Expected(samples, torch.load(folder / "result.pt"), seconds)
+
+    return train_in_one
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kill], tuple[Path, list[Samples]]]:
+    """The checkpoints of a training that was killed within an epoch, and on which samples it was trained."""
+
+    @cache
+    def train_in_part(strategy: str, saving: str, world_size: int) -> tuple[Path, list[Samples]]:
+        folder = tmp_path_factory.mktemp(f"{strategy}-{saving}")
+        arguments = {"strategy": strategy, **ARGUMENTS[saving]}
+        job = Job(folder / "job", world_size, train, str(folder / "checkpoints"), arguments, None, EndsAfter(5))
+        return folder / "checkpoints", [samples_of(rank) for rank in job.wait(SECONDS)]
+
+    return lambda kill: train_in_part(kill.strategy, kill.saving, kill.world_size)
 
 
 @pytest.mark.parametrize("kill", slow_unless(lambda kill: kill.seed == 0, map(Kill.drawn, range(KILLS))), ids=str)
-def test_what_was_saved_is_whole_and_training_goes_on(tmp_path: Path, expected: dict[str, Any], kill: Kill) -> None:
-    parameters, seconds = expected[kill.saving]
+def test_what_was_saved_is_whole_and_training_goes_on(
+    tmp_path: Path,
+    expected: Callable[[str, int], Expected],
+    stopped: Callable[[Kill], tuple[Path, list[Samples]]],
+    record_property: Callable[[str, object], None],
+    kill: Kill,
+) -> None:
+    reference = expected(kill.strategy, kill.world_size)
+    folder, trained = tmp_path / "checkpoints", []
+    if kill.point in LOADING:
+        before, samples = stopped(kill)
+        shutil.copytree(before, folder, symlinks=True)
+        trained.append(samples)
     draw = random.Random(kill.seed + 1000)
-    victim = draw.randrange(WORLD_SIZE)
-    killed_at = None
-    if kill.point is not None:
-        # Only rank 0 renames, and only it writes a full checkpoint; to which others send.
-        alone = kill.saving == "full" or "rename" in kill.point
-        victim = (1 if kill.saving == "full" else victim) if kill.point == "between ranks" else 0 if alone else victim
-        killed_at = (kill.point, victim, draw.randint(1, 6))
-    folder = tmp_path / "checkpoints"
-    job = Job(tmp_path / "killed", WORLD_SIZE, train, str(folder), ARGUMENTS[kill.saving], killed_at, tcp=kill.tcp)
+    victim = kill.victim(draw)
+    killed_at = None if kill.point is None else (kill.point, victim, draw.randint(1, 5) if kill.point in SAVING else 1)
+    job = Job(tmp_path / "killed", kill.world_size, train, str(folder), kill.arguments, killed_at, tcp=kill.tcp)
+    everybody = range(kill.world_size)
     if kill.point is None:
-        time.sleep(draw.uniform(0.0, 1.2) * seconds)
-        job.kill(range(WORLD_SIZE) if kill.whole_job else [victim])
+        time.sleep(draw.uniform(0.0, 1.2) * reference.seconds)
+        job.kill(everybody if kill.whole_job else [victim])
+    elif kill.whole_job:
+        job.wait_for(victim, SECONDS)
+        job.kill(everybody)
     ended = job.wait(TIMEOUT.total_seconds() + SECONDS)
+    trained.append([samples_of(rank) for rank in ended])
+    hit = moment_of(ended[victim])
     if kill.point is not None:
         assert ended[victim].exitcode == -9, ended[victim].output
     if not kill.whole_job and ended[victim].exitcode == -9:
-        check_survivor(ended[1 - victim], victim)
+        check_survivors(ended, victim, kill)
     last_step = check_all_whole(folder)
     # On the same file system, whatever it cannot do, but not killed again.
     spared = None if killed_at is None else (*killed_at[:2], 0)
-    again = Job(tmp_path / "again", WORLD_SIZE, train, str(folder), ARGUMENTS[kill.saving], spared)
-    for rank in again.wait(SECONDS):
+    again = Job(tmp_path / "again", kill.world_size, train, str(folder), kill.arguments, spared).wait(SECONDS)
+    for rank in again:
         assert rank.exitcode == 0, rank.output
         # Training from the beginning would come to the same parameters.
         assert f"begins after step {last_step}." in rank.output, rank.output
     check_all_whole(folder)
-    for actual, reference in zip(torch.load(folder / "result.pt"), parameters, strict=True):
-        assert torch.equal(actual, reference)
+    trained.append([samples_of(rank) for rank in again])
+    begun = last_step * MICRO_BATCHES[kill.strategy]
+    for rank in everybody:
+        check_samples([attempt[rank] for attempt in trained], begun, reference.samples[rank])
+    assert_same(torch.load(folder / "result.pt"), reference.parameters)
     assert not list(folder.glob("*-replaced*"))
+    record_property("kill", json.dumps({**kill._asdict(), "hit": hit, "resumed_after_step": last_step}))
 
 
-def check_survivor(survivor: Any, victim: int) -> None:
-    """It has ended by an error that names the rank that is missing, unless it had nothing left to do with it."""
-    if survivor.exitcode == 0:
-        return
-    assert survivor.exitcode == 1, survivor.output
-    assert survivor.seconds_after_first < TIMEOUT.total_seconds() + 15
-    assert f"ank {victim} did not" in survivor.output, survivor.output
+def samples_of(rank: Ended) -> Samples:
+    lines = re.findall(r"^trains (\d+) on ([\d ]+)$", rank.output, re.M)
+    return {int(batch): [int(sample) for sample in samples.split()] for batch, samples in lines}
+
+
+def check_samples(attempts: Sequence[Samples], begun: int, reference: Samples) -> None:
+    """Those that count are the uninterrupted training's, each batch once and in its place.
+
+    Args:
+        attempts: Of each job of one rank.
+        begun: The batch with which the last one begins; what others had trained on from there on is lost.
+        reference: The uninterrupted training's.
+    """
+    *lost, last = attempts
+    assert list(last) == list(range(begun, len(reference)))
+    counted = {batch: samples for attempt in lost for batch, samples in attempt.items() if batch < begun} | last
+    assert counted == reference
+    for attempt in lost:
+        assert attempt == {batch: reference[batch] for batch in attempt}
+
+
+def moment_of(rank: Ended) -> str:
+    """What a rank was doing when it was killed."""
+    lines = rank.output.splitlines()
+    if rank.exitcode != -9:
+        return "after its end"
+    for what, said in (("save", "in a save"), ("load", "in a load")):
+        if lines.count(f"begins to {what}") > lines.count(f"ends to {what}"):
+            return said
+    return "in training" if "begins after step" in rank.output else "before training"
+
+
+def check_survivors(ended: Sequence[Ended], victim: int, kill: Kill) -> None:
+    """They have ended by an error that names the rank that is missing, unless they had nothing left to do with it."""
+    for rank, survivor in enumerate(ended):
+        if rank == victim or survivor.exitcode == 0:
+            continue
+        assert survivor.exitcode == 1, survivor.output
+        assert survivor.seconds_after_first < TIMEOUT.total_seconds() + 15
+        named = {int(one) for found in NAMES.findall(survivor.output) for one in re.findall(r"\d+", found)}
+        # With rank 0 that gave up, the store may be gone that knows of the others.
+        assert victim in named or (kill.tcp and kill.world_size > 2 and 0 in named), survivor.output
+
+
+NAMES = re.compile(r"[Rr]anks? ([\d, ]+) did not")
 
 
 def check_all_whole(folder: Path) -> int:

@@ -1,10 +1,10 @@
 """What the jobs train, and where they are killed from inside."""
 
-import io
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,50 +14,55 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-import lightning_parstrat
-from lightning_parstrat.distributed import durable_files
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat.distributed.checkpoint import writing
 from lightning_parstrat.distributed.comm import liveness as liveness
 from tests.faults.jobs import TIMEOUT
+from tests.faults.points import POINTS, KillsAt, kill
+from tests.strategies.data.rows import Numbered
 from tests.strategies.parity import make_trainer
 
 STEPS = 12
 SAVES_EVERY = 2
+EPOCHS = 2
+BATCH = 4
+
+STRATEGIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    # What is measured may differ from training to training, and with it the order of sums.
+    "zero1_custom": (ZeRO1Strategy, {"bucket_order": "registration"}),
+    "zero2_custom": (ZeRO1Strategy, {"bucket_order": "registration", "shard_gradients": True}),
+    # Otherwise DDP makes its buckets after the first step, and sums that one in another order.
+    "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True}),
+}
+MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1}
+"""Of a step."""
 
 
 class Net(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 1))
+        self.layers = nn.Sequential(nn.Linear(7, 64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        samples = " ".join(str(int(number)) for number in batch[:, 0])
+        say(f"trains {self.trainer.fit_loop.epoch_loop.total_batch_idx} on {samples}")
         time.sleep(0.02)
-        return self.layers(batch).square().mean()
+        return self.layers(batch[:, 1:]).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-class Batches:
-    """Knows where it is, so that nothing is trained twice or left out."""
+def say(line: str) -> None:
+    """Prints a line in one piece: this process may be killed at any moment, and two threads print."""
+    os.write(1, f"{line}\n".encode())
 
-    def __init__(self) -> None:
-        self.position = self.begin_at = 0
 
-    def __len__(self) -> int:
-        return STEPS
-
-    def __iter__(self) -> Iterator[Tensor]:
-        self.position, self.begin_at = self.begin_at, 0
-        while self.position < STEPS:
-            self.position += 1
-            yield torch.randn(4, 8) + self.position
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.begin_at = state["position"]
+def shuffled(batches: int) -> DataLoader[Tensor]:
+    """An ordinary loader: the last sample of an epoch is padding, as the ranks do not divide the samples."""
+    return DataLoader(Numbered(batches * BATCH * dist.get_world_size() - 1), BATCH, shuffle=True)
 
 
 def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int] | None = None, *more: Any) -> None:
@@ -65,145 +70,80 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
 
     Args:
         folder: For the checkpoints.
-        arguments: The strategy's.
+        arguments: The strategy's, and under ``"strategy"`` its name.
         killed_at: A point of :data:`POINTS`, which rank passes it, and at which time of passing it is killed; 0 for
             never.
         more: Further callbacks.
     """
-    torch.manual_seed(dist.get_rank())
+    # What is drawn in a resumed training comes from the checkpoint, whatever this process was seeded with.
+    resumes = any(Path(folder).glob("last*.ckpt"))
+    torch.manual_seed(dist.get_rank() + 100 * resumes)
     liveness.GRACE = timedelta(seconds=3)
     saving = ModelCheckpoint(
         folder, "{step}", save_last=True, every_n_train_steps=SAVES_EVERY, enable_version_counter=False
     )
+    name = arguments.get("strategy", "zero1_custom")
+    kind, of_kind = STRATEGIES[name]
+    own = {key: value for key, value in arguments.items() if key != "strategy"}
     trainer = make_trainer(
-        lightning_parstrat.ZeRO1Strategy(timeout=TIMEOUT, bucket_cap_mb=0.001, **arguments),
-        callbacks=[saving, SaysWhereItBegins(), *more],
+        kind(timeout=TIMEOUT, bucket_cap_mb=0.001, **of_kind, **own),
+        callbacks=[saving, SaysWhereItIs(), *more],
         enable_checkpointing=True,
-        use_distributed_sampler=False,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=MICRO_BATCHES[name],
         default_root_dir=folder,
     )
     if killed_at is not None and dist.get_rank() == killed_at[1]:
-        POINTS[killed_at[0]](_KillsAt(killed_at[2]))
+        POINTS[killed_at[0]](KillsAt(killed_at[2]))
     module = Net()
-    trainer.fit(module, Batches(), ckpt_path="last", weights_only=True)
+    trainer.fit(module, shuffled(STEPS // EPOCHS * MICRO_BATCHES[name]), ckpt_path="last", weights_only=True)
     if dist.get_rank() == 0:
-        torch.save([parameter.detach() for parameter in module.parameters()], Path(folder) / "result.pt")
+        result = Path(folder) / f"result-of-{os.getpid()}"
+        torch.save([parameter.detach() for parameter in module.parameters()], result)
+        # Two jobs may train in one folder.
+        result.rename(result.with_name("result.pt"))
+    say("has ended")
 
 
-class _KillsAt:
-    """Kills this process when it is called for the n-th time."""
+class SaysWhereItIs(Callback):
+    """Prints what a kill may hit: what is being done, and until when."""
 
-    def __init__(self, time_of_passing: int) -> None:
-        self._left = time_of_passing
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for owner, name, what in (
+            (trainer.strategy, "load_checkpoint", "load"),
+            (trainer.strategy, "save_checkpoint", "save"),
+            # The thread of an asynchronous save goes on where `save_checkpoint` has returned.
+            (writing._Folder, "write", "save"),
+        ):
+            setattr(owner, name, _announced(getattr(owner, name), what))
 
-    @property
-    def is_now(self) -> bool:
-        self._left -= 1
-        return self._left == 0
-
-    def __call__(self) -> None:
-        if self.is_now:
-            kill()
-
-
-def kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-    # Nothing more is done until the signal is here.
-    signal.pause()
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        say(f"begins after step {trainer.global_step}.")
 
 
-def _mid_file(kills: _KillsAt) -> None:
-    from lightning_parstrat.distributed.checkpoint import writing
-
-    for module, name in ((torch, "save"), (writing, "write_zipped")):
-        setattr(module, name, _half(getattr(module, name), kills))
-
-
-def _half(write: Callable[..., Any], kills: _KillsAt) -> Callable[..., Any]:
-    def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
-        if not kills.is_now:
-            write(value, file, *args, **kwargs)
-            return
-        whole = io.BytesIO()
-        write(value, whole)
-        content = whole.getvalue()
-        file.write(content[: len(content) // 2])
-        file.flush()
-        kill()
-
-    return half
-
-
-def _before_fsync(kills: _KillsAt) -> None:
-    _before(os, "fsync", kills)
-
-
-def _before_rename(kills: _KillsAt) -> None:
-    for module in _modules_that_name("put_in_place"):
-        _before(module, "put_in_place", kills)
-
-
-def _after_rename(kills: _KillsAt) -> None:
-    for module in _modules_that_name("put_in_place"):
-        _after(module, "put_in_place", kills)
-
-
-def _between_renames(kills: _KillsAt) -> None:
-    """On a file system that cannot exchange two names."""
-    durable_files._exchange = lambda one, other: False
-    _after(os, "rename", kills)
-
-
-def _between_ranks(kills: _KillsAt) -> None:
-    """When the others have sent or written their parts."""
-
-    from lightning_parstrat.distributed.checkpoint import writing
-    from lightning_parstrat.distributed.zero1 import state_messages
-
-    for module, name in ((state_messages, "_send"), (writing, "write_shard")):
-        _before(module, name, lambda: (time.sleep(0.3), kills()))
-
-
-POINTS: dict[str, Callable[[_KillsAt], None]] = {
-    "mid-file": _mid_file,
-    "before fsync": _before_fsync,
-    "before rename": _before_rename,
-    "after rename": _after_rename,
-    "between renames": _between_renames,
-    "between ranks": _between_ranks,
-}
-
-
-def _modules_that_name(name: str) -> list[Any]:
-    from lightning_parstrat.distributed.checkpoint import writing as sharded_checkpoint
-
-    return [module for module in (durable_files, sharded_checkpoint) if hasattr(module, name)]
-
-
-def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        act()
-        return original(*args, **kwargs)
-
-    setattr(owner, name, wrapped)
-
-
-def _after(owner: Any, name: str, act: Callable[[], Any]) -> None:
-    original = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        act()
+def _announced(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        say(f"begins to {what}")
+        result = function(*args, **kwargs)
+        say(f"ends to {what}")
         return result
 
-    setattr(owner, name, wrapped)
+    return announced
 
 
-class SaysWhereItBegins(Callback):
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        print(f"begins after step {trainer.global_step}.")
+class EndsAfter(Callback):
+    """Has all ranks killed after a step, before it is saved, by a hook that may not look at gradients.
+
+    Others would have them exposed, and summed in another order.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            dist.barrier()
+            kill()
 
 
 class RaisesOnOneRank(Callback):
@@ -213,6 +153,45 @@ class RaisesOnOneRank(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         if trainer.global_step == self.step and trainer.global_rank == self.rank:
             raise ValueError("a fault of this rank alone")
+
+
+class RunsOutOfMemory(Callback):
+    """Has one rank run out of memory at one place of a step.
+
+    Args:
+        rank: Which rank.
+        place: One of :data:`PLACES_THAT_ALLOCATE`.
+        step: In which step.
+    """
+
+    def __init__(self, rank: int, place: str, step: int) -> None:
+        self.rank, self.place, self.step = rank, place, step
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            PLACES_THAT_ALLOCATE[self.place](trainer, module)
+
+
+def _out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than there is.")
+
+
+def _fails(owner: Any, name: str) -> None:
+    """Has a method of an object fail from now on."""
+    setattr(owner, name, _out_of_memory)
+
+
+PLACES_THAT_ALLOCATE: dict[str, Callable[[Trainer, Any], Any]] = {
+    "training_step": lambda trainer, module: _fails(module.layers[0], "forward"),
+    # Of the first layer: the last one's gradients have left.
+    "backward": lambda trainer, module: module.layers[0].weight.register_hook(_out_of_memory),
+    "packing gradients": lambda trainer, module: _fails(trainer.strategy._engine.reducer.buckets[-1], "pack_gradients"),
+    "clipping": lambda trainer, module: _fails(trainer.precision_plugin, "clip_gradients"),
+    "optimizer's step": lambda trainer, module: module.optimizers().optimizer.register_step_pre_hook(_out_of_memory),
+    "gathering parameters": lambda trainer, module: _fails(trainer.strategy._engine.buckets[0], "parameters_to_send"),
+    "parameters' arrival": lambda trainer, module: _fails(trainer.strategy._engine.buckets[0], "finish_gather"),
+}
+"""Where a step allocates: what has a rank run out of memory there, once."""
 
 
 class SignalledWhileSaving(Callback):
@@ -225,3 +204,38 @@ class SignalledWhileSaving(Callback):
         self.left -= 1
         if self.left == 0 and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.signum)
+
+
+class FillsUp(Callback):
+    """Has saves from a step on hold more than a file may, on a rank whose files may hold only so much.
+
+    Args:
+        step: The last one that is saved as it was.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_step > self.step:
+            checkpoint["ballast"] = torch.zeros(10**6)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+class Vanishes(Callback):
+    """Takes the folder of the checkpoints away after a step.
+
+    Args:
+        folder: The folder, which is moved.
+        step: After which it is not there any more.
+        leaves: Whether a file has its name then, so that it cannot be made anew.
+    """
+
+    def __init__(self, folder: str, step: int, leaves: bool) -> None:
+        self.folder, self.step, self.leaves = Path(folder), step, leaves
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step == self.step and trainer.is_global_zero:
+            self.folder.rename(self.folder.with_name("elsewhere"))
+            if self.leaves:
+                self.folder.touch()

@@ -7,6 +7,7 @@ was given no strategy and gets one CPU device, as most of these tests do. ``--dd
 places: what fails there is not ours to pass. What else cannot pass stands in ``exceptions.txt``, with the reason.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from lightning.pytorch.trainer.connectors.accelerator_connector import _Accelera
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 
 SCOPES = {
-    "any": ("ddp", "ddp_tuned", "zero1_custom"),
+    "any": ("ddp", "ddp_tuned", "zero1_custom", "zero2_custom"),
     "wrapper": ("ddp", "ddp_tuned"),
-    "ours": ("ddp_tuned", "zero1_custom"),
+    "ours": ("ddp_tuned", "zero1_custom", "zero2_custom"),
 }
 """Stock DDP passes what only ours do not; the rest is no difference between them."""
 
@@ -32,6 +33,7 @@ _STRATEGIES: dict[str, Callable[..., strategies.Strategy]] = {
     "ddp": strategies.DDPStrategy,
     "ddp_tuned": TunedDDPStrategy,
     "zero1_custom": ZeRO1Strategy,
+    "zero2_custom": functools.partial(ZeRO1Strategy, shard_gradients=True),
 }
 
 

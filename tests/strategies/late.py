@@ -1,106 +1,226 @@
-"""Gathers that arrive as late as they may: until somebody waits for a bucket, what others own of it is NaN."""
+"""Transfers that arrive as late as they may: until somebody waits for them, what they bring is NaN.
+
+The transfers themselves are those of the collectives that are passed. On a GPU they arrive on a stream of their own,
+after a sleep of the device, and whoever waits has only its stream wait; on CPU a thread stands in for that stream.
+World size 1 is as any other: its shards arrive late, too, though nothing is sent.
+"""
 
 import random
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat import ZeRO1Strategy
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
-from lightning_parstrat.distributed.comm.work import Work
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Work
+from lightning_parstrat.distributed.zero1 import engine
 from lightning_parstrat.distributed.zero1.read_guard import InFlightParameter
 from tests.strategies.parity import zero1
 
-
-class LateCollectives(PairwiseCollectives):
-    """Fetches at once, and hands over when it is waited for."""
-
-    @override
-    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
-        arrived = buffer.clone()
-        super()._all_gather(arrived, bounds).wait()
-        buffer[: bounds[self.rank]].fill_(float("nan"))
-        buffer[bounds[self.rank + 1] :].fill_(float("nan"))
-        return _Arrival(buffer, arrived)
+PAUSES = (0.0, 0.0, 0.002, 0.005)
+"""Seconds, one of which each transfer takes longer than it would."""
+CYCLES_PER_SECOND = 1.5e9
+"""Of a GPU, about: how long a sleep is does not matter, only that it is longer than the launch of a kernel."""
 
 
-class _Arrival:
-    def __init__(self, buffer: Tensor, arrived: Tensor) -> None:
-        self._buffer, self._arrived = buffer, arrived
+class OnStream:
+    """Arrives on a stream of a GPU's, some time after this was made, or after it was first waited for.
+
+    Args:
+        arrive: Queues what makes it arrive.
+        stream: Where.
+        by_itself: Whether it arrives though nobody waits.
+    """
+
+    def __init__(self, arrive: Callable[[], None], stream: torch.cuda.Stream, by_itself: bool) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+        self._stream = stream
+        self._launched = torch.cuda.current_stream().record_event()
+        self._arrived: torch.cuda.Event | None = None
+        if by_itself:
+            self._begin()
+
+    def _begin(self) -> None:
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            self._stream.wait_event(self._launched)
+            # Never 0: who reads on a stream that has not waited comes too early.
+            torch.cuda._sleep(int((0.0005 + random.choice(PAUSES)) * CYCLES_PER_SECOND))
+            self._arrive()
+            self._arrived = self._stream.record_event()
 
     def wait(self) -> None:
-        self._buffer.copy_(self._arrived)
+        if self._arrived is None:
+            self._begin()
+        torch.cuda.current_stream().wait_event(self._arrived)
+        # The memory is the launching stream's again, as with torch's own.
+        self._arrive = None
 
     def is_completed(self) -> bool:
-        return False
+        return self._arrived is not None and self._arrived.query()
 
 
-class DelayedCollectives(PairwiseCollectives):
-    """Launches and arrives after a moment of random length, different on each rank."""
+class OnHost:
+    """Arrives in a thread after a pause, or when it is first waited for.
 
-    @override
-    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        _pause()
-        return _Delayed(super()._reduce_scatter(buffer, shard, bounds))
+    Args:
+        arrive: Makes it arrive; may be called once.
+        thread: Does so if it arrives by itself.
+        by_itself: Whether it does.
+    """
 
-    @override
-    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
-        _pause()
-        return _Delayed(super()._all_gather(buffer, bounds))
+    def __init__(self, arrive: Callable[[], None], thread: ExchangeThread, by_itself: bool) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+        self._by_itself = by_itself
+        self._work = SeenThrough(self._complete, thread)
+        if by_itself:
+            self._work.hand_over()
 
-
-class _Delayed:
-    def __init__(self, work: Work) -> None:
-        self._work = work
+    @torch.no_grad()
+    def _complete(self) -> None:
+        if self._arrive is not None:
+            if self._by_itself:
+                pause()
+            self._arrive()
+            self._arrive = None
 
     def wait(self) -> None:
-        _pause()
         self._work.wait()
 
     def is_completed(self) -> bool:
-        return False
+        return self._by_itself and self._work.is_completed()
 
 
-def _pause() -> None:
-    time.sleep(random.choice((0.0, 0.0, 0.002, 0.005)))
+def pause() -> None:
+    time.sleep(random.choice(PAUSES))
+
+
+class LateCollectives(Collectives):
+    """Passes everything on; what arrives is NaN until it has been waited for, also where that is on another stream.
+
+    Args:
+        inner: Send it.
+        by_itself: Whether it arrives after a while though nobody waits.
+
+    Attributes:
+        launched: How many of each kind.
+    """
+
+    def __init__(self, inner: Collectives, by_itself: bool) -> None:
+        super().__init__(inner.group, inner.topology, inner.shard_groups)
+        self.inner, self.by_itself = inner, by_itself
+        self.traffic, self.widens = inner.traffic, inner.widens
+        self.launched: Counter[str] = Counter()
+        self._thread = ExchangeThread("late arrivals")
+        self._stream: Any = None
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
+        self._set_off("reduce-scatter", buffer)
+        received = torch.empty_like(shard)
+        work = self.inner._reduce_scatter(buffer, received, bounds)
+        return self._late(work, received, shard)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Any) -> Work:
+        self._set_off("all-gather", buffer)
+        arrived = buffer.clone()
+        work = self.inner._all_gather(arrived, bounds)
+        return self._late(work, arrived, buffer)
+
+    def _set_off(self, kind: str, buffer: Tensor) -> None:
+        self.launched[kind] += 1
+        if not self.by_itself:
+            return
+        if buffer.is_cuda:
+            torch.cuda._sleep(int(random.choice(PAUSES) * CYCLES_PER_SECOND))
+        elif self.world_size > 1:
+            # Ranks set off at different times.
+            pause()
+
+    def _late(self, work: Work, arrived: Tensor, target: Tensor) -> Work:
+        def arrive() -> None:
+            work.wait()
+            target.copy_(arrived)
+
+        with torch.no_grad():
+            target.fill_(float("nan"))
+        if not target.is_cuda:
+            return OnHost(arrive, self._thread, self.by_itself)
+        self._stream = self._stream or torch.cuda.Stream(target.device)
+        return OnStream(arrive, self._stream, self.by_itself)
 
 
 class LateZeRO1(ZeRO1Strategy):
-    """``zero1_custom`` whose parameters arrive late; counts those in flight after a step."""
+    """``zero1_custom`` whose gradients and parameters arrive late; counts parameters in flight after a step.
 
-    under_way = 0
+    Attributes:
+        wires: What carries gradients and parameters, or has.
+    """
+
+    by_itself = False
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.under_way = self.under_way_last = 0
+        self.wires: list[LateCollectives] = []
+
+    @property
+    def launched(self) -> Counter[str]:
+        """How many transfers of each kind set off."""
+        return sum((wire.launched for wire in self.wires), Counter())
 
     @override
     def _shard(self, optimizers: list[Optimizer]) -> None:
-        super()._shard(optimizers)
+        with self._late_wires():
+            super()._shard(optimizers)
         gatherer = self._engine.gatherer
-        gatherer.collectives = LateCollectives(gatherer.collectives.group)
         finish_prompt = gatherer.finish_prompt
 
         def count() -> None:
             finish_prompt()
-            self.under_way += sum(type(one) is InFlightParameter for one in self.lightning_module.parameters())
+            parameters = self.lightning_module.parameters()
+            self.under_way_last = sum(type(one) is InFlightParameter for one in parameters)
+            self.under_way += self.under_way_last
 
         gatherer.finish_prompt = count
 
+    @contextmanager
+    def _late_wires(self) -> Iterator[None]:
+        """Within it an engine gets late collectives, whatever the world size."""
+        make = engine.make_collectives
 
-class DelayedZeRO1(ZeRO1Strategy):
+        def make_late(*arguments: Any, **named: Any) -> LateCollectives:
+            self.wires.append(LateCollectives(make(*arguments, **named), self.by_itself))
+            return self.wires[-1]
+
+        engine.make_collectives = make_late
+        try:
+            yield
+        finally:
+            engine.make_collectives = make
+        # Connecting is no transfer of the training's.
+        for wire in self.wires:
+            wire.launched.clear()
+
+
+class DelayedZeRO1(LateZeRO1):
     """``zero1_custom`` on a wire that takes its time."""
 
-    @override
-    def _shard(self, optimizers: list[Optimizer]) -> None:
-        super()._shard(optimizers)
-        for mover in (self._engine.gatherer, self._engine.reducer.reductions):
-            mover.collectives = DelayedCollectives(mover.collectives.group)
+    by_itself = True
 
 
 def late(**arguments: Any) -> LateZeRO1:
+    """Nothing arrives before somebody waits."""
     return zero1(LateZeRO1, **arguments)
 
 
 def delayed(**arguments: Any) -> DelayedZeRO1:
+    """All arrives after a moment of random length, different on each rank."""
     return zero1(DelayedZeRO1, **arguments)

@@ -200,7 +200,7 @@ class TradedData(MLP):
             first.data, self.shadow.data = self.shadow.data, first.data
         if batch_idx == 2:
             # From here on the buffer is trained along with the parameter.
-            self.alias = torch.full((8,), 0.1)
+            self.alias = torch.full((8,), 0.1, device=self.device)
             self.net[4].bias.data = self.alias
 
 
@@ -221,7 +221,7 @@ class ChangesState(MLP):
             state[first] = {
                 "step": torch.tensor(7.0),
                 "exp_avg": torch.full_like(first, 0.01),
-                "exp_avg_sq": torch.linspace(0, 1, first.numel()).view_as(first),
+                "exp_avg_sq": torch.linspace(0, 1, first.numel(), device=first.device).view_as(first),
             }
         if batch_idx == 6:
             state.clear()

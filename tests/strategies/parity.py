@@ -11,8 +11,10 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import lightning_parstrat
+from tests import devices
 from tests.comparing import worst
 from tests.strategies.zoo import loader
 
@@ -33,7 +35,8 @@ class PoolEnvironment(LightningEnvironment):
         return dist.get_rank()
 
     def local_rank(self) -> int:
-        return dist.get_rank()
+        # On a GPU, which all ranks share, each is a node of its own.
+        return dist.get_rank() if devices.kind() == "cpu" else 0
 
     def set_world_size(self, size: int) -> None: ...
 
@@ -57,9 +60,14 @@ class Recorder(Callback):
         self.losses: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        self.parameters.append([parameter.detach().clone() for parameter in pl_module.parameters()])
+        self.parameters.append([whole(parameter.detach()).clone() for parameter in pl_module.parameters()])
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        self.losses.append(torch.zeros(()) if loss is None else loss.detach().clone())
+        self.losses.append((torch.zeros(()) if loss is None else loss.detach().clone()).to(devices.device()))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Collective for what is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # What compares is no user: "auto" must not keep gradients visible on its account, or the default would go untested.
@@ -67,14 +75,16 @@ Recorder.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 def make_trainer(strategy: Any, **arguments: Any) -> Trainer:
-    """A quiet trainer on this process's rank; ``strategy`` is a name, an instance, or None for one device."""
+    """A quiet trainer on this rank and its device; ``strategy`` is a name, an instance, or None for one device."""
     ranks: dict[str, Any] = {"devices": 1, "plugins": []}
     if strategy is not None:
-        ranks = {"devices": dist.get_world_size(), "strategy": strategy, "plugins": [PoolEnvironment()]}
+        size = dist.get_world_size()
+        shape = {"devices": size} if devices.kind() == "cpu" else {"devices": 1, "num_nodes": size}
+        ranks = {**shape, "strategy": strategy, "plugins": [PoolEnvironment()]}
     if arguments.pop("fp16", False):
         # On CPU the Trainer's flag would fall back to bfloat16.
-        scaler = torch.amp.GradScaler("cpu", init_scale=arguments.pop("init_scale", 128.0), growth_interval=3)
-        ranks["plugins"].append(MixedPrecision("16-mixed", "cpu", scaler=scaler))
+        scaler = torch.amp.GradScaler(devices.kind(), init_scale=arguments.pop("init_scale", 128.0), growth_interval=3)
+        ranks["plugins"].append(MixedPrecision("16-mixed", devices.kind(), scaler=scaler))
     if isinstance(arguments.get("precision"), Precision):
         ranks["plugins"].append(arguments.pop("precision"))
     quiet = {
@@ -83,7 +93,7 @@ def make_trainer(strategy: Any, **arguments: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return Trainer(accelerator="cpu", **{"max_epochs": 1, **quiet, **ranks, **arguments})
+    return Trainer(accelerator=devices.kind(), **{"max_epochs": 1, **quiet, **ranks, **arguments})
 
 
 def train(
@@ -163,6 +173,11 @@ def zero1(kind: type[Any] = lightning_parstrat.ZeRO1Strategy, **arguments: Any) 
     The tests' own callbacks do not look at gradients, though "auto" must assume that they might.
     """
     return by_flag(kind, **{"bucket_cap_mb": 0.001, "expose_gradients": False, **arguments})
+
+
+def zero3(**arguments: Any) -> Any:
+    """With units so small that even the zoo's modules have several; short windows are divided as the oracle does."""
+    return lightning_parstrat.ZeRO3Strategy(**{"min_num_params": 0, "partial_window": "lightning", **arguments})
 
 
 def by_flag(kind: type[Any] = lightning_parstrat.ZeRO1Strategy, **arguments: Any) -> Any:

@@ -32,6 +32,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_parstrat import TunedDDPStrategy
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -77,6 +78,7 @@ from tests.strategies.parity import (
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": ddp,
+    "ddp_tuned": lambda: TunedDDPStrategy(partial_window="lightning"),
     "whole batch": lambda: None,
     "zero1": zero1,
     "zero1_custom": by_flag,
@@ -103,6 +105,8 @@ SAVED = {"enable_checkpointing": True}
 PLACES = ("training_step", "backward", "on_after_backward", "configure_gradient_clipping", "step", "after the step")
 # They differ in what Lightning does, not in what the ranks do: each at one world size.
 ERRORS: dict[type[BaseException], tuple[int, ...]] = {KeyError: (2,), KeyboardInterrupt: (3,)}
+GOES_ON = "ddp_tuned"
+"""Torch's DDP, whose data go on with the next sample in mid-epoch as those of ``zero1_custom`` do."""
 CASES = {
     # Averages of weights.
     "weight averaging": Case(lambda _: [WeightAveraging()]),
@@ -116,6 +120,7 @@ CASES = {
         zoo.BatchNormalised,
         trainer=SAVED,
         script=resume_from("step=3.ckpt"),
+        oracle=GOES_ON,
     ),
     "exponential averaging": Case(lambda _: [EMAWeightAveraging(decay=0.8)], zoo.Attention),
     "exponential averaging of buffers": Case(
@@ -185,17 +190,20 @@ CASES = {
         zoo.ScheduledTransformer,
         trainer=SAVED,
         script=resume_from("step=3.ckpt"),
+        oracle=GOES_ON,
     ),
     "resumed within an epoch that accumulates": Case(
         lambda folder: [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
         zoo.ScheduledTransformer,
         trainer={**SAVED, "accumulate_grad_batches": 2},
         script=resume_from("step=2.ckpt"),
+        oracle=GOES_ON,
     ),
     "resumed from the best": Case(
         lambda folder: [ModelCheckpoint(folder, "best", monitor="val_loss", save_last=True)],
         trainer={**SAVED, "val_check_interval": 2},
         script=resume_from("best.ckpt"),
+        oracle=GOES_ON,
     ),
     # The Trainer's arguments.
     "overfit batches": Case(trainer={"overfit_batches": 2, "max_epochs": 3}),
@@ -232,6 +240,7 @@ CASES = {
             Fails,
             trainer=SAVED,
             script=fail_and_resume(where, error),
+            oracle=GOES_ON,
             world_sizes=sizes,
         )
         for where in ("training_step", "backward")

@@ -15,7 +15,6 @@ from tests.strategies.parity import ddp, largest_difference, largest_loss_differ
 
 ARRIVE_IN_THE_STEP = {
     # Compiled code depends on the class of what it reads.
-    "compiled",
     "compiled as a whole",
     # Every rank steps everything.
     "closure twice",
@@ -180,6 +179,6 @@ def compare_compiled_later() -> tuple[float, bool]:
     return largest_difference(actual, train_and_compile(ddp())), strategy.under_way > 0
 
 
-def test_from_the_first_compilation_on_parameters_arrive_in_the_step(pool: RankPool) -> None:
+def test_what_is_compiled_in_the_middle_reads_parameters_that_have_arrived(pool: RankPool) -> None:
     for difference, under_way in pool.run(2, compare_compiled_later):
         assert difference <= FP32 and under_way

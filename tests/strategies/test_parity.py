@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 
 from lightning_parstrat import ZeRO1Strategy
 from lightning_parstrat.core.tensor_trees import leaves
@@ -17,7 +18,7 @@ from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, FP32
 from tests.strategies.oracles import make, oracle
-from tests.strategies.parity import by_flag, largest_difference, largest_loss_difference, train, zero1
+from tests.strategies.parity import by_flag, largest_difference, largest_loss_difference, reference, train, zero1
 
 # Where the default decides by itself whether gradients are exposed, and what one bucket holds.
 BY_FLAG = (
@@ -164,6 +165,103 @@ def test_trains_as_the_oracle_does_by_plan(pool: RankPool, name: str) -> None:
     for parameters, losses in pool.run(2, compare_planned, name):
         assert parameters <= case.tolerance
         assert losses <= 10 * case.tolerance
+
+
+class SaysWhereItAccumulates(Callback):
+    """Whether micro-batches were reduced one by one, at the end of the training."""
+
+    in_shards = False
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.in_shards = trainer.strategy._engine.reducer.shards_accumulation
+
+
+def compare_accumulated(name: str, arguments: dict[str, Any]) -> tuple[float, float, bool]:
+    """Sharded accumulation with accumulation in full gradients."""
+    case, where = CASES[name], SaysWhereItAccumulates()
+    chosen = {"partial_window": "exact", **case.strategy, **arguments}
+    # Batches are many enough for a window that is cut short.
+    accumulates = {"accumulate_grad_batches": 3} if make(name)().automatic_optimization else {}
+    trainer = {**accumulates, **case.trainer}
+    expected = reference((name, "accumulated"), lambda: train(make(name), zero1(**chosen), **trainer))
+    actual = train(make(name), zero1(**chosen, shard_gradients=True), callbacks=[where], **trainer)
+    return largest_difference(actual, expected), largest_loss_difference(actual, expected), where.in_shards
+
+
+# Of one optimizer each; the others are in shards.
+ACCUMULATE_IN_FULL = {
+    "a parameter in two optimizers",
+    "a parameter moves over",
+    "backward without a word",
+    "by closure",
+    "exposed",
+    "exposed gan",
+    "exposed, a scaler",
+    "exposed, accumulated",
+    "exposed, unused by some ranks",
+    "frozen between backward and step",
+    "gan",
+    "globally scaled, hidden gan",
+    "gradient penalty",
+    "gradients hidden, by closure",
+    "gradients hidden, gradient penalty",
+    "gradients hidden, repeated backward",
+    "inner backward",
+    "inner backward, exposed",
+    "muon",
+    "muon, hidden",
+    "outside every optimizer",
+    "repeated backward",
+    "two heads",
+    "two heads, many optimizers look",
+    "two speeds",
+    "users' hooks",
+}
+ACCUMULATED_QUICKLY = (
+    "unused by some ranks",
+    "inner backward",
+    "outside every optimizer",
+    "fp16 autocast, a scale so large that steps are skipped",
+    "frozen later",
+    "groups added",
+    "lbfgs, accumulated",
+    "16-true",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    slow_unless(
+        lambda name, _: name in ACCUMULATED_QUICKLY,
+        # Each at one world size.
+        [
+            (name, case.world_sizes[-2:][number % len(case.world_sizes[-2:])])
+            for number, (name, case) in enumerate(CASES.items())
+        ],
+    ),
+)
+def test_accumulates_in_shards_as_in_full(pool: RankPool, name: str, world_size: int) -> None:
+    # Of 16 bits, sums over micro-batches are made in fp32 here, and in 16 bits there.
+    tolerance = (4 if name in ("16-true", "bf16-true") else 1) * CASES[name].tolerance
+    for parameters, losses, in_shards in pool.run(world_size, compare_accumulated, name, {}):
+        assert parameters <= tolerance
+        assert losses <= 10 * tolerance
+        assert in_shards == (name not in ACCUMULATE_IN_FULL)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "shard_group"),
+    slow_unless(
+        lambda *case: case == ("unused by some ranks", 4, 2),
+        [(name, 4, 2) for name in ("unused by some ranks", "bare parameters", "whole parameters", "several dtypes")]
+        + [("unused by some ranks", 6, 2), ("bf16 autocast", 6, 3)],
+    ),
+)
+def test_accumulates_in_shards_of_groups(pool: RankPool, name: str, world_size: int, shard_group: int) -> None:
+    for parameters, losses, in_shards in pool.run(world_size, compare_accumulated, name, {"shard_group": shard_group}):
+        assert parameters <= CASES[name].tolerance
+        assert losses <= 10 * CASES[name].tolerance
+        assert in_shards
 
 
 # Where groups of ranks hold a copy of the state each: the number of ranks, and how many are in a group.

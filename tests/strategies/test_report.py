@@ -206,7 +206,7 @@ def test_a_training_without_ranks_beside_it_says_no_more(pool: RankPool) -> None
 
 
 def test_nothing_is_said_after_few_steps() -> None:
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter("zero1_custom", torch.device("cpu"))
     for step in range(23):
         meter.note(step, Traffic())
         meter.note(step, Traffic())
@@ -216,7 +216,7 @@ def test_nothing_is_said_after_few_steps() -> None:
 
 
 def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime) -> None:
-    meter = StepMeter(torch.device("cpu"))
+    meter = StepMeter("zero1_custom", torch.device("cpu"))
     traffic = Traffic()
     for step, seconds in enumerate((0.1, 0.1, 0.1, *[0.02, 0.03, 0.05] * 7)):
         for _ in range(2):
@@ -247,4 +247,4 @@ def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime)
 )
 def test_shard_groups_are_named_where_there_are_several(copies: int, own: int, expected: str) -> None:
     summary = ShardingSummary(1_000_000, 4_000_000, own // 2, 4, copies, (8_000_000, own), 0, ())
-    assert describe(summary, ()) == f"zero1_custom: {expected}"
+    assert describe("zero1_custom", summary, ()) == f"zero1_custom: {expected}"

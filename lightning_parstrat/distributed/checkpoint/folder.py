@@ -8,6 +8,12 @@ SKELETON = "checkpoint.pt"
 METADATA = ".metadata"
 """The index of the other files, as torch calls it."""
 
+OF_ANOTHER_JOB = (
+    "probably another job saves to the same folder. Give each job a folder of its own (`dirpath` of ModelCheckpoint, or"
+    " `default_root_dir` of the Trainer)."
+)
+"""What to say of a checkpoint that changes while it is read."""
+
 
 class CheckpointNotSavedError(RuntimeError):
     """A checkpoint could not be written; an earlier one of that name is unchanged."""

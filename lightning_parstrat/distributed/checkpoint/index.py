@@ -1,15 +1,17 @@
 """Where the elements of each tensor of a sharded checkpoint lie, by the layout of the buckets.
 
 Each rank's file is one piece after the other; which they are, and where, follows from how the tensors are cut. So the
-index has an entry for each tensor, and none for each rank, and it is computed, not gathered.
+index has an entry for each tensor, and none for each rank, and it is computed, not gathered. Behind its pieces a rank's
+file ends with what that rank alone has to say, of which the index knows where it begins.
 """
 
 import pickle
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import override
 
 from lightning_parstrat.distributed.checkpoint.zipped import zipped_bytes
 from lightning_parstrat.distributed.torch_compat import checkpoint_metadata
@@ -58,18 +60,43 @@ class StoredPiece(NamedTuple):
     length: int
 
 
+class SplitBounds(Sequence[int]):
+    """Bounds of shards of which each is cut in equal parts: one for each of the ranks that hold a copy of it.
+
+    Args:
+        of_shards: Shard i has the elements ``[of_shards[i], of_shards[i + 1])``.
+        copies: In how many parts each is cut.
+    """
+
+    def __init__(self, of_shards: Sequence[int], copies: int) -> None:
+        self.of_shards, self.copies = of_shards, copies
+
+    @override
+    def __len__(self) -> int:
+        return (len(self.of_shards) - 1) * self.copies + 1
+
+    @override
+    def __getitem__(self, number: int) -> int:  # type: ignore[override]
+        shard, part = divmod(number, self.copies)
+        start = self.of_shards[shard]
+        return start + (self.of_shards[shard + 1] - start) * part // self.copies if part else start
+
+
 class CheckpointIndex:
     """What is in a sharded checkpoint.
 
     Args:
         tensors: All of them.
-        cuts: How buckets and replicated tensors are cut: shard i has the elements ``[bounds[i], bounds[i + 1])``.
-        ranks: The ranks that write, in the order of the shards.
+        cuts: How buckets and replicated tensors are cut: part i has the elements ``[bounds[i], bounds[i + 1])``.
+        groups: The ranks that write, of each copy of the shards in their order. With K copies, part i is that of the
+            K-th part of a shard: rank ``groups[i % K][i // K]`` writes it.
     """
 
-    def __init__(self, tensors: Sequence[StoredTensor], cuts: Sequence[Sequence[int]], ranks: Sequence[int]) -> None:
+    def __init__(
+        self, tensors: Sequence[StoredTensor], cuts: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]
+    ) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
-        self.ranks = ranks
+        self._groups = groups
         self._cuts = cuts
         self._by_cut: list[list[StoredTensor]] = [[] for _ in cuts]
         for tensor in tensors:
@@ -82,8 +109,11 @@ class CheckpointIndex:
 
     def __reduce__(self) -> Any:
         # What torch's own reader loads is an index of torch's, made when it is loaded.
-        cuts = [cut if isinstance(cut, range) else _Steps.of(cut) for cut in self._cuts]
-        return torch_metadata, (FORMAT, list(map(tuple, self.tensors.values())), cuts, self.ranks)
+        cuts = [
+            (cut.copies, _packed(cut.of_shards)) if isinstance(cut, SplitBounds) else (1, _packed(cut))
+            for cut in self._cuts
+        ]
+        return torch_metadata, (FORMAT, list(map(tuple, self.tensors.values())), cuts, self._groups)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -100,33 +130,41 @@ class CheckpointIndex:
         bounds = self._cuts[tensor.cut]
         first = bisect_right(bounds, tensor.offset + start) - 1
         last = bisect_right(bounds, tensor.offset + stop - 1) - 1
-        return [piece for shard in range(first, last + 1) if (piece := self.in_shard(shard).get(name)) is not None]
+        return [piece for part in range(first, last + 1) if (piece := self.in_part(part).get(name)) is not None]
 
-    def in_shard(self, shard: int) -> dict[str, StoredPiece]:
+    def in_part(self, part: int) -> dict[str, StoredPiece]:
         """The pieces in one file, in their order, by the names of the tensors."""
-        if shard not in self._known:
-            self._known[shard] = {piece.name: piece for piece in self._placed(shard)}
-        return self._known[shard]
+        if part not in self._known:
+            self._known[part] = {piece.name: piece for piece in self._placed(part)}
+        return self._known[part]
 
-    def file_sizes(self) -> dict[str, int]:
-        """All files, and how many bytes each has at least."""
-        ends = ((shard, list(self.in_shard(shard).values())[-1:]) for shard in range(len(self.ranks)))
-        return {piece.file: piece.position + piece.length for _, last in ends for piece in last}
+    def of_rank(self, rank: int) -> list[StoredPiece]:
+        """The pieces that a rank writes, in their order."""
+        copies = len(self._groups)
+        parts = (group.index(rank) * copies + copy for copy, group in enumerate(self._groups) if rank in group)
+        return [piece for part in parts for piece in self.in_part(part).values()]
 
-    def file_of(self, shard: int) -> str:
-        """The file that a shard's owner writes, if it has anything to write."""
-        return f"__{self.ranks[shard]}_0.distcp"
+    def end_of(self, rank: int) -> int:
+        """Where in a rank's file that begins which it alone has to say, in bytes: behind its pieces."""
+        return sum(_aligned(last.position + last.length) for last in self.of_rank(rank)[-1:])
 
-    def _placed(self, shard: int) -> Iterator[StoredPiece]:
-        position, file = 0, self.file_of(shard)
-        for tensor, start, numel in self._cut_to(shard):
+    def file_sizes(self, first: int = 0, step: int = 1) -> Mapping[str, int]:
+        """How many bytes a file has at least: of all files, or every ``step``-th one from the ``first`` on."""
+        parts = range(first, len(self._groups) * len(self._groups[0]), step)
+        ends = (list(self.in_part(part).values())[-1:] for part in parts)
+        return {piece.file: piece.position + piece.length for last in ends for piece in last}
+
+    def _placed(self, part: int) -> Iterator[StoredPiece]:
+        shard, copy = divmod(part, len(self._groups))
+        position, file = 0, file_of(self._groups[copy][shard])
+        for tensor, start, numel in self._cut_to(part):
             length = zipped_bytes(numel * tensor.dtype.itemsize)
             yield StoredPiece(tensor.name, tensor.dtype, start, numel, file, position, length)
-            position += -(-length // _ALIGNMENT) * _ALIGNMENT
+            position = _aligned(position + length)
 
-    def _cut_to(self, shard: int) -> Iterator[tuple[StoredTensor, int, int]]:
+    def _cut_to(self, part: int) -> Iterator[tuple[StoredTensor, int, int]]:
         for bounds, together, starts in zip(self._cuts, self._by_cut, self._starts, strict=True):
-            first, stop = bounds[shard], bounds[shard + 1]
+            first, stop = bounds[part], bounds[part + 1]
             # Tensors that begin together are as long; several lie where one parameter does.
             begin = bisect_left(starts, starts[max(bisect_right(starts, first) - 1, 0)]) if starts else 0
             for tensor in together[begin:]:
@@ -136,6 +174,15 @@ class CheckpointIndex:
                 numel = min(stop - tensor.offset, tensor.numel) - start
                 if numel > 0:
                     yield tensor, start, numel
+
+
+def file_of(rank: int) -> str:
+    """The file that a rank writes."""
+    return f"__{rank}_0.distcp"
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
 class _Steps(NamedTuple):
@@ -161,13 +208,22 @@ class _Steps(NamedTuple):
         return tuple(found)
 
 
-FORMAT = 1
+def _packed(bounds: Sequence[int]) -> "range | _Steps":
+    return bounds if isinstance(bounds, range) else _Steps.of(bounds)
+
+
+def _unpacked(copies: int, packed: "range | _Steps") -> Sequence[int]:
+    bounds = packed.bounds() if isinstance(packed, _Steps) else packed
+    return bounds if copies == 1 else SplitBounds(bounds, copies)
+
+
+FORMAT = 2
 """Of the index."""
 
 
-def torch_metadata(version: int, tensors: list[Any], cuts: list[Any], ranks: Sequence[int]) -> Any:
+def torch_metadata(version: int, tensors: list[Any], cuts: list[Any], groups: Sequence[Any]) -> Any:
     """What a pickled :class:`CheckpointIndex` becomes elsewhere: torch's ``Metadata``, with an entry for each piece."""
-    index = _index(version, tensors, cuts, ranks)
+    index = _index(version, tensors, cuts, groups)
     pieces = {
         name: (tensor.dtype, tensor.numel, index.pieces_between(name, 0, tensor.numel))
         for name, tensor in index.tensors.items()
@@ -175,11 +231,14 @@ def torch_metadata(version: int, tensors: list[Any], cuts: list[Any], ranks: Seq
     return checkpoint_metadata(pieces)
 
 
-def _index(version: int, tensors: list[Any], cuts: list[Any], ranks: Sequence[int]) -> CheckpointIndex:
+def _index(version: int, tensors: list[Any], cuts: list[Any], groups: Sequence[Any]) -> CheckpointIndex:
     if version > FORMAT:
         raise ValueError(f"It was saved by a newer lightning-parstrat: its format is {version}, not {FORMAT}.")
-    bounds = [cut.bounds() if isinstance(cut, _Steps) else cut for cut in cuts]
-    return CheckpointIndex([StoredTensor(*tensor) for tensor in tensors], bounds, ranks)
+    if version == 1:
+        # Then the ranks of one copy wrote.
+        cuts, groups = [(1, cut) for cut in cuts], (groups,)
+    bounds = [_unpacked(copies, packed) for copies, packed in cuts]
+    return CheckpointIndex([StoredTensor(*tensor) for tensor in tensors], bounds, groups)
 
 
 class IndexUnpickler(pickle.Unpickler):

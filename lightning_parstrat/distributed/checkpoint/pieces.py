@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
-from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, StoredTensor
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, SplitBounds, StoredTensor
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
@@ -64,14 +64,16 @@ class Placeholders:
 class CheckpointPieces:
     """Which pieces of the tensors of a training each rank writes, and this rank's.
 
-    What is sharded is written by its owner. What is replicated (parameters that no optimizer shards, state that every
-    rank keeps) is split evenly where it is large, and otherwise written by one rank.
+    What is sharded is written by its owners: where groups of ranks hold a copy each, those that hold the same shard
+    write equal parts of it, so that all nodes write, and each element is there once. What is replicated (parameters
+    that no optimizer shards, state that every rank keeps) is split evenly where it is large, and otherwise written by
+    one rank.
 
     Args:
         module: Sources name its parameters.
         optimizers: Sources give positions in this sequence.
         slots: Slots of the parameters that are sharded now.
-        ranks: Those that together hold one copy, in the order of their shards.
+        groups: Of each copy of what is sharded the ranks that together hold it, in the order of their shards.
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class CheckpointPieces:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         slots: Mapping[Tensor, ParameterSlot],
-        ranks: Sequence[int],
+        groups: Sequence[Sequence[int]],
     ) -> None:
         self._parameters = dict(module.named_parameters())
         self._optimizers = optimizers
         self._slots = slots
-        self._ranks = ranks
+        self._groups = groups
 
     def with_placeholders(self, tree: Any, placeholders: Placeholders) -> Any:
         """A copy of a tree in which placeholders stand for the module's parameters, wherever they are found."""
@@ -115,15 +117,12 @@ class CheckpointPieces:
                 key: Any = self._shares(source, numel, numel * dtype.itemsize)
                 bounds: Sequence[int] = key
             else:
-                numel, offset, key, bounds = (
-                    slot.place.numel,
-                    slot.place.offset,
-                    id(slot.bucket),
-                    slot.bucket.layout.bounds,
-                )
+                numel, offset, key = slot.place.numel, slot.place.offset, id(slot.bucket)
+                bounds, copies = slot.bucket.layout.bounds, len(self._groups)
+                bounds = bounds if copies == 1 else SplitBounds(bounds, copies)
             number, _ = cuts.setdefault(key, (len(cuts), bounds))
             tensors.append(StoredTensor(name, dtype, numel, number, offset))
-        return CheckpointIndex(tensors, [bounds for _, bounds in cuts.values()], self._ranks)
+        return CheckpointIndex(tensors, [bounds for _, bounds in cuts.values()], self._groups)
 
     def part(self, named: Named, start: int, numel: int) -> Tensor:
         """Elements of a tensor that this rank writes: 1-D, in storage order, a view where that is possible."""
@@ -133,15 +132,18 @@ class CheckpointPieces:
             return in_storage_order(self._whole(source, parameter))[start : start + numel]
         if source.optimizer is None:
             return slot.storage_order(parameter.detach())[start : start + numel]
-        if slot.shard is None:
+        if slot.shard is None or slot.shard_slice is None:
             raise AssertionError("a part of a state was asked for on a rank that owns nothing of it")
         state = self._state_of(source, slot.shard)
-        # As before a first step: other ranks may keep what this one does not.
-        return torch.zeros(numel, dtype=named.dtype) if state is None else in_storage_order(state)
+        if state is None:
+            # As before a first step: other ranks may keep what this one does not.
+            return torch.zeros(numel, dtype=named.dtype)
+        begin = start - slot.shard_slice.parameter_start
+        return in_storage_order(state)[begin : begin + numel]
 
     def _shares(self, source: TensorSource, numel: int, nbytes: int) -> range:
         """How what all ranks have is shared out among them."""
-        number = len(self._ranks)
+        number = len(self._groups) * len(self._groups[0])
         if nbytes >= _BYTES_WORTH_SPLITTING:
             length = -(-numel // number)
             return range(0, length * number + 1, length)

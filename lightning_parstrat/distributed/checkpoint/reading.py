@@ -1,9 +1,10 @@
 """Reads a checkpoint that all ranks have written together, at any world size."""
 
+import io
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -13,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
-from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON, CheckpointDamagedError
-from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, StoredPiece
+from lightning_parstrat.distributed.checkpoint.folder import METADATA, OF_ANOTHER_JOB, SKELETON, CheckpointDamagedError
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, StoredPiece, file_of
 from lightning_parstrat.distributed.checkpoint.zipped import elements_in
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
@@ -41,8 +42,8 @@ class Index(Protocol):
     def numel(self, name: str) -> int:
         """How many elements a tensor has."""
 
-    def file_sizes(self) -> Mapping[str, int]:
-        """All files, and how many bytes each has at least."""
+    def file_sizes(self, first: int = 0, step: int = 1) -> Mapping[str, int]:
+        """How many bytes a file has at least: of all files, or every ``step``-th one from the ``first`` on."""
 
 
 class ShardedCheckpoint:
@@ -56,8 +57,8 @@ class ShardedCheckpoint:
             read by one of them and sent to the others. Works on host memory.
 
     Raises:
-        CheckpointDamagedError: Files are missing or too short; the message names them. Of the ranks' files the first of
-            the group looks at the sizes; the others only open what they read.
+        CheckpointDamagedError: Files are missing or too short; the message names them. Where ranks read together, each
+            looks at the sizes of some of the files, and knows of those alone.
 
     Attributes:
         skeleton: The checkpoint with tensors on the meta device where :meth:`read` finds their elements.
@@ -67,8 +68,10 @@ class ShardedCheckpoint:
         recover(folder)
         self.folder = folder
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._weights_only = weights_only
         self._index = self._checked_index()
-        self.skeleton: Any = self._loaded_skeleton(weights_only)
+        self.skeleton: Any = self._loaded_skeleton()
+        self._check_unchanged()
         self._names: dict[int, str] = {}
         for leaf in leaves(self.skeleton):
             if leaf.tensor.device.type == "meta" and leaf.name in self._index:
@@ -82,6 +85,28 @@ class ShardedCheckpoint:
     def pieces_of(self, name: str) -> list[tuple[int, int]]:
         """First position and length of each piece of a tensor, as they were written."""
         return [(one.start, one.numel) for one in self._index.pieces_between(name, 0, self._index.numel(name))]
+
+    def own_of(self, rank: int) -> Any:
+        """What a rank alone had to say, see :func:`save_sharded`. Not collective.
+
+        Args:
+            rank: One of those that have written it.
+
+        Raises:
+            CheckpointDamagedError: It cannot be read, or there is none.
+        """
+        path = self.folder / file_of(rank)
+        self._check_unchanged()
+        try:
+            # Earlier versions, whose index is torch's, have written none.
+            begin = self._index.end_of(rank) if isinstance(self._index, CheckpointIndex) else 0
+            with open(path, "rb") as file:
+                file.seek(begin)
+                return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=self._weights_only)
+        except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
+            raise CheckpointDamagedError(
+                f"What rank {rank} has noted for itself cannot be read from the end of {path} ({error}). {_REMEDY}"
+            ) from error
 
     def read(self, wanted: Mapping[str, Run]) -> None:
         """Reads runs of tensors into memory: these alone, wherever they lie in what was written. Not collective.
@@ -99,10 +124,13 @@ class ShardedCheckpoint:
                     for part in in_file:
                         _read_part(file, part)
         except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+            self._check_unchanged()
             raise CheckpointDamagedError(
                 f"The elements of {', '.join(list(wanted)[:3])} or of others cannot be read from {self.folder}"
                 f" ({error}). {_REMEDY}"
             ) from error
+        # Files are opened as they are read: some could be those of another checkpoint.
+        self._check_unchanged()
 
     def _parts_of(self, name: str, run: Run) -> Iterator["_Part"]:
         stop = run.start + run.target.numel()
@@ -113,7 +141,7 @@ class ShardedCheckpoint:
     def filled(self, tree: Any) -> Any:
         """A copy of a part of the skeleton with all tensors uncut, in host memory.
 
-        Where ranks read together it is collective: the elements are read once, and broadcast in blocks of 64 MiB.
+        Where ranks read together it is collective: the elements are read once, and broadcast in blocks of up to 64 MiB.
         """
         uncut: dict[str, Tensor] = {}
         tree = self._with_room(tree, uncut)
@@ -188,17 +216,31 @@ class ShardedCheckpoint:
     def _checked_index(self) -> Index:
         missing = [name for name in (METADATA, SKELETON) if not (self.folder / name).exists()]
         self._refuse(missing, "missing")
+        self._opened = self._identity()
         try:
             with open(self.folder / METADATA, "rb") as file:
                 found = IndexUnpickler(file).load()
         except (EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError) as error:
             raise CheckpointDamagedError(f"{self.folder / METADATA} is damaged ({error!r}). {_REMEDY}") from error
         index: Index = found if isinstance(found, CheckpointIndex) else _IndexOfTorch(found)
-        if self._group is None or dist.get_rank(self._group) == 0:
-            # Copies are usually cut short. The index tells how long each file must be, and sizes are checked without
-            # reading; by one rank, which tells the others.
-            self._check_sizes(index.file_sizes())
+        # Copies are usually cut short. The index tells how long each file must be, and sizes are checked without
+        # reading; of each file by one rank.
+        rank, size = (0, 1) if self._group is None else (dist.get_rank(self._group), dist.get_world_size(self._group))
+        self._check_sizes(index.file_sizes(rank, size))
         return index
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            stat = (self.folder / METADATA).stat()
+        except OSError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns
+
+    def _check_unchanged(self) -> None:
+        if self._identity() != self._opened:
+            raise CheckpointDamagedError(
+                f"{self.folder} was replaced or removed while it was being read: {OF_ANOTHER_JOB}"
+            )
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         found = {name: _size(self.folder / name) for name in sizes}
@@ -206,13 +248,13 @@ class ShardedCheckpoint:
         short = [name for name, size in found.items() if size is not None and size < sizes[name]]
         self._refuse(short, "shorter than when written")
 
-    def _loaded_skeleton(self, weights_only: bool | None) -> Any:
+    def _loaded_skeleton(self) -> Any:
         path = self.folder / SKELETON
         # A zip's directory is at its end: without it the file was cut short.
         if not zipfile.is_zipfile(path):
             raise CheckpointDamagedError(f"{path} is damaged: it ends too early. {_REMEDY}")
         try:
-            return torch.load(path, map_location="cpu", weights_only=weights_only)
+            return torch.load(path, map_location="cpu", weights_only=self._weights_only)
         except (RuntimeError, EOFError, KeyError) as error:
             raise CheckpointDamagedError(f"{path} is damaged ({error}). {_REMEDY}") from error
 
@@ -264,11 +306,11 @@ class _IndexOfTorch:
     def pieces_between(self, name: str, start: int, stop: int) -> Sequence[StoredPiece]:
         return [one for one in self._pieces[name] if one.start < stop and one.start + one.numel > start]
 
-    def file_sizes(self) -> Mapping[str, int]:
+    def file_sizes(self, first: int = 0, step: int = 1) -> Mapping[str, int]:
         sizes: dict[str, int] = {}
         for piece in (piece for pieces in self._pieces.values() for piece in pieces):
             sizes[piece.file] = max(sizes.get(piece.file, 0), piece.position + piece.length)
-        return sizes
+        return dict(islice(sorted(sizes.items()), first, None, step))
 
 
 class _Part(NamedTuple):
@@ -295,8 +337,12 @@ def _read_part(file: Any, part: _Part) -> None:
         room = room[read:]
 
 
-_BLOCK_BYTES = 2**26
-"""Of what one rank reads for all at a time."""
+_BLOCK_BYTES = (2**15, 2**26)
+"""The least and the most that one rank reads for all at a time. Of less, latency is what a broadcast takes."""
+
+_BLOCKS = 32
+"""As many there are at least where that allows it: of a small model each lies in the files of all ranks that saved it,
+and each of as many ranks opens some of them."""
 
 _BLOCK_ALIGNMENT = 16
 """Bytes: of the widest dtype."""
@@ -315,11 +361,14 @@ def _blocks(wanted: Mapping[str, Run]) -> Iterator[list[_InBlock]]:
     """Cuts runs into blocks that are read one by one: the same on all ranks that want the same."""
     block: list[_InBlock] = []
     end = 0
+    least, most = _BLOCK_BYTES
+    total = sum(run.target.nbytes for run in wanted.values())
+    limit = min(max(-(-total // _BLOCKS), least), most)
     for name, run in wanted.items():
         done = 0
         while done < run.target.numel():
             place = -(-end // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
-            numel = min((_BLOCK_BYTES - place) // run.target.itemsize, run.target.numel() - done)
+            numel = min((limit - place) // run.target.itemsize, run.target.numel() - done)
             if numel > 0:
                 block.append(_InBlock(name, run.target[done : done + numel], run.start + done, place))
                 end, done = place + numel * run.target.itemsize, done + numel
@@ -366,7 +415,7 @@ def _read_together(checkpoint: ShardedCheckpoint, blocks: Sequence[list[_InBlock
 
 
 def _buffer_for(block: Sequence[_InBlock]) -> Tensor:
-    return torch.empty(block[-1].place + block[-1].target.nbytes, dtype=torch.uint8)
+    return torch.empty(block[-1].place + block[-1].target.nbytes, dtype=torch.int8)
 
 
 def _view(one: _InBlock, buffer: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""A checkpoint that all ranks write together: a file of each rank in a folder, an index, and one more.
+"""A checkpoint that all ranks write together: one file of each rank in a folder, an index, and one more.
 
 In these files each tensor is 1-D, its elements in the order in which they lay in memory, so that a shard is one run of
 them at any world size. ``checkpoint.pt`` is the checkpoint as Lightning knows it, with tensors on the meta device in
-place of those in the other files.
+place of those in the other files. What each rank alone has to say (random numbers) ends its file: nothing is gathered.
 """
 
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON, CheckpointNotSavedError
-from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, StoredPiece
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, StoredPiece, file_of
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Named, Placeholders, sources_in
 from lightning_parstrat.distributed.checkpoint.zipped import write_zipped
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank, broadcast_object
@@ -72,6 +72,7 @@ def save_sharded(
     path: Path,
     pieces: CheckpointPieces,
     placeholders: Placeholders,
+    own: Any,
     group: dist.ProcessGroup,
     asynchronous: bool = False,
 ) -> RunningSave | None:
@@ -86,6 +87,7 @@ def save_sharded(
         path: The folder; an existing one is replaced when all is written. All ranks must see the same file system.
         pieces: Finds this rank's part of what placeholders stand for.
         placeholders: Those in ``checkpoint``.
+        own: What this rank alone has to say, some kilobytes; it is pickled before this returns.
         group: Works on host memory. Nothing else may use it until the save has ended.
         asynchronous: Whether to return as soon as this rank's part has been copied to host memory (its size is this
             rank's host peak). A thread does the rest.
@@ -105,40 +107,65 @@ def save_sharded(
         return pieces.part(outline.named[piece.name], piece.start, piece.numel)
 
     if not asynchronous:
-        folder.write(part_of, skeleton)
+        folder.write(part_of, lambda: _pickled(own), skeleton)
         return None
-    # What this rank cannot copy the others learn where they learn what it cannot write.
-    own = folder.own_pieces
-    copies: dict[str, Tensor] = {}
-    failure: Exception | None = None
-    try:
-        copies = {piece.name: torch.empty_like(part := part_of(piece), device="cpu").copy_(part) for piece in own}
-    except Exception as error:
-        failure = error
-
-    def copy_of(piece: StoredPiece) -> Tensor:
-        if failure is not None:
-            raise failure
-        return copies.pop(piece.name)
-
+    copied = _Copied(folder.own_pieces, part_of, own)
     thread = ThreadPoolExecutor(1, "lightning_parstrat: save")
-    future = thread.submit(folder.write, copy_of, skeleton)
+    future = thread.submit(folder.write, copied.take, copied.pickled, skeleton)
     thread.shutdown(wait=False)
     return RunningSave(path, future)
 
 
-def write_shard(path: Path, pieces: list[StoredPiece], part_of: PartOf) -> None:
+class _Copied:
+    """What one rank will write, as it is now: training changes it.
+
+    What cannot be copied the others learn where they learn what cannot be written: in :meth:`pickled`.
+
+    Args:
+        pieces: Those of this rank.
+        part_of: Finds their elements.
+        own: What this rank alone has to say: a loader's state, say.
+    """
+
+    def __init__(self, pieces: Sequence[StoredPiece], part_of: PartOf, own: Any) -> None:
+        self._copies: dict[str, Tensor] = {}
+        self._pickled = b""
+        self._failure: Exception | None = None
+        try:
+            self._pickled = _pickled(own)
+            for piece in pieces:
+                part = part_of(piece)
+                self._copies[piece.name] = torch.empty_like(part, device="cpu").copy_(part)
+        except Exception as error:
+            self._failure = error
+
+    def pickled(self) -> bytes:
+        """What this rank alone has to say; raises what has kept anything from being copied."""
+        if self._failure is not None:
+            raise self._failure
+        return self._pickled
+
+    def take(self, piece: StoredPiece) -> Tensor:
+        """The elements of a piece, once: their memory is the caller's."""
+        return self._copies.pop(piece.name)
+
+
+def write_shard(path: Path, pieces: list[StoredPiece], part_of: PartOf, own: bytes, own_begins: int) -> None:
     """Writes one rank's file, and returns when it is on the disk. The interpreter is free for most of that time.
 
     Args:
         path: Must not exist.
         pieces: What is in it, in order.
         part_of: Asked for one after the other.
+        own: What is behind them.
+        own_begins: Its position in the file.
     """
     with open(path, "xb") as file:
         for piece in pieces:
             file.write(bytes(piece.position - file.tell()))
             write_zipped(part_of(piece).to("cpu", piece.dtype).contiguous(), file)
+        file.write(bytes(own_begins - file.tell()))
+        file.write(own)
         file.flush()
         os.fsync(file.fileno())
 
@@ -162,18 +189,21 @@ class _Folder:
     @property
     def own_pieces(self) -> list[StoredPiece]:
         """What this rank writes."""
-        ranks = self.index.ranks
-        rank = self.control.rank
-        return list(self.index.in_shard(ranks.index(rank)).values()) if rank in ranks else []
+        return self.index.of_rank(self.control.rank)
 
-    def write(self, part_of: PartOf, skeleton: io.BytesIO) -> None:
+    def write(self, part_of: PartOf, own: Callable[[], bytes], skeleton: io.BytesIO) -> None:
         """Writes it, and gives it its name. Collective.
+
+        Args:
+            part_of: Of what this rank writes.
+            own: What this rank alone has to say; asked for first.
+            skeleton: Rank 0's.
 
         Raises:
             CheckpointNotSavedError: Some rank could not write; the same on all ranks.
         """
         try:
-            self._together(lambda: self._write_own(part_of))
+            self._together(lambda: self._write_own(part_of, own()))
             self._together(lambda: self._complete(skeleton))
             self._together(self._put_in_place)
         except BaseException:
@@ -198,11 +228,10 @@ class _Folder:
             f"{self.path} was not saved: {'; '.join(said)}. Checkpoints that were saved before are unchanged."
         ) from failure
 
-    def _write_own(self, part_of: PartOf) -> None:
+    def _write_own(self, part_of: PartOf, own: bytes) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
-        pieces = self.own_pieces
-        if pieces:
-            write_shard(self.temporary / pieces[0].file, pieces, part_of)
+        rank = self.control.rank
+        write_shard(self.temporary / file_of(rank), self.own_pieces, part_of, own, self.index.end_of(rank))
 
     def _complete(self, skeleton: io.BytesIO) -> None:
         self._look_for_next()
@@ -213,18 +242,15 @@ class _Folder:
             sync(self.temporary)
 
     def _look_for_next(self) -> None:
-        """Each rank looks for the file of the next that has one: with folders of their own, nobody has them all."""
-        ranks = self.index.ranks
-        if self.control.rank not in ranks:
-            return
-        own = ranks.index(self.control.rank)
-        others = ((own + step) % len(ranks) for step in range(1, len(ranks)))
-        last = next((list(found.values())[-1] for shard in others if (found := self.index.in_shard(shard))), None)
-        if last is not None and not _has_size(self.temporary / last.file, last.position + last.length):
+        """Each rank looks for the file of the next: with folders of their own, nobody has them all."""
+        next_rank = (self.control.rank + 1) % self.control.world_size
+        name = file_of(next_rank)
+        # Longer than its pieces, as something follows them.
+        if not _has_size(self.temporary / name, self.index.end_of(next_rank) + 1):
             raise OSError(
-                f"Another rank has written {last.file}, but this one does not see that in {self.temporary}. A sharded"
-                " checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
-                " `default_root_dir` of the Trainer, to one."
+                f"Rank {next_rank} has written {name}, but rank {self.control.rank} does not see that in"
+                f" {self.temporary}. A sharded checkpoint needs a folder that all nodes share: set `dirpath` of"
+                " ModelCheckpoint, or `default_root_dir` of the Trainer, to one."
             )
 
     def _put_in_place(self) -> None:
@@ -269,6 +295,12 @@ def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: 
 
 def _has_no_elements(tensor: Tensor, placeholders: Placeholders) -> bool:
     return tensor.device.type == "meta" and placeholders.source_of(tensor) is None
+
+
+def _pickled(own: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(own, file)
+    return file.getvalue()
 
 
 def _has_size(path: Path, size: int) -> bool:

@@ -83,12 +83,15 @@ def _grouped_native(
 
 
 class LocalCollectives(Collectives):
-    """World size 1: the ordinary path, with nothing to send."""
+    """World size 1: nothing to send. Others in their place lead along the path of more ranks (``sends_nothing``)."""
+
+    sends_nothing = True
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        # A copy, as with more ranks: the buffer is free for reuse afterwards, and the shard's dtype may be wider.
-        shard.copy_(buffer)
+        if shard.data_ptr() != buffer.data_ptr():
+            # The shard's dtype may be wider.
+            shard.copy_(buffer)
         return DONE
 
     @override

@@ -63,9 +63,11 @@ class Collectives(ABC):
         mates: The ranks that share a copy with this one, in the order of their shards.
         shard_count: How many they are.
         widens: Whether equal shards of gradients travel in the dtype in which they are summed.
+        sends_nothing: Whether a sum is what this rank gives, and a gather what it has.
     """
 
     widens = False
+    sends_nothing = False
 
     def __init__(
         self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None

@@ -7,6 +7,7 @@ between many ranks, ``halving.py`` sends fewer messages.
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -37,7 +38,11 @@ class PairwiseCollectives(Collectives):
         super().__init__(group, topology, groups)
         self._sums = ExchangeThread("sum of gradients")
         self._counting = threading.Lock()
-        self._all = self._schedule(range(self.world_size))
+
+    @cached_property
+    def _all(self) -> "Schedule":
+        # Found when it is asked for: a control group, which asks for none, is looked up in every save and load.
+        return self._schedule(range(self.world_size))
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:

@@ -124,6 +124,23 @@ def is_of_a_collective(error: BaseException) -> bool:
     return type(error) is RuntimeError and _OF_A_COLLECTIVE.search(str(error)) is not None
 
 
+_EXPLANATION = "_lightning_parstrat_explanation"
+
+
+def add_explanation(error: BaseException, said: str) -> None:
+    """Adds to an error what is known of the ranks that have not come; see :func:`explanation_of`."""
+    setattr(error, _EXPLANATION, said)
+    # Python 3.10 has no notes.
+    if hasattr(error, "add_note"):
+        error.add_note(said)
+
+
+def explanation_of(error: BaseException) -> str:
+    """What :func:`add_explanation` has added; else empty."""
+    said: str = getattr(error, _EXPLANATION, "")
+    return said
+
+
 def names_of(ranks: list[int]) -> str:
     """Ranks for a message: ``rank 3``, ``ranks 1, 2``."""
     # A rank that hangs may take thousands with it; one line must still do.
@@ -150,20 +167,8 @@ def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
         missing = liveness.missing("fault") if is_of_a_collective(error) else []
         if not missing:
             raise
-        raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error
+        said = f"{what}: {names_of(missing)} did not take part. {REMEDY} {explanation_of(error)}".rstrip()
+        raise MissingRanksError(said) from error
 
 
 REMEDY = "Their output says why they ended or where they hang; checkpoints that were saved before are intact."
-
-
-def wait_for_all(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Returns when all ranks have reached this point. Collective; 2 messages per rank, all of them through rank 0.
-
-    Args:
-        group: A Gloo group.
-        timeout: How long to wait; None for the group's own.
-
-    Raises:
-        RuntimeError: Ranks did not arrive in time, or have ended; rank 0's message names them.
-    """
-    dist.monitored_barrier(group, timeout, wait_all_ranks=True)

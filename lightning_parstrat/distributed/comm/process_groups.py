@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 
 class ProcessGroups(NamedTuple):
-    """Gradients, parameters and control messages each have a communicator, so that none waits behind another.
+    """Gradients, parameters and control messages each have a communicator, so that none queues behind another.
 
     Lightning uses the default one for its own broadcasts and reductions. ``control`` is always Gloo: what it carries
-    is decided by the host, which then need not wait for a GPU.
+    is decided by the host, which then need not wait for a GPU. Gradients and parameters are never in flight together: a
+    backward is announced when gathers have been waited for, and a step gathers when reductions have. There are two
+    groups for the broadcast of buffers before a forward, which in one would queue behind gathers.
     """
 
     gradients: dist.ProcessGroup
@@ -113,6 +115,22 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
         )
     _PROCESS_GROUPS[purpose] = _KnownGroup(weakref.ref(world), weakref.ref(group))
     return group
+
+
+def known_groups() -> dict[str, dist.ProcessGroup]:
+    """Torch's default group, and those for gradients, parameters and control messages that there are by now.
+
+    Not collective; makes none. Checkpoints' is left out, by which a thread may be at work.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return {}
+    found = {"default": world}
+    for purpose, known in list(_PROCESS_GROUPS.items()):
+        group = known.group()
+        if purpose.members is None and purpose.name != "checkpoint" and known.world() is world and group is not None:
+            found[purpose.name] = group
+    return found
 
 
 @contextmanager

@@ -4,15 +4,18 @@ torch makes a collective begin after what the launching stream has queued, and k
 What is left to do here: whoever waits later, on whatever stream, must come after it, without the host waiting.
 """
 
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 
 class Streams(Protocol):
-    """What the gatherer asks of a device."""
+    """What is asked of a device."""
+
+    are_several: bool
+    """Whether there may be work on more than one."""
 
     def current(self) -> Any:
         """The stream that is queued on now."""
@@ -29,6 +32,8 @@ class Streams(Protocol):
 
 class HostStreams:
     """A CPU's: work runs in the order of the program."""
+
+    are_several = False
 
     def current(self) -> Hashable:
         """The only one."""
@@ -53,6 +58,8 @@ class CudaStreams:
         device: The GPU.
     """
 
+    are_several = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -71,6 +78,52 @@ class CudaStreams:
     def wait_for(self, stream: torch.cuda.Stream) -> None:
         """Has the current stream wait for what ``stream`` has queued so far, by an event."""
         self.current().wait_stream(stream)
+
+
+class Arrivals:
+    """On which streams gradients have become ready, where those are others than the one that they leave from.
+
+    Autograd runs the end of a gradient's way on the stream that its parameter was first used on: for a captured graph
+    that is the one it was captured on. Backward's own stream comes after it when backward has ended, not before.
+
+    Args:
+        streams: Those of the gradients' device.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._home = streams.current()
+        self._elsewhere: dict[Hashable, set[Any]] = {}
+
+    def begin(self) -> None:
+        """Says that gradients leave from the current stream from now on."""
+        self._home = self._streams.current()
+
+    def note(self, together: Hashable) -> None:
+        """Says that one of the gradients that travel ``together`` was made on the current stream."""
+        current = self._streams.current()
+        if current != self._home:
+            self._elsewhere.setdefault(together, set()).add(current)
+
+    def forget(self, together: Hashable) -> None:
+        """Says that those ``together`` do not leave, or are not there any more."""
+        self._elsewhere.pop(together, None)
+
+    @contextmanager
+    def at_home(self, together: Hashable) -> Iterator[None]:
+        """Within it the current stream is the one that gradients leave from, after all of those ``together`` are made.
+
+        What is freed within it is written again, by the stream that it was made on, only when it has been read.
+        """
+        # Whoever launches may have made some of them without a hook: what is left over may be anyone's.
+        elsewhere = {*self._elsewhere.pop(together, ()), self._streams.current()} - {self._home}
+        with self._streams.on(self._home):
+            for stream in elsewhere:
+                self._streams.wait_for(stream)
+            yield
+        for stream in elsewhere:
+            with self._streams.on(stream):
+                self._streams.wait_for(self._home)
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -1,60 +1,52 @@
 """Says where ranks wait for one that has not come, and where that one is, long before a timeout ends the wait.
 
-A call in which all ranks must take part notes in memory that this rank is within it: :func:`watching`, or :func:`met`
-where it must not begin before all have come. Two threads look after that. One looks at the clock; when a call has
-waited for some seconds, it asks all ranks over the process group's store where they are, and logs one line. The other
-one waits in the store for such a question, and answers with the call or the line of code that this rank is in.
+Nothing is noted while a training runs. A thread samples, now and then, how far this rank has come; where it makes no
+progress for some seconds, and its stack shows that it waits in a collective, it reads the
+:mod:`heartbeats <lightning_parstrat.distributed.comm.heartbeats>` of all ranks, and logs one line. Calls in which all
+ranks must take part have names: :func:`watching`, or :func:`met` where they must not begin before all have come.
 
-While nobody waits long, nothing is sent. It costs one more connection per rank to the store's server, in which nothing
-moves. A question takes about 200 bytes per rank, in a few requests of the rank that asks, and an answer three requests;
-of all ranks that wait in one call, one asks. A rank that waits in C++, for a collective or a GPU, answers all the same,
-as Python's lock is free then; one that holds the lock, or has ended, is said not to answer.
+The threads sample and write while the rank sleeps, computes, or waits in C++; only C code that keeps Python's lock
+stops them, as the end of a process does, or SIGSTOP. Then the heartbeat's age says so.
 """
 
 import atexit
-import json
 import logging
 import os
 import sys
-import sysconfig
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
-from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of
-from lightning_parstrat.distributed.torch_compat import default_store
+from lightning_parstrat.distributed.comm.heartbeats import LOST_AFTER, Beats, Heartbeats, Reading
+from lightning_parstrat.distributed.comm.liveness import Liveness, add_explanation, explanation_of, is_of_a_collective
+from lightning_parstrat.distributed.comm.process_groups import known_groups
+from lightning_parstrat.distributed.comm.waiting_lines import Wait, line_of_wait
+from lightning_parstrat.distributed.comm.whereabouts import (
+    Beat,
+    Whereabouts,
+    collective_of,
+    shown,
+    stack_of_error,
+    stack_of_thread,
+)
+from lightning_parstrat.distributed.torch_compat import collectives_launched
 
 log = logging.getLogger(__name__)
 
+WARN_AFTER = 15.0
+"""Seconds."""
 
-class Times(NamedTuple):
-    """When is asked, in seconds."""
+_AGAIN = (1.0, 4.0, 20.0)
+"""When a wait is spoken of, in units of the time after which it is first; then after each of the last."""
 
-    said_after: tuple[float, ...] = (8.0, 60.0, 300.0)
-    """How long a call waits until the line about it, and until it is said again; then after each of the last."""
-    look: float = 1.0
-    """Between looks at the clock; ranks other than 0, whose output fewer people read, ask by one look later."""
-    answers: float = 2.5
-    """How long an asker waits for answers."""
-    end: float = 2.0
-    """How long rank 0, which may serve the store, waits for the others to end their watch."""
-
-
-TIMES = Times()
-
-_NEVER = timedelta(days=20)
-"""Milliseconds of a wait have 31 bits."""
+Position = Callable[[], tuple[str, str]]
+"""How far a training has come, and which hook it is within; see ``Whereabouts``."""
 
 
 class _Call:
@@ -62,63 +54,71 @@ class _Call:
 
     def __init__(self, what: str, number: int, advice: str) -> None:
         self.what, self.number, self.advice = what, number, advice
-        self.since = time.monotonic()
-        self.asked = 0
-        self.said = ""
-
-    @property
-    def waited(self) -> float:
-        return time.monotonic() - self.since
-
-    def is_due(self, times: Times, rank: int) -> bool:
-        known = times.said_after
-        after = known[self.asked] if self.asked < len(known) else known[-1] * (self.asked - len(known) + 2)
-        return self.waited >= after + times.look * (rank > 0)
 
 
-class _Whereabouts(NamedTuple):
-    """What a rank answers: the calls it is within, the innermost last, and where its code is."""
+class _Still:
+    """What is known of a rank that makes no progress."""
 
-    calls: list[list[str | int]]
-    place: str
+    def __init__(self, where: Whereabouts, used: float) -> None:
+        self.where, self.used = where, used
+        self.seconds = 0.0
+        # Turns that are over, also those in which there was nothing to say; and the last in which there was.
+        self.turns = self.last_said = 0
+        self.line = ""
+        self.first: Reading | None = None
+        self.second: Reading | None = None
+
+    def is_at(self, where: Whereabouts) -> bool:
+        return self.where == where
 
 
 class Watch:
-    """What this process is within, and the threads that ask and answer about it.
+    """What this process is within, and the threads that say so.
 
     Args:
         liveness: Where ranks meet; its name is the same on all ranks and different for each training.
         speaker: What lines begin with.
-        times: When is asked.
+        warn_after: After how many seconds without progress a rank says that it waits; None for never.
+        position: How far the training has come. Called by a thread, some times a second at most; holds nothing alive.
+        waits_on_host: Whether a thread that waits uses no processor, as on CPUs; a GPU's may poll.
     """
 
-    def __init__(self, liveness: Liveness, speaker: str, times: Times | None = None) -> None:
+    def __init__(
+        self,
+        liveness: Liveness,
+        speaker: str,
+        warn_after: float | None = WARN_AFTER,
+        position: Position = lambda: ("", ""),
+        waits_on_host: bool = True,
+    ) -> None:
         self.liveness = liveness
-        # torch's type stubs lack `clone` and `multi_set`.
-        self._store: Any = PrefixStore(f"lightning_parstrat/watch/{liveness.name}", default_store())
-        self._speaker = speaker
-        self._times = TIMES if times is None else times
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._speaker, self._warn_after, self._position = speaker, warn_after, position
+        self._waits_on_host = waits_on_host
+        self._rank = dist.get_rank()
+        self._heartbeats = None if warn_after is None else Heartbeats(liveness.name, warn_after, self._beat)
         self._calls: list[_Call] = []
         self._numbers: dict[str, int] = defaultdict(int)
         # Some launchers train in another thread than the main one.
         self._trains_in = threading.get_ident()
         self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._clock: threading.Thread | None = None
         self._process = os.getpid()
+        self._still = _Still(Whereabouts(), 0.0)
+        self._lines = self._written = 0
 
     def begin(self) -> None:
         """Starts the threads."""
-        # Not the last one's: a thread of it that still waits in C++ must end when it comes back.
+        if self._heartbeats is None or self._warn_after is None:
+            return
+        # Not the last one's: a thread of it must end when it comes back.
         stopping = self._stopping = threading.Event()
         self._trains_in, self._process = threading.get_ident(), os.getpid()
-        targets = {"clock": self._look, "answers": self._answer}
-        self._threads = [
-            threading.Thread(target=target, args=(stopping,), name=f"lightning_parstrat watch: {name}", daemon=True)
-            for name, target in targets.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._still = _Still(Whereabouts(), 0.0)
+        self._heartbeats.begin()
+        self._clock = threading.Thread(
+            target=self._look_often, args=(stopping,), name="lightning_parstrat watch: clock", daemon=True
+        )
+        self._clock.start()
 
     def end(self, how: str | None = None, wait: bool = False) -> None:
         """Ends the threads; does nothing where there are none. Not collective.
@@ -127,45 +127,30 @@ class Watch:
             how: How this rank's training has ended, for ranks that wait for it; None where it goes on.
             wait: Whether rank 0 waits briefly for the others to end theirs.
         """
-        clock_and_answers, self._threads = self._threads, []
+        clock, self._clock = self._clock, None
         # A forked process has no threads, but a copy of their sockets.
-        if not clock_and_answers or self._process != os.getpid():
+        if clock is None or self._heartbeats is None or self._process != os.getpid():
             return
         self._stopping.set()
-        # Where the store is gone, the thread has noticed and ended.
-        if clock_and_answers[1].is_alive():
-            with suppress(RuntimeError):
-                if how is not None:
-                    self._store.set(f"ended/{self._rank}", how)
-                self._store.set(f"to/{self._rank}", "end")
-        for thread in clock_and_answers:
-            thread.join(self._times.answers)
-        if wait and self._rank == 0:
-            self._wait_for_others_to_end()
-
-    def _wait_for_others_to_end(self) -> None:
-        """Rank 0 may serve the store: for whoever still listens when it goes, torch logs that it is lost."""
-        ended = [f"ended/{rank}" for rank in range(self._world_size)]
-        deadline = time.monotonic() + self._times.end
-        with suppress(RuntimeError):
-            while not self._store.check(ended) and time.monotonic() < deadline:
-                time.sleep(0.01)
+        self._heartbeats.end(how, LOST_AFTER)
+        clock.join(LOST_AFTER)
+        if wait:
+            self._heartbeats.wait_for_others_to_end()
 
     @contextmanager
     def within(self, what: str, advice: str) -> Iterator[None]:
-        """Within it this rank counts as being in the call, and is watched; see :func:`watching`."""
+        """Within it this rank counts as being in the call; see :func:`watching`."""
         self._numbers[what] += 1
         call = _Call(what, self._numbers[what], advice)
         # Before and after a training, threads are there while somebody may wait.
-        brief = not self._threads
+        brief = self._clock is None
         self._calls.append(call)
         try:
             if brief:
                 self.begin()
             yield
         except RuntimeError as error:
-            if is_of_a_collective(error) and hasattr(error, "add_note"):
-                error.add_note(call.said or f"It happened within {what}, in which all ranks must take part.")
+            self.explain(error)
             raise
         finally:
             self._calls.remove(call)
@@ -173,155 +158,165 @@ class Watch:
                 self.end()
 
     def said(self) -> str:
-        """What was last said of the call that this rank is within."""
-        call = self._innermost()
-        return "" if call is None else call.said
+        """What was said since this rank has last made progress; else what there is to say by now, if anything."""
+        still = self._still
+        if still.line or self._heartbeats is None or self._clock is None:
+            return still.line
+        stack = stack_of_thread(threading.get_ident())
+        return self._said_of(collective_of(stack) or "a collective", shown(stack))
 
-    def _innermost(self) -> _Call | None:
+    def explain(self, error: BaseException) -> None:
+        """Adds to the error of a collective who has not come, and where they are.
+
+        Not collective. Up to 2.5 seconds of waiting for the store.
+        """
+        if not is_of_a_collective(error) or explanation_of(error):
+            return
+        stack = stack_of_error(error)
+        line = self._still.line or self._said_of(collective_of(stack) or "a collective", shown(stack))
+        if line:
+            add_explanation(error, line)
+
+    def _said_of(self, collective: str, stack: str) -> str:
+        """What there is to say of a wait that has ended or is about to, and of which nothing was said."""
+        if self._heartbeats is None or self._clock is None:
+            return ""
+        where = self._where()._replace(collective=collective, stack=stack, still=self._still.seconds)
+        reading = self._heartbeats.read(Reading())
+        reading.has_ended.wait(LOST_AFTER)
+        return line_of_wait(self._wait(where), None, reading.beats)
+
+    def _wait(self, where: Whereabouts) -> Wait:
         calls = self._calls[-1:]
-        return calls[0] if calls else None
+        period = 0.0 if self._heartbeats is None else self._heartbeats.period
+        return Wait(self._speaker, self._rank, where, calls[0].advice if calls else "", period)
 
-    def _look(self, stopping: threading.Event) -> None:
-        store: Any = None
-        # The store is gone with rank 0, or says why not: then nobody could be asked.
-        with suppress(RuntimeError):
-            while not stopping.wait(self._times.look):
-                call = self._innermost()
-                if call is not None and call.is_due(self._times, self._rank):
-                    call.asked += 1
-                    # Its own: the calls of one client wait for each other, and the training's may be waiting.
-                    store = store or self._store.clone()
-                    self._ask(call, store)
+    def _beat(self, ended: str) -> Beat:
+        self._written += 1
+        stack = stack_of_thread(self._trains_in)
+        still = self._still
+        where = self._where()._replace(collective=collective_of(stack), stack=shown(stack), still=still.seconds)
+        return Beat(self._written, time.time(), ended, still.last_said, self._lines, where)
 
-    def _ask(self, call: _Call, store: Any) -> None:
-        if store.add(f"asked/{call.what}/{call.number}/{call.asked}", 1) > 1:
-            return
-        answers = self._answers(store)
-        # It may have gone on meanwhile.
-        if self._innermost() is not call or self._stopping.is_set():
-            return
-        elsewhere = _elsewhere(call, answers, exactly=call.asked > 1)
-        if elsewhere:
-            said = (
-                f"{self._speaker}, rank {self._rank}: {call.what} has waited {call.waited:.0f} s. All ranks must"
-                f" take part, but {elsewhere}. {call.advice}".rstrip()
-            )
-            call.said = said
-            log.warning(said)
-
-    def _answers(self, store: Any) -> "dict[int, _Whereabouts | str]":
-        """Where the other ranks are, or a word on why it is not known."""
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
-        places = [f"at/{rank}" for rank in others]
-        # One request: empty answers, so that all are there to be read, and the questions.
-        store.multi_set([*places, *(f"to/{rank}" for rank in others)], [""] * len(others) + ["?"] * len(others))
-        deadline = time.monotonic() + self._times.answers
-        read = store.multi_get(places)
-        while not all(read) and time.monotonic() < deadline and not self._stopping.wait(self._times.answers / 10):
-            read = store.multi_get(places)
-        found: dict[int, _Whereabouts | str] = {}
-        silent = 0
-        for rank, answer in zip(others, read, strict=True):
-            found[rank] = _Whereabouts(*json.loads(answer)) if answer else ""
-            silent += not answer
-            # A line names few ranks, so few are asked for one by one.
-            if not answer and silent <= _NAMED and store.check([f"ended/{rank}"]):
-                found[rank] = store.get(f"ended/{rank}").decode()
-        return found
-
-    def _answer(self, stopping: threading.Event) -> None:
-        own = f"to/{self._rank}"
-        with suppress(RuntimeError):
-            store = self._store.clone()
-            while not stopping.is_set():
-                store.wait([own], _NEVER)
-                # First, so that a question which comes from now on is seen, and one that came before is answered.
-                store.delete_key(own)
-                store.set(f"at/{self._rank}", self._whereabouts())
-
-    def _whereabouts(self) -> str:
-        # In a function of its own: a frame that was kept until the next question would keep the step's tensors.
+    def _where(self) -> Whereabouts:
+        """Where this rank is, as far as it is known without a look at its stack."""
+        position = hook = ""
+        # What it reads may be about to change: then it is read again in a moment.
+        with suppress(Exception):
+            position, hook = self._position()
         calls = [[call.what, call.number] for call in list(self._calls)]
-        frame = sys._current_frames().get(self._trains_in)
-        return json.dumps([calls, "" if frame is None else _place(frame)])
+        launched = {name: _launched_by(name, group) for name, group in known_groups().items()}
+        return Whereabouts(position, hook, calls, launched=launched)
+
+    def _look_often(self, stopping: threading.Event) -> None:
+        if self._warn_after is None:
+            return
+        look, before = min(1.0, self._warn_after / 10), time.monotonic()
+        while not stopping.wait(look):
+            passed, before = time.monotonic() - before, time.monotonic()
+            where = self._where()
+            if not self._still.is_at(where):
+                self._still = _Still(where, self._used())
+            else:
+                # A process that was stopped has not waited meanwhile.
+                self._still.seconds += min(passed, 2 * look)
+                self._look(self._still, self._warn_after, look)
+
+    def _look(self, still: _Still, warn_after: float, look: float) -> None:
+        # Shortly before each line, not once: who has ended since the last one has beaten after that.
+        if self._heartbeats is None or still.seconds < self._speaks_after(still, warn_after) - warn_after / 2:
+            return
+        stack = stack_of_thread(self._trains_in)
+        where = still.where._replace(collective=collective_of(stack), stack=shown(stack), still=still.seconds)
+        if not where.collective and (still.seconds < warn_after or self._is_at_work(still)):
+            return
+        if still.first is None or (still.first.refused and still.first.age > warn_after / 2):
+            turn = f"{'wait' if where.collective else 'may wait'}/{int(2 * time.time() / warn_after)}"
+            still.first = self._heartbeats.read(Reading(turn))
+        elif self._is_due(still, warn_after, look, self._heartbeats.period):
+            self._speak(still, where, still.first)
+
+    def _is_due(self, still: _Still, warn_after: float, look: float, period: float) -> bool:
+        if still.first is None or still.first.refused or still.first.age < 1.5 * period:
+            return False
+        # Others' output is read by fewer people than rank 0's.
+        return still.seconds >= self._speaks_after(still, warn_after) + look * (self._rank > 0)
+
+    def _speaks_after(self, still: _Still, warn_after: float) -> float:
+        """Of how many seconds without progress the next line is."""
+        after = _AGAIN[still.turns] if still.turns < len(_AGAIN) else _AGAIN[-1] * (still.turns - len(_AGAIN) + 2)
+        return after * warn_after
+
+    def _speak(self, still: _Still, where: Whereabouts, first: Reading) -> None:
+        if self._heartbeats is None:
+            return
+        if still.second is None:
+            wait, known, turns = self._wait(where), first.beats, still.turns
+
+            def compose(beats: Beats) -> str:
+                # Whoever has spoken has named this rank, too.
+                if any(beat.said > turns for rank, beat in enumerate(beats) if beat and rank != self._rank):
+                    return ""
+                return line_of_wait(wait, known, beats)
+
+            still.second = self._heartbeats.read(Reading(compose=compose))
+        second = still.second
+        if not second.has_ended.is_set() and second.age < LOST_AFTER:
+            return
+        still.first = still.second = None
+        still.turns += 1
+        line = second.line if second.has_ended.is_set() else line_of_wait(self._wait(where), first.beats, None)
+        # It may have gone on meanwhile.
+        if line and self._still is still and not self._stopping.is_set():
+            still.line, still.last_said = line, still.turns
+            self._lines += 1
+            log.warning(line)
+            self._heartbeats.write_now()
+
+    def _is_at_work(self, still: _Still) -> bool:
+        return self._waits_on_host and self._used() - still.used > still.seconds / 4
+
+    def _used(self) -> float:
+        """Seconds of a processor that the training's thread has used; 0 where the system does not say."""
+        # Of a thread that has ended, not even its clock may be asked for.
+        if not hasattr(time, "pthread_getcpuclockid") or self._trains_in not in sys._current_frames():
+            return 0.0
+        try:
+            return time.clock_gettime(time.pthread_getcpuclockid(self._trains_in))
+        # It has ended since.
+        except OSError:
+            return 0.0
 
 
-_NAMED = 16
-"""As many as a line names; see :func:`names_of`."""
+def _launched_by(name: str, group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has launched by a group, as far as all ranks count the same.
 
-_PLACES_NAMED = 4
-
-
-def _elsewhere(call: _Call, answers: "dict[int, _Whereabouts | str]", exactly: bool) -> str:
-    """Who is not within the call, and where they are instead; empty if all are within.
-
-    A rank that is within an earlier or later one of the same name may be at work for it, and only counts ``exactly``.
+    Gloo counts messages between two ranks, too, of which each rank has its own number. By the default group, where
+    users' collectives run, and those of Lightning and DDP, such messages are rare.
     """
-    ranks_of: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for rank, answer in answers.items():
-        where = _where(call, answer, exactly)
-        if where is not None:
-            ranks_of[where].append(rank)
-    said = [
-        f"{names_of(ranks)} {one if len(ranks) == 1 else several} {rest}".rstrip()
-        for (one, several, rest), ranks in list(ranks_of.items())[:_PLACES_NAMED]
-    ]
-    left = sum(map(len, list(ranks_of.values())[_PLACES_NAMED:]))
-    return "; ".join(said) + (f"; {left} more are elsewhere" if left else "")
-
-
-def _where(call: _Call, answer: "_Whereabouts | str", exactly: bool) -> tuple[str, str, str] | None:
-    """Where a rank is, said of one and of several; None where it is within the call."""
-    if isinstance(answer, str):
-        silent = "does not answer (ended, or stuck)", "do not answer (ended, or stuck)", ""
-        return ("has", "have", answer) if answer else silent
-    if not answer.calls:
-        return "is", "are", answer.place
-    what = answer.calls[-1][0]
-    if [call.what, call.number] in answer.calls or (what == call.what and not exactly):
-        return None
-    return "waits", "wait", f"{'elsewhere ' if what == call.what else ''}in {what}, {answer.place}"
-
-
-_LIBRARIES = tuple(
-    {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {str(Path(__file__).parents[2])}
-)
-
-
-def _place(frame: FrameType) -> str:
-    """The innermost line that belongs to no library, and where in a library it is."""
-    innermost: FrameType | None = frame
-    users = innermost
-    while users is not None and users.f_code.co_filename.startswith((*_LIBRARIES, "<")):
-        users = users.f_back
-    if users is None or users is innermost:
-        return f"in {_line(frame)}"
-    return f"in {_line(frame)}, called from {_line(users)}"
-
-
-def _line(frame: FrameType) -> str:
-    code = frame.f_code
-    # Python calls it `<module>` outside of functions.
-    name = "the program" if code.co_name == "<module>" else f"`{code.co_name}`"
-    return f"{name} ({Path(code.co_filename).name}, line {frame.f_lineno})"
+    counts_messages = group.name() == "gloo" and name != "default"
+    return small_reductions_of(group) + (0 if counts_messages else collectives_launched(group))
 
 
 # By the default group, whose end frees them: what they hold of the store would keep its port.
 _WATCHES: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKeyDictionary()
 
 
-def begin_watch(liveness: Liveness, speaker: str) -> None:
+def begin_watch(
+    liveness: Liveness,
+    speaker: str,
+    warn_after: float | None = WARN_AFTER,
+    position: Position = lambda: ("", ""),
+    waits_on_host: bool = True,
+) -> None:
     """Watches this process from now on; whatever was watched before no longer is. Not collective.
 
-    Args:
-        liveness: Where ranks meet; its name is the same on all ranks and different for each training.
-        speaker: What lines begin with.
+    Arguments are those of :class:`Watch`.
     """
     end_watch()
     world = dist.group.WORLD
     if world is not None and dist.get_world_size() > 1:
-        _WATCHES[world] = watch = Watch(liveness, speaker)
+        _WATCHES[world] = watch = Watch(liveness, speaker, warn_after, position, waits_on_host)
         watch.begin()
 
 
@@ -338,6 +333,16 @@ def end_watch(how: str | None = None, wait: bool = False) -> None:
 
 # Threads that are in C++ when the interpreter is torn down could abort the process.
 atexit.register(end_watch, "ended")
+
+
+def explain_wait(error: BaseException) -> None:
+    """Adds to the error of a collective which ranks have not come, and where those are, as far as it is known.
+
+    Not collective; up to 2.5 seconds. Does nothing where it was done, or for other errors.
+    """
+    watch = _current_watch()
+    if watch is not None:
+        watch.explain(error)
 
 
 def _current_watch() -> Watch | None:

@@ -7,10 +7,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.torch_compat import clamp_all, multiply_all, norms_of
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
@@ -47,10 +50,13 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     for sharding in shardings:
         sharding.finish_gradients()
     slots = {parameter: slot for sharding in shardings for parameter, slot in sharding.slots.items()}
-    replicated_parameters = [parameter for parameter in parameters if parameter not in slots]
+    distributed = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    replicated_parameters = [p for p in parameters if p not in slots and not isinstance(p, DTensor)]
     shards = [slots[parameter].shard for parameter in parameters if parameter in slots]
-    own = _gradients(shard for shard in shards if shard is not None)
+    own = _gradients(shard for shard in shards if shard is not None) + [local(g) for g in _gradients(distributed)]
     collectives = shardings[0].reducer.collectives if shardings else None
+    if distributed:
+        collectives = make_collectives(distributed[0].device_mesh.get_group(), distributed[0].device)
     # What is replicated is counted once, and so is a shard that several groups hold.
     counts_replicated = collectives is None or collectives.rank == 0
     counts_own = collectives is None or collectives.place.copy == 0

@@ -199,6 +199,11 @@ class _HostCopy:
         return self._weights.checked(float(self._host))
 
 
+def weightless(factor: float | Tensor | None) -> Tensor | None:
+    """Whether a loss that is multiplied by ``factor`` counts nothing: a 0-d bool; None where the host knows it."""
+    return ~(factor > 0) if isinstance(factor, Tensor) else None
+
+
 @contextmanager
 def without_weightless(parameters: Iterable[Tensor], factor: float | Tensor | None) -> Iterator[None]:
     """Within it a backward whose ``factor`` is 0 adds zeros to gradients, whatever it comes to.
@@ -212,7 +217,7 @@ def without_weightless(parameters: Iterable[Tensor], factor: float | Tensor | No
     if factor is None or (not isinstance(factor, Tensor) and factor != 0):
         yield
         return
-    counts = factor > 0 if isinstance(factor, Tensor) else torch.tensor(False)
+    counts = factor > 0 if isinstance(factor, Tensor) else None
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     hooks = [p.register_hook(partial(_keep_if, counts)) for p in trained]  # type: ignore[no-untyped-call]
     try:
@@ -222,7 +227,10 @@ def without_weightless(parameters: Iterable[Tensor], factor: float | Tensor | No
             hook.remove()
 
 
-def _keep_if(counts: Tensor, gradient: Tensor) -> Tensor:
+def _keep_if(counts: Tensor | None, gradient: Tensor) -> Tensor:
+    """The gradient where it counts, else zeros; without a tensor it does not count, and no device is waited for."""
+    if counts is None:
+        counts = torch.zeros((), dtype=torch.bool, device=gradient.device)
     counts = counts.to(gradient.device)
     if gradient.is_sparse:
         indices, values = sparse_parts(gradient)

@@ -22,6 +22,20 @@ class _Seen(NamedTuple):
     largest: Tensor
 
 
+class Leaf(NamedTuple):
+    """A parameter, and the leaf of the graph that a backward computes its gradient for: mostly the parameter itself.
+
+    Attributes:
+        name: The parameter's.
+        tensor: The leaf.
+        parameter: What optimizers step.
+    """
+
+    name: str
+    tensor: Tensor
+    parameter: Tensor
+
+
 class NonfiniteTracker:
     """Remembers of every parameter whether its gradients on this rank were finite, until told to forget.
 
@@ -29,21 +43,21 @@ class NonfiniteTracker:
     every backward, a few bytes per parameter, and no waiting.
 
     Args:
-        named_parameters: Those to look at; hooks are registered on all that are floating or complex.
+        leaves: Those to look at; hooks are registered on all that are floating or complex.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
         self._seen: dict[str, _Seen] = {}
         self._hooks: list[RemovableHandle] = []
-        for name, parameter in named_parameters:
-            trainable = parameter.requires_grad
-            if not trainable and not (parameter.is_floating_point() or parameter.is_complex()):
+        for name, leaf, parameter in leaves:
+            trainable = leaf.requires_grad
+            if not trainable and not (leaf.is_floating_point() or leaf.is_complex()):
                 continue
             # A frozen parameter may be trained later.
-            parameter.requires_grad_(True)
-            hook = partial(self._look, name)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-            parameter.requires_grad_(trainable)
+            leaf.requires_grad_(True)
+            hook = partial(self._look, name, parameter)
+            self._hooks.append(leaf.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            leaf.requires_grad_(trainable)
 
     def remove(self) -> None:
         """Stops looking."""
@@ -61,10 +75,10 @@ class NonfiniteTracker:
         return [name for name, seen in self._seen.items() if not torch.isfinite(seen.largest).item()]
 
     @torch.no_grad()
-    def _look(self, name: str, parameter: Tensor) -> None:
-        if parameter.grad is not None:
+    def _look(self, name: str, parameter: Tensor, leaf: Tensor) -> None:
+        if leaf.grad is not None:
             # A maximum of absolute values neither overflows nor cancels.
-            gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
+            gradient = leaf.grad.coalesce().values() if leaf.grad.is_sparse else leaf.grad
             largest = torch.linalg.vector_norm(gradient, float("inf")) if gradient.numel() else gradient.sum()
             earlier = self._seen.get(name)
             # Of two gradients that are added, one may be gone by now; a maximum keeps NaN.

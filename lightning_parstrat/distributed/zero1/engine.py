@@ -19,6 +19,7 @@ from lightning_parstrat.core.memory import (
     BucketMemory,
     HeldBytes,
     StepTraffic,
+    held_between_micro_batches,
     held_bytes,
     owned_bytes,
     parameter_bytes,
@@ -27,6 +28,7 @@ from lightning_parstrat.core.memory import (
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.tensor_trees import with_own_storage
+from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
@@ -34,12 +36,8 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.watch import met
-from lightning_parstrat.distributed.torch_compat import (
-    call_before_compiling,
-    is_compiled,
-    replays_captured_graphs,
-    stop_calling_before_compiling,
-)
+from lightning_parstrat.distributed.torch_compat import is_compiled_as_a_whole, replays_captured_graphs
+from lightning_parstrat.distributed.zero1.compiled_code import CompiledCode
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
@@ -80,7 +78,7 @@ class ShardedDataParallel:
         optimizers: Its optimizers.
         policy: How to bucket and partition.
         groups: The process groups.
-        node: What this rank's node is called; by default by its host name.
+        node: This rank's; by default what its host is called.
         plan: The plan of an earlier training of the same module, see :meth:`plan`.
         messages: Carry flags of gradients; by default messages of its own.
 
@@ -94,7 +92,7 @@ class ShardedDataParallel:
         optimizers: Sequence[Optimizer],
         policy: ShardingPolicy,
         groups: ProcessGroups,
-        node: str | None = None,
+        node: Node | None = None,
         plan: Sequence[Sequence[str]] = (),
         messages: ControlMessages | None = None,
     ) -> None:
@@ -114,14 +112,14 @@ class ShardedDataParallel:
         device = parameters[0].device if parameters else torch.device("cpu")
         messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
         control = messages.control
-        self.topology = topology_of_ranks(node or socket.gethostname(), control)
+        self.topology = topology_of_ranks(node or Node(socket.gethostname()), control)
         shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
         gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
         self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
         self.gatherer = ParameterGatherer(
             make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
         )
-        self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled(module)
+        self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
         self.replanner = Replanner(
             self.reducer, self.gatherer, policy, plan, measures, may_move=lambda: not replays_captured_graphs(module)
@@ -138,8 +136,7 @@ class ShardedDataParallel:
         for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
-        # A compiler reads parameters below __torch_function__, where the read guard does not see it.
-        call_before_compiling(self.gatherer.stop_overlapping)
+        self._compiled_code = CompiledCode(module, self.gatherer)
 
     @property
     def shard_groups(self) -> ShardGroups:
@@ -158,7 +155,7 @@ class ShardedDataParallel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates gradients locally and sends nothing."""
+        """Within it, backward accumulates: local gradients, of which nothing is sent, or reduced ones in the shards."""
         with self.reducer.no_sync():
             yield
 
@@ -200,12 +197,15 @@ class ShardedDataParallel:
             return None
         return self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
 
-    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
+    def prepare_backward(
+        self, loss: Tensor, scale: GradientScale | None = None, weightless: Tensor | None = None
+    ) -> Collection[Tensor]:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
 
         Args:
             loss: What backward is called on.
-            scale: See :meth:`GradientReducer.prepare_backward`.
+            scale: See :meth:`GradientReducer.prepare_backward`, and for what is returned.
+            weightless: See there.
         """
         # `add_param_group` of a callback may have come on any step; it is the same one on all ranks.
         if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
@@ -214,7 +214,7 @@ class ShardedDataParallel:
         self.gatherer.finish()
         if self.reducer.synchronize:
             self.replanner.begin_round()
-        self.reducer.prepare_backward(loss, scale)
+        return self.reducer.prepare_backward(loss, scale, weightless)
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
         """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.
@@ -242,6 +242,30 @@ class ShardedDataParallel:
         self.reducer.exposes_gradients = any_rank(wanted, self.reducer.control)
         return self.reducer.exposes_gradients
 
+    def accumulate_in_shards(self, wanted: bool) -> bool:
+        """Reduces the gradients of every micro-batch from now on where all ranks want it. Collective.
+
+        Exposed gradients are kept whole all the same. Call it between accumulation windows.
+
+        Returns:
+            Whether it is done, the same on all ranks.
+        """
+        # One rank's shard is the whole.
+        needless = self.reducer.collectives.sends_nothing
+        kept_whole = any_rank(not wanted, self.reducer.control) or needless or self.reducer.exposes_gradients
+        self.reducer.shards_accumulation = not kept_whole
+        return self.reducer.shards_accumulation
+
+    def give_back_accumulated(self) -> None:
+        """Puts what micro-batches have added up in shards into ``param.grad``, each rank its part. Collective.
+
+        Call it where other buckets are to take the parameters over in the middle of an accumulation window; their next
+        backward sends it along.
+        """
+        self.reducer.complete()
+        for bucket in self.buckets:
+            bucket.give_back_partial_sum(self.reducer.collectives.world_size)
+
     def summary(self) -> ShardingSummary:
         """What was sharded, as this rank sees it."""
         layouts = [bucket.layout for bucket in self.buckets]
@@ -266,29 +290,51 @@ class ShardedDataParallel:
         """What this rank has sent and waited for so far, gradients and parameters together."""
         return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
 
-    def step_traffic(self) -> StepTraffic:
-        """What this rank sends in a step that uses all parameters and exposes no gradients."""
+    def step_traffic(self, micro_batches: int = 1) -> StepTraffic:
+        """What this rank sends in a step that uses all parameters and exposes no gradients.
+
+        Args:
+            micro_batches: Of the step; those before the last count where they are reduced, too.
+        """
         widens = self.reducer.collectives.widens
+        adds_up = self.reducer.shards_accumulation and micro_batches > 1
+        sums = {bucket: bucket.sum_dtype if adds_up else bucket.shard_dtype for bucket in self.buckets}
         reduced = [
-            bucket.layout._replace(itemsize=(bucket.shard_dtype if widens else bucket.reduce_dtype).itemsize)
-            for bucket in self.buckets
+            bucket.layout._replace(itemsize=(wide if widens else bucket.reduce_dtype).itemsize)
+            for bucket, wide in sums.items()
         ]
         gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
-        summed = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize) for bucket in self.buckets]
+        summed = [bucket.layout._replace(itemsize=wide.itemsize) for bucket, wide in sums.items()]
         native = any(bucket.device.type != "cpu" for bucket in self.buckets)
-        collectives = self.reducer.collectives
-        return step_traffic(reduced, collectives.rank, self.topology, gathered, summed, self.shard_groups, native)
+        return step_traffic(
+            reduced,
+            self.reducer.collectives.rank,
+            self.topology,
+            gathered,
+            summed,
+            self.shard_groups,
+            native,
+            micro_batches if self.reducer.shards_accumulation else 1,
+        )
 
     def held_bytes(self) -> HeldBytes | None:
         """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
+        memory = self._bucket_memory()
+        return None if memory is None else held_bytes(memory, self.reducer.collectives.place.shard)
+
+    def held_between_micro_batches(self) -> HeldBytes | None:
+        """The same between the micro-batches of an accumulation window."""
+        memory, shard = self._bucket_memory(), self.reducer.collectives.place.shard
+        return None if memory is None else held_between_micro_batches(memory, shard, self.reducer.shards_accumulation)
+
+    def _bucket_memory(self) -> list[BucketMemory] | None:
         per_element = self._state_bytes_per_element()
         if per_element is None:
             return None
-        memory = [
+        return [
             BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
             for bucket, state in per_element.items()
         ]
-        return held_bytes(memory, self.reducer.collectives.place.shard)
 
     def with_own_storage(self, value: Any) -> Any:
         """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.
@@ -303,7 +349,7 @@ class ShardedDataParallel:
         Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
         sharded: their ``state_dict()`` still gathers the state, so that a checkpoint can be saved after training.
         """
-        stop_calling_before_compiling(self.gatherer.stop_overlapping)
+        self._compiled_code.close()
         if failed:
             self.gatherer.abandon()
             self.reducer.abandon()

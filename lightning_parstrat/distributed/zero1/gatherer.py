@@ -43,9 +43,16 @@ class ParameterGatherer:
         self.collectives = collectives
         self.streams = streams
         self.overlaps = False
+        self.steps = 0
+        """How many times :meth:`finish_prompt` was called."""
         self._in_flight: dict[ParameterBucket, _Gather] = {}
         # A thread that saves a checkpoint reads parameters, too.
         self._lock = threading.RLock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any parameters are in flight."""
+        return bool(self._in_flight)
 
     def launch(self, bucket: ParameterBucket) -> None:
         """Sends this rank's shard of ``bucket``, in which some rank has stepped, and begins to receive the others'.
@@ -56,7 +63,8 @@ class ParameterGatherer:
             bucket: The bucket.
         """
         # Whoever holds a view of the buffer, or a subclass with its own __torch_function__, escapes the read guard.
-        late = self.overlaps and bucket.is_read_through_parameters and can_be_marked(*bucket.parameters)
+        overlaps = self.overlaps and not self.collectives.sends_nothing
+        late = overlaps and bucket.is_read_through_parameters and can_be_marked(*bucket.parameters)
         buffer = bucket.parameters_to_send()
         with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
             work = self.collectives.all_gather(buffer, bucket.layout.bounds)
@@ -70,6 +78,7 @@ class ParameterGatherer:
 
     def finish_prompt(self) -> None:
         """Waits for buckets that somebody could read without being noticed."""
+        self.steps += 1
         with self._lock:
             prompt = [bucket for bucket, gather in self._in_flight.items() if not gather.can_be_late]
         for bucket in prompt:
@@ -79,11 +88,6 @@ class ParameterGatherer:
         """Waits for all that is in flight. Not collective."""
         for bucket in list(self._in_flight):
             self._arrive(bucket)
-
-    def stop_overlapping(self, *_: object) -> None:
-        """Has all buckets arrive within their step from now on, as before a compiler looks at parameters."""
-        self.overlaps = False
-        self.finish()
 
     def abandon(self) -> None:
         """Waits as :meth:`finish` does after an exception, when other ranks may not be there any more."""

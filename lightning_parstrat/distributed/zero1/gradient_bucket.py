@@ -161,6 +161,8 @@ class GradientBucket:
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.shard_gradient: Tensor | None = None
         self.unsharded_gradient: Tensor | None = None
+        self.is_partial = False
+        """Whether ``shard_gradient`` is a sum that more micro-batches of the same window will be added to."""
 
     @property
     def has_gradients(self) -> bool:
@@ -171,6 +173,12 @@ class GradientBucket:
     def shard_dtype(self) -> torch.dtype:
         """What the shard's gradient, and so its optimizer state, is kept in."""
         return self.dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What micro-batches are added up in: many small numbers of 16 bits would be lost in their sum."""
+        narrow = self.shard_dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if narrow else self.shard_dtype
 
     @property
     def has_master_weights(self) -> bool:
@@ -203,10 +211,7 @@ class GradientBucket:
                 slot.view_into(buffer).zero_()
                 continue
             if gradient.layout != torch.strided:
-                raise ValueError(
-                    f"A parameter of shape {tuple(slot.parameter.shape)} got a sparse gradient ({gradient.layout});"
-                    " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
-                )
+                raise sparse_gradient_error(gradient)
             if not earlier:
                 slot.arrived = True
                 # Frees autograd's tensor: without accumulation gradients cost a shard, not a copy of the model.
@@ -224,11 +229,25 @@ class GradientBucket:
     def attach_gradients(self) -> None:
         """Hands the reduced gradient to the owners of shards; here there are none."""
 
+    @torch.no_grad()
+    def end_partial_sum(self, factor: float) -> None:
+        """Multiplies the sum of micro-batches, to which no more are added, and hands it to the owners of shards."""
+        if not self.is_partial:
+            # It was zeroed.
+            return
+        self.is_partial = False
+        if self.shard_gradient is not None:
+            if factor != 1.0:
+                self.shard_gradient.mul_(factor)
+            self.shard_gradient = self.shard_gradient.to(self.shard_dtype)
+        self.attach_gradients()
+
     def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
         """Forgets the reduced gradients of ``slots``, or fills them with zeros."""
         mine = [slot for slot in self.slots if slot in slots]
         if set_to_none and len(mine) == len(self.slots):
             self.shard_gradient = self.unsharded_gradient = None
+            self.is_partial = False
         for slot in mine:
             if self.shard_gradient is not None and slot.shard_slice is not None:
                 slot.view_into_shard(self.shard_gradient).zero_()
@@ -236,3 +255,11 @@ class GradientBucket:
                 slot.used = False
                 if slot.shard is not None:
                     slot.shard.grad = None
+
+
+def sparse_gradient_error(gradient: Tensor) -> ValueError:
+    """What is raised where a gradient cannot lie in a flat buffer."""
+    return ValueError(
+        f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient ({gradient.layout});"
+        " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
+    )

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_parstrat.core.layout import BucketLayout
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import users_of_storage
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, sparse_gradient_error
 
 
 class WireFormat(NamedTuple):
@@ -22,6 +22,13 @@ class WireFormat(NamedTuple):
     reduce_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
+
+
+class OwnGradient(NamedTuple):
+    """A gradient that no other rank adds to, and the shard that it is of; it has the shard's shape."""
+
+    shard: nn.Parameter
+    gradient: Tensor
 
 
 class ParameterBucket(GradientBucket):
@@ -56,6 +63,7 @@ class ParameterBucket(GradientBucket):
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
         self._left_behind: set[int] = set()
         self._has_rebound = False
+        self._has_own_gradients = False
         self._move_in(self.slots)
         self.master = None if wire.master_dtype is None else self.shard.to(wire.master_dtype, copy=True)
         stepped = self.shard if self.master is None else self.master
@@ -66,7 +74,8 @@ class ParameterBucket(GradientBucket):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, which hold what is owned but not the parameters of the whole bucket."""
-        return {**vars(self), "flat": self.flat.new_empty(0), "shard_gradient": None, "unsharded_gradient": None}
+        without = {"shard_gradient": None, "unsharded_gradient": None, "is_partial": False}
+        return {**vars(self), "flat": self.flat.new_empty(0), **without}
 
     @property
     @override
@@ -249,6 +258,68 @@ class ParameterBucket(GradientBucket):
     def _rounded(self, master: Tensor) -> Tensor:
         return master.to(self.gather_dtype).to(self.dtype)
 
+    @property
+    def steps_gradients_as_they_are(self) -> bool:
+        """Whether they are stepped in the dtype that they have, without being rounded on the way."""
+        return self.shard_dtype == self.reduce_dtype == self.dtype
+
+    def take_gradients(self) -> list[OwnGradient]:
+        """Takes the local gradients out of ``param.grad``, without a copy where they lie as the parameters do.
+
+        For one rank, which owns all of every parameter.
+
+        Raises:
+            ValueError: A gradient is sparse.
+        """
+        taken = []
+        for slot in self.slots:
+            slot.fresh = False
+            gradient = slot.parameter.grad
+            if gradient is not None:
+                if gradient.layout != torch.strided:
+                    raise sparse_gradient_error(gradient)
+                slot.arrived = True
+                slot.parameter.grad = None
+                if slot.shard is not None:
+                    # Each view takes the host as long as it takes to launch a kernel.
+                    own = gradient.detach() if gradient.requires_grad else gradient
+                    lies_alike = own.stride() == slot.strides
+                    taken.append(OwnGradient(slot.shard, own if lies_alike else slot.part_of(own)))
+        return taken
+
+    def add_own_gradients(self, gradients: Sequence[OwnGradient]) -> None:
+        """Hands gradients to their shards; those of an earlier backward of the same step are added to."""
+        self._has_own_gradients = True
+        for shard, gradient in gradients:
+            if shard.grad is None:
+                shard.grad = gradient
+            else:
+                shard.grad.add_(gradient)
+
+    @torch.no_grad()
+    def gather_own_gradients(self) -> None:
+        """Brings what was handed to shards into one buffer, as if it had been reduced; needs memory for all of it."""
+        if not self._has_own_gradients:
+            return
+        self._has_own_gradients = False
+        if all(slot.shard is None or slot.shard.grad is None for slot in self.slots):
+            # They were zeroed.
+            return
+        flat = torch.zeros(self.layout.shard_numel(self.place.shard), dtype=self.shard_dtype, device=self.device)
+        for slot in self.slots:
+            if slot.shard is not None and slot.shard.grad is not None:
+                slot.view_into_shard(flat).copy_(slot.shard.grad)
+        self.shard_gradient = flat
+        self.attach_gradients()
+
+    @override
+    def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
+        super().zero_gradients(slots, set_to_none)
+        if self._has_own_gradients and not set_to_none:
+            for slot in slots:
+                if slot.bucket is self and slot.shard is not None and slot.shard.grad is not None:
+                    slot.shard.grad.zero_()
+
     @override
     def attach_exposed_gradients(self) -> None:
         """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
@@ -257,13 +328,35 @@ class ParameterBucket(GradientBucket):
                 gradient = slot.parameter.grad
                 slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
 
+    @torch.no_grad()
+    def give_back_partial_sum(self, factor: float) -> None:
+        """Adds what micro-batches have left in this rank's shard, times ``factor``, to ``param.grad``, as new.
+
+        The rest of a parameter's gradient stays as it is: its owners add theirs.
+        """
+        if not self.is_partial or self.shard_gradient is None:
+            return
+        for slot in self.slots:
+            # One copy of several.
+            if not slot.used or slot.shard is None or self.place.copy > 0:
+                continue
+            gradient = slot.parameter.grad
+            if gradient is None:
+                gradient = slot.parameter.grad = torch.zeros_like(slot.parameter)
+            slot.part_of(gradient).add_(slot.view_into_shard(self.shard_gradient), alpha=factor)
+            slot.fresh = True
+        self.zero_gradients(set(self.slots))
+
     @override
     def attach_gradients(self) -> None:
-        """Makes each owned shard's ``.grad`` a view of the reduced gradient, or None where no rank had one."""
+        """Makes each owned shard's ``.grad`` a view of the reduced gradient.
+
+        It is None where no rank had one, and while micro-batches are being added up.
+        """
         for slot in self.slots:
             if slot.shard is None:
                 continue
-            if self.shard_gradient is None or not slot.used:
+            if self.shard_gradient is None or self.is_partial or not slot.used:
                 slot.shard.grad = None
             else:
                 slot.shard.grad = slot.view_into_shard(self.shard_gradient)

@@ -192,7 +192,8 @@ class BucketPlanner:
         # What is frozen sends nothing, and may be of a layout that has no size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
         wire = assumed_wire(self._shards, self._device_type, self._place.copies)
-        return self._policy.bucket_cap_bytes(sum(one.numel() * one.element_size() for one in trained), wire)
+        model_bytes = sum(one.numel() * one.element_size() for one in trained)
+        return self._policy.bucket_cap_bytes(model_bytes, wire, self._device_type)
 
     def _check(self, plans: Sequence[_Plan]) -> None:
         """Compares plans over all ranks, before anything is moved. Collective."""

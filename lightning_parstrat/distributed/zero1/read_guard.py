@@ -12,6 +12,7 @@ where another forward than their class's may not call those.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -91,7 +92,7 @@ def can_be_marked(*parameters: Tensor) -> bool:
 def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
     """Has ``arrive`` called before anyone reads one of ``parameters``; it calls :func:`unmark`."""
     if not _WATCH:
-        _WATCH.append(register_module_forward_pre_hook(_wait_for_parameters_of))
+        _WATCH.append(register_module_forward_pre_hook(_hook()))
     for parameter in parameters:
         _IN_FLIGHT[id(parameter)] = arrive
         parameter.__class__ = InFlightParameter
@@ -116,6 +117,19 @@ def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
         elif type(parameter) is InFlightParameter:
             # A copy that something made of the class as it was.
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def wait_for_parameters_in(module: nn.Module) -> None:
+    """Waits for those that a module and its children hold."""
+    if _IN_FLIGHT:
+        wait_for_parameters([parameter for parameter in module.parameters() if type(parameter) is InFlightParameter])
+
+
+@functools.cache
+def _hook() -> Callable[[nn.Module, Any], None]:
+    # A module that is compiled in place calls hooks where a compiler looks at all that is called.
+    hook: Callable[[nn.Module, Any], None] = torch.compiler.disable(_wait_for_parameters_of)  # type: ignore[no-untyped-call]
+    return hook
 
 
 def _wait_for_parameters_of(module: nn.Module, _: Any) -> None:

@@ -11,12 +11,16 @@ Two rounds, both in index order, keep the ranks in step:
 1. the buckets that expect gradients (a set all ranks agree on), during backward and, where some are missing, after it;
 2. the buckets in which any rank has gradients left over.
 
+Between the micro-batches of an accumulation window (``no_sync``) gradients wait in ``param.grad``, each rank's own; or,
+with ``shards_accumulation``, every micro-batch is reduced as the last one is, and added up in the shards. Parameters
+that every rank steps wait in either case: all ranks need all of their gradients.
+
 Where someone reads or changes gradients (``exposes_gradients``), and for parameters that every rank steps, the shards
 are gathered again at the end of backward and ``param.grad`` is what DDP would show; else it is None after the flush.
 """
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -28,6 +32,7 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessage,
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
+from lightning_parstrat.distributed.zero1.local_reductions import LocalReductions
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
 
@@ -43,24 +48,44 @@ class _Backward:
     when it is settled; whoever finds it running after backward has returned knows that an exception ended it.
 
     Attributes:
-        scale: Turns sums over ranks into means.
+        scale: Turns sums over ranks into means; None within an accumulation window whose end knows it.
+        buckets: Those that take part.
         queue: The buckets that all ranks expect gradients for, in the order in which they are sent.
         missing: How many of the expected gradients each of them still waits for.
         launched: How many of the queue have been sent.
         sent: All buckets that have been sent; what is sent of one again is added.
         settles_at_end: Whether backward itself waits for the other ranks' flags.
         graph_task: Autograd's number for it; None until its first gradient is there.
+        weightless: Whether its gradients count nothing, as only the device knows; see :class:`Launch`.
+        filtered: The buckets that its gradients alone are in, which are filtered as they are packed.
         message: What all ranks say of their gradients, from the end of backward on: a flag for each parameter that has
             got one and for each bucket that has some left over, and a number for what was expected.
     """
 
     # One is made for every step.
-    __slots__ = ("graph_task", "launched", "message", "missing", "queue", "scale", "sent", "settles_at_end")
+    __slots__ = (
+        "buckets",
+        "filtered",
+        "graph_task",
+        "launched",
+        "message",
+        "missing",
+        "queue",
+        "scale",
+        "sent",
+        "settles_at_end",
+        "weightless",
+    )
 
     def __init__(
-        self, scale: GradientScale, missing: Mapping[GradientBucket, int] | None = None, settles_at_end: bool = False
+        self,
+        scale: GradientScale | None,
+        buckets: Sequence[GradientBucket],
+        missing: Mapping[GradientBucket, int] | None = None,
+        settles_at_end: bool = False,
     ) -> None:
         self.scale = scale
+        self.buckets = buckets
         self.missing = dict(missing or {})
         self.queue = list(self.missing)
         self.launched = 0
@@ -68,6 +93,8 @@ class _Backward:
         self.settles_at_end = settles_at_end
         self.graph_task: int | None = None
         self.message: ControlMessage | None = None
+        self.weightless: Tensor | None = None
+        self.filtered: Collection[GradientBucket] = ()
 
     @property
     def waiting(self) -> Sequence[GradientBucket]:
@@ -96,10 +123,12 @@ class GradientReducer:
         max_inflight: int | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.reductions = Reductions(collectives, max_inflight, streams)
+        kind = LocalReductions if collectives.sends_nothing else Reductions
+        self.reductions = kind(collectives, max_inflight, streams)
         self._messages = messages
         self.buckets: list[GradientBucket] = []
         self.exposes_gradients = False
+        self.shards_accumulation = False
         self.collects_unannounced = False
         self.synchronize = True
         self.clock: ReadyClock | None = None
@@ -120,14 +149,16 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates local gradients in ``param.grad`` and sends nothing."""
+        """Within it, backward accumulates: local gradients in ``param.grad``, or reduced ones in the shards."""
         before, self.synchronize = self.synchronize, False
         try:
             yield
         finally:
             self.synchronize = before
 
-    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
+    def prepare_backward(
+        self, loss: Tensor, scale: GradientScale | None = None, weightless: Tensor | None = None
+    ) -> Collection[Tensor]:
         """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
 
         The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
@@ -135,26 +166,41 @@ class GradientReducer:
 
         Args:
             loss: What backward is called on.
-            scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number.
+            scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number. With what was
+                accumulated before; within :meth:`no_sync` it is not asked for.
+            weightless: Whether its gradients are to count as zeros, whatever they are: a bool in a 0-d tensor on the
+                parameters' device, at which the host does not look. One kernel for each bucket.
+
+        Returns:
+            The parameters for which that is done. Not those that hold earlier gradients already, or share a bucket with
+            such: their sum would be dropped.
         """
         self._end_backward()
         self._remove_loss_hook()
-        if not self.synchronize:
-            return
+        if not self.synchronize and not self.shards_accumulation:
+            return ()
         # Several backwards may be stepped as one: their shards are added up as they come, not held one by one.
         self.reductions.complete()
         self._let_users_hooks_run_first()
-        backward = self._backward = self._begin(scale or self._mean_over_ranks)
+        backward = self._backward = self._begin((scale or self._mean_over_ranks) if self.synchronize else None)
         if loss.requires_grad:
             self._loss_hook = loss.register_hook(lambda _: self._enter(backward))  # type: ignore[no-untyped-call]
+        if weightless is None:
+            return ()
+        backward.weightless = weightless
+        backward.filtered = {b for b in backward.buckets if all(slot.parameter.grad is None for slot in b.slots)}
+        return {slot.parameter for bucket in backward.filtered for slot in bucket.slots}
 
-    def _begin(self, scale: GradientScale) -> _Backward:
+    def _begin(self, scale: GradientScale | None) -> _Backward:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
+        if self.reductions.arrivals is not None:
+            self.reductions.arrivals.begin()
+        buckets = self.buckets if scale is not None else self._without_replicated()
         expecting: dict[GradientBucket, int] = {}
         # It must not depend on what this rank finds in backward: a rank that waits there for the flags of others that
         # do not send theirs until they have come to the step would wait for ever.
         settles_at_end = self.exposes_gradients
-        for bucket in self.buckets:
+        for bucket in buckets:
             number = 0
             for slot in bucket.slots:
                 slot.arrived = False
@@ -164,7 +210,14 @@ class GradientReducer:
                 settles_at_end = settles_at_end or (trainable and bucket.is_replicated)
             if number:
                 expecting[bucket] = number
-        return _Backward(scale, expecting, settles_at_end)
+        return _Backward(scale, buckets, expecting, settles_at_end)
+
+    def _without_replicated(self) -> list[GradientBucket]:
+        """The buckets that are sharded; what the others have known of their gradients is as if nobody had any."""
+        for bucket in self.buckets:
+            if bucket.is_replicated:
+                _expect_nothing(bucket.slots)
+        return [bucket for bucket in self.buckets if not bucket.is_replicated]
 
     def _enter(self, backward: _Backward) -> None:
         # The engine runs callbacks when the graph task that queued them ends, with all its gradients accumulated.
@@ -177,6 +230,8 @@ class GradientReducer:
         slot.fresh = True
         if self.clock is not None:
             self.clock.note(slot.parameter)
+        if self.reductions.arrivals is not None:
+            self.reductions.arrivals.note(slot.bucket)
         backward = self._backward
         if backward is None or backward.message is not None:
             # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
@@ -202,7 +257,8 @@ class GradientReducer:
     def _launch(self, backward: _Backward, bucket: GradientBucket) -> None:
         again = bucket in backward.sent
         shown = (ShownMean.PACKED if again else ShownMean.TO_PACK) if self._exposes(bucket) else ShownMean.ABSENT
-        how = Launch(shown, backward.scale, backward)
+        weightless = backward.weightless if bucket in backward.filtered else None
+        how = Launch(shown, backward.scale, backward, weightless)
         backward.sent.add(bucket)
         self.reductions.launch(bucket, how)
 
@@ -213,14 +269,19 @@ class GradientReducer:
             # Other ranks may be waiting in backward for what is not complete here.
             backward.missing = dict.fromkeys(backward.missing, 0)
             self._launch_complete_buckets(backward)
-        self._send_flags(backward, self.buckets)
+        self._send_flags(backward)
         if backward.waiting or backward.settles_at_end:
             self._end_backward()
 
-    def _send_flags(self, backward: _Backward, buckets: Sequence[GradientBucket]) -> None:
+    def _send_flags(self, backward: _Backward) -> None:
         """Tells the other ranks for which parameters there were gradients, and which buckets have some left over."""
         # Packed gradients are not fresh any more: in most steps none is left.
-        left = {slot for bucket in buckets for slot in bucket.slots if slot.fresh and slot.parameter.grad is not None}
+        left = {
+            slot
+            for bucket in backward.buckets
+            for slot in bucket.slots
+            if slot.fresh and slot.parameter.grad is not None
+        }
         arrived = [slot.arrived or slot in left for slot in self._slots]
         waiting, with_left = set(backward.waiting), {slot.bucket for slot in left}
         left_over = [bucket in with_left and bucket not in waiting for bucket in self.buckets]
@@ -264,6 +325,8 @@ class GradientReducer:
         exposed = [bucket for bucket in self.buckets if bucket in backward.sent and self._exposes(bucket)]
         self.reductions.complete(exposed)
         expose_gradients(exposed, self.collectives)
+        if backward.scale is not None:
+            self.reductions.end_window(backward.scale)
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
         """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
@@ -293,11 +356,10 @@ class GradientReducer:
             scale: See :meth:`prepare_backward`.
         """
         self._end_backward()
-        for slot in self._slots:
-            slot.arrived = slot.trainable = slot.expected = False
+        _expect_nothing(self._slots)
         # A backward in which nothing was expected, and everything is left over.
-        self._backward = _Backward(scale or self._mean_over_ranks)
-        self._send_flags(self._backward, buckets)
+        self._backward = _Backward(scale or self._mean_over_ranks, buckets)
+        self._send_flags(self._backward)
         self._end_backward()
 
     def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
@@ -337,6 +399,8 @@ class GradientReducer:
         self.buckets = [bucket for bucket in self.buckets if bucket not in buckets]
         self._slots = [slot for slot in self._slots if slot.bucket not in buckets]
         for bucket in buckets:
+            if self.reductions.arrivals is not None:
+                self.reductions.arrivals.forget(bucket)
             for slot in bucket.slots:
                 self._hooks.pop(slot).remove()
 
@@ -384,3 +448,8 @@ class GradientReducer:
             if last_id != hook.id and last_id is not None:
                 hook.remove()
                 self._register_hook(slot)
+
+
+def _expect_nothing(slots: Iterable[ParameterSlot]) -> None:
+    for slot in slots:
+        slot.arrived = slot.trainable = slot.expected = False

@@ -2,21 +2,23 @@
 
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import HostStreams, Streams
+from lightning_parstrat.distributed.comm.streams import Arrivals, HostStreams, Streams
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ShownMean
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, take_where_changed
 
 GradientScale = Callable[[], float]
-"""What makes a mean of the sum over ranks; asked for while the sum is in flight. Collective, as its sources may be."""
+"""What makes a mean of the sum over ranks; asked for while the sum is in flight. Collective, as its sources may be.
+
+Of a window whose micro-batches are reduced one by one, it is what makes the mean of the sum of all of them."""
 
 _TRANSFERS_SET_ASIDE: list[Work] = []
 """What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
@@ -28,13 +30,16 @@ class Launch(NamedTuple):
 
     Attributes:
         shown: What is packed of a mean that ``param.grad`` shows already.
-        scale: Turns the sum into a mean.
+        scale: Turns the sum into a mean; None where more micro-batches follow, which know no more of it than this one.
         backward: What it belongs to, for :meth:`Reductions.set_aside`.
+        weightless: Whether nothing in the bucket counts, whatever it is: a bool in a 0-d tensor on its device, which
+            only the device looks at. None where all of it counts.
     """
 
     shown: ShownMean
-    scale: GradientScale
+    scale: GradientScale | None
     backward: object
+    weightless: Tensor | None = None
 
     @property
     def exposes(self) -> bool:
@@ -63,6 +68,9 @@ class Reductions:
 
     A reduction holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
 
+    Micro-batches that are reduced one by one add up in the shards, as means over ranks. What makes a mean over all of
+    them may be known at the end only (tokens are counted, an epoch is over), and comes with :meth:`end_window`.
+
     Args:
         collectives: Carry the gradients.
         max_inflight: How many may be in flight before :meth:`launch` waits for the first of them; None for any
@@ -77,32 +85,46 @@ class Reductions:
         self.collectives = collectives
         self.max_inflight = max_inflight
         self._streams = streams or HostStreams()
+        self.arrivals = Arrivals(self._streams) if self._streams.are_several else None
+        """On which streams gradients become ready."""
         self._in_flight: list[_Reduction] = []
         self._not_waited_for: deque[_Reduction] = deque()
+        self._partial: list[GradientBucket] = []
+        self._window_scale: GradientScale | None = None
 
     def launch(self, bucket: GradientBucket, how: Launch) -> None:
         """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
         self._hold_back()
-        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad():
+        at_home = nullcontext() if self.arrivals is None else self.arrivals.at_home(bucket)
+        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), at_home:
             self._in_flight.append(self._send(bucket, how))
         self._not_waited_for.append(self._in_flight[-1])
 
     def _send(self, bucket: GradientBucket, how: Launch) -> _Reduction:
         buffer = bucket.pack_gradients(how.shown)
+        if how.weightless is not None:
+            # Not by a product: 0 times NaN is NaN.
+            buffer.masked_fill_(how.weightless, 0)
+        if how.scale is None and not bucket.is_partial:
+            bucket.is_partial = True
+            self._partial.append(bucket)
         applied = 1.0
         if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
             # A sum over ranks overflows in float16 where the mean does not.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
-        unsharded = None
-        if how.exposes:
-            # The shard lies where the all-gather wants it, so that exposing it copies nothing.
-            unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
-            shard = bucket.shard_of(unsharded)
-        else:
-            shard = buffer.new_empty(bucket.layout.shard_numel(bucket.place.shard), dtype=bucket.shard_dtype)
+        shard, unsharded = self._room(bucket, buffer, how.exposes)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         return _Reduction(bucket, shard, unsharded, work, applied, how, self._streams.current())
+
+    def _room(self, bucket: GradientBucket, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
+        """Where the shard of the sum of ``buffer`` goes, and of what it is a part where it is to be exposed."""
+        if not exposes:
+            numel = bucket.layout.shard_numel(bucket.place.shard)
+            return buffer.new_empty(numel, dtype=bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype), None
+        # The shard lies where the all-gather wants it, so that exposing it copies nothing.
+        unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
+        return bucket.shard_of(unsharded), unsharded
 
     def _hold_back(self) -> None:
         waiting = self._not_waited_for
@@ -120,8 +142,31 @@ class Reductions:
 
     def complete(self, buckets: Collection[GradientBucket] | None = None) -> None:
         """Waits for the reductions of ``buckets`` (by default all) and leaves the mean gradients in their shards."""
-        if not self._in_flight:
-            return
+        if self._in_flight:
+            self._add_up(buckets)
+        if self._window_scale is not None and not self._in_flight:
+            self._close_window(self._window_scale)
+
+    def end_window(self, scale: GradientScale) -> None:
+        """Says that no more micro-batches follow those that were reduced one by one, if any were.
+
+        :meth:`complete` then asks for the scale, collectively as it may be.
+
+        Args:
+            scale: Makes the mean over all of them of the sum over ranks and micro-batches.
+        """
+        # What is left over of a window may be sent after its last backward: the window's scale was there first.
+        if self._partial and self._window_scale is None:
+            self._window_scale = scale
+
+    def _close_window(self, scale: GradientScale) -> None:
+        """Brings the sums of means over ranks to the mean over the window, also of buckets that its end did not use."""
+        partial, self._partial, self._window_scale = self._partial, [], None
+        factor = scale() * self.collectives.world_size
+        for bucket in partial:
+            bucket.end_partial_sum(factor)
+
+    def _add_up(self, buckets: Collection[GradientBucket] | None) -> None:
         pending, self._in_flight = self._in_flight, []
         if buckets is not None:
             self._in_flight = [reduction for reduction in pending if reduction.bucket not in buckets]
@@ -133,13 +178,17 @@ class Reductions:
             with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
                 self._wait(reduction)
             # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
-            scale = how.scale() / reduction.applied
+            mean = 1.0 / self.collectives.world_size if how.scale is None or bucket.is_partial else how.scale()
+            scale = mean / reduction.applied
             if scale != 1.0:
                 reduction.shard.mul_(scale)
             # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
             if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:
                 bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
             else:
+                if bucket.is_partial:
+                    # Zeroed in place, it is as narrow as after a window.
+                    bucket.shard_gradient = bucket.shard_gradient.to(bucket.sum_dtype)
                 bucket.shard_gradient.add_(reduction.shard)
         for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
             bucket.attach_gradients()
@@ -190,6 +239,8 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
         buckets: Those to show, after the reductions have finished.
         collectives: The reducer's.
     """
+    for bucket in buckets:
+        bucket.gather_own_gradients()
     shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
     for bucket in shown:
         bucket.unsharded_gradient = torch.empty_like(bucket.flat)
@@ -210,9 +261,15 @@ def _take_back(bucket: ParameterBucket) -> None:
     for slot in bucket.slots:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
-        if gradient is not None and slot.shard_slice is not None:
+        if slot.shard_slice is None:
+            continue
+        place = slot.view_into_shard(_shard_gradient(bucket))
+        if gradient is None:
+            # Another backward of the same step adds to what is there.
+            place.zero_()
+        else:
             # `param.grad` was rounded to the parameter's dtype: what nobody changed keeps the bits of the wider shard.
-            take_where_changed(slot.view_into_shard(_shard_gradient(bucket)), slot.part_of(gradient))
+            take_where_changed(place, slot.part_of(gradient))
     bucket.unsharded_gradient = None
     bucket.attach_gradients()
 

@@ -172,6 +172,9 @@ class Replanner:
         self._reducer.clock = None
         # Nothing may be in flight between buckets that change, and no marked parameter may move.
         self._reducer.complete()
+        if any(bucket.is_partial for bucket in self._reducer.buckets):
+            # In the middle of an accumulation window, as on all ranks: what has been added up stays where it is.
+            return None
         self._gatherer.finish()
         buckets = self._sharded_buckets
         parameters = [slot.parameter for bucket in buckets for slot in bucket.slots]
@@ -219,7 +222,7 @@ class Replanner:
         collectives, (first, *_) = self._reducer.collectives, self._reducer.buckets
         if wire is None:
             wire = assumed_wire(collectives.shard_count, first.device.type, collectives.place.copies)
-        return self._policy.bucket_cap_bytes(self._model_bytes, wire)
+        return self._policy.bucket_cap_bytes(self._model_bytes, wire, first.device.type)
 
     def _measured_wire(self) -> AlphaBeta | None:
         """What a reduce-scatter takes; None for a small model, which is not worth measuring it."""

@@ -14,10 +14,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
@@ -81,7 +84,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         return ShardingDecision(
             None, "it is no torch.optim.Optimizer", "A subclass of torch.optim.Optimizer can be sharded."
         )
-    _check_supported(optimizer)
+    check_supported(optimizer)
     cls = type(optimizer)
     if not takes_hooks(optimizer):
         return ShardingDecision(
@@ -148,7 +151,7 @@ def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) ->
     ignored = names_ignored_by_ddp(module)
     ignored_tensors = {parameter for name, parameter in module.named_parameters() if name in ignored}
     unmovable = {p for p in parameters if not (p.is_floating_point() or p.is_complex())}
-    sharing = _sharing_memory([*parameters, *module.parameters(), *module.buffers()])
+    sharing = sharing_memory([*parameters, *module.parameters(), *module.buffers()])
     return parameters & (ignored_tensors | unmovable | sharing)
 
 
@@ -162,7 +165,12 @@ def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
     return elementwise(parameter.numel())
 
 
-def _check_supported(optimizer: Optimizer) -> None:
+def check_supported(optimizer: Optimizer) -> None:
+    """Refuses optimizers that want sparse gradients.
+
+    Raises:
+        ValueError: It is one.
+    """
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
             f"{type(optimizer).__name__} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
@@ -196,7 +204,7 @@ def _try_out(optimizer: Optimizer) -> ShardingDecision:
     )
 
 
-def _sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
+def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
     """Those of ``tensors`` whose memory overlaps that of another one among them."""
     distinct = [tensor for tensor in dict.fromkeys(tensors) if _has_memory(tensor)]
     extents = sorted((*_extent(tensor), number) for number, tensor in enumerate(distinct))
@@ -261,26 +269,45 @@ def steps_elements_alone(optimizer: Optimizer) -> bool | None:
     return _try(optimizer, _first_halves).alike
 
 
+def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> tuple[bool | None, str]:
+    """Whether a step moves parameters that are DTensors, sharded by rows, as it moves whole ones. Collective.
+
+    It may evaluate its closure as often as it likes.
+
+    Args:
+        optimizer: Any optimizer.
+        mesh: The ranks that share each parameter.
+
+    Returns:
+        None where that cannot be told; and why it cannot.
+    """
+    return _try(optimizer, _as_it_is, mesh)
+
+
 def _tried_on_parameters(optimizer: Optimizer) -> _Trial:
     first = _try(optimizer, partial(_every_other_one, 0))
     return _try(optimizer, partial(_every_other_one, 1)) if first.alike else first
 
 
-def _try(optimizer: Optimizer, part_of: Callable[[_Twin, _Twin], list[tuple[Tensor, Tensor]]]) -> _Trial:
+def _try(
+    optimizer: Optimizer,
+    part_of: Callable[[_Twin, _Twin], list[tuple[Tensor, Tensor]]],
+    mesh: DeviceMesh | None = None,
+) -> _Trial:
     with warnings.catch_warnings(), _random_numbers_kept(optimizer):
         warnings.simplefilter("ignore")
         try:
-            whole, part = _copy(optimizer), _copy(optimizer)
+            whole, part = _copy(optimizer), _copy(optimizer, mesh)
             watched = [pair for pair in part_of(whole, part) if pair[0].numel()]
             starts = [view.clone() for view, _ in watched]
-            _step(whole, 0)
-            _step(part, 0)
+            _step(whole, 0, once=mesh is None)
+            _step(part, 0, once=mesh is None)
             alike = _moved_alike(watched, starts)
             if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
                 # What a class of its own makes of loaded state must not depend on who else is there, either.
                 part.optimizer.load_state_dict(part.optimizer.state_dict())
-            _step(whole, 1)
-            _step(part, 1)
+            _step(whole, 1, once=mesh is None)
+            _step(part, 1, once=mesh is None)
         except ClosureEvaluatedAgainError:
             raise
         except Exception as error:
@@ -293,13 +320,20 @@ def _try(optimizer: Optimizer, part_of: Callable[[_Twin, _Twin], list[tuple[Tens
 
 def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:
     return all(
-        bool((one - other).abs().max() <= _SAME * (one - start).abs().max())
+        bool((one - _whole(other)).abs().max() <= _SAME * (one - start).abs().max())
         for (one, other), start in zip(watched, starts, strict=True)
     )
 
 
-def _copy(optimizer: Optimizer) -> _Twin:
-    """A deep copy in which every parameter has become a probe, wherever the optimizer refers to it."""
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _copy(optimizer: Optimizer, mesh: DeviceMesh | None = None) -> _Twin:
+    """A deep copy in which every parameter has become a probe, wherever the optimizer refers to it.
+
+    Given a mesh, probes that have rows are sharded by them.
+    """
     # Not `copy.deepcopy(optimizer)`: torch's own copying leaves out whatever a subclass has added.
     twin = object.__new__(type(optimizer))
     # A scheduler's wrapper of `step` is bound to the optimizer, whose state may fill the memory.
@@ -307,7 +341,7 @@ def _copy(optimizer: Optimizer) -> _Twin:
     generator = torch.Generator().manual_seed(0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            memo[id(parameter)] = _probe(parameter, generator)
+            memo[id(parameter)] = _sharded(_probe(parameter, generator), mesh)
     # Users' hooks are not meant for a copy, and may hold on to anything.
     twin.__dict__ = copy.deepcopy({**attributes_without_hooks(optimizer), "state": defaultdict(dict)}, memo)
     for group in twin.param_groups:
@@ -332,12 +366,22 @@ def _noticeable(learning_rate: Any) -> Any:
 
 def _gradients(probe: nn.Parameter, number: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(number)
-    values = probe.detach().cpu()
+    values = _whole(probe.detach()).cpu()
     size = 4.0 ** (number % 3)
-    return [
-        [(scale * size * (values + 0.5 + torch.randn(values.shape, generator=generator))).to(probe) for scale in scales]
-        for scales in _GRADIENT_SCALES
-    ]
+    mesh = probe.device_mesh if isinstance(probe, DTensor) else None
+
+    def scaled(scale: float) -> Tensor:
+        noise = torch.randn(values.shape, generator=generator)
+        gradient = (scale * size * (values + 0.5 + noise)).to(device=probe.device, dtype=probe.dtype)
+        return _sharded(nn.Parameter(gradient), mesh).detach()
+
+    return [[scaled(scale) for scale in scales] for scales in _GRADIENT_SCALES]
+
+
+def _sharded(probe: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
+    if mesh is None or probe.dim() == 0:
+        return probe
+    return nn.Parameter(distribute_tensor(probe.detach(), mesh, [Shard(0)], src_data_rank=None))
 
 
 def _probe(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
@@ -382,6 +426,12 @@ def _first_halves(whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
     return watched
 
 
+def _as_it_is(whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
+    """Lets ``part`` step all its parameters, which are sharded from the start."""
+    pairs = zip(chain(*whole.groups), chain(*part.groups), strict=True)
+    return [(one.detach(), other.detach()) for one, other in pairs]
+
+
 @contextmanager
 def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
     """What a step may draw within it is not missing from the training's."""
@@ -400,14 +450,20 @@ def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
             numpy.random.set_state(of_numpy)
 
 
-def _step(twin: _Twin, phase: int) -> None:
+def _no_loss() -> Any:
+    return torch.zeros(())
+
+
+def _step(twin: _Twin, phase: int, once: bool) -> None:
     optimizer = twin.optimizer
+
     for number in range(len(_GRADIENT_SCALES[phase])):
         for probe, gradients in twin.gradients.items():
             probe.grad = gradients[phase][number].clone()
         # Not `optimizer.step`, which a scheduler may have wrapped.
         with without_step_hooks(optimizer):
-            type(optimizer).step(optimizer, closure=OneEvaluation(lambda: torch.zeros(()), type(optimizer).__name__))
+            evaluated: Callable[[], Any] = OneEvaluation(_no_loss, type(optimizer).__name__) if once else _no_loss
+            type(optimizer).step(optimizer, closure=evaluated)
 
 
 def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:

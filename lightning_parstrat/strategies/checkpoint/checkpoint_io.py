@@ -41,7 +41,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
         # Asked again when the name is given; here, before gigabytes have been written in vain.
         check_may_be_replaced(local)
         with written_durably(local) as temporary, open(temporary, "xb") as file:
-            torch.save(checkpoint, file)
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:
+                # Where the disk is full, torch then says of its zip file that it is at an "unexpected pos".
+                if isinstance(error.__context__, OSError) and "inline_container" in str(error):
+                    raise error.__context__ from None
+                raise
 
     @override
     def load_checkpoint(

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,11 @@ from typing_extensions import override
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.checkpoint.folder import CheckpointNotSavedError, is_sharded_checkpoint
+from lightning_parstrat.distributed.checkpoint.folder import (
+    OF_ANOTHER_JOB,
+    CheckpointNotSavedError,
+    is_sharded_checkpoint,
+)
 from lightning_parstrat.distributed.checkpoint.pieces import (
     CheckpointPieces,
     Placeholders,
@@ -31,9 +36,11 @@ from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import (
     all_gather_object,
+    all_have_same,
     any_rank,
     any_rank_for_each,
     broadcast_object,
+    gather_object,
 )
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
@@ -50,19 +57,30 @@ from lightning_parstrat.strategies.checkpoint.resume import (
     RandomNumbers,
     ResumePoints,
     from_which_training_goes_on,
+    is_within_epoch,
+    stateful_loaders,
 )
+from lightning_parstrat.strategies.checkpoint.states_in_files import (
+    left_to_files,
+    own_states,
+    restored_files,
+    with_states_of_all,
+)
+from lightning_parstrat.strategies.data.positions import LOADERS, LoaderPositions
+from lightning_parstrat.strategies.data.random_numbers import rng_state
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
-FORMAT = 2
+FORMAT = 3
 """Version of the entries under that key, and of sharded checkpoints."""
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
 
-_SAVE = "`trainer.save_checkpoint()`", "Call it on all ranks: only rank 0 writes a full checkpoint."
+_SAVE = "`trainer.save_checkpoint()`"
+_SAVE_ON_ALL = "Call it on all ranks: only rank 0 writes a full checkpoint."
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +109,8 @@ class CheckpointingStrategy(RanksStrategy):
         self._loaded_entries: Mapping[str, Any] = {}
         self._pending = PendingSave()
         self._random = RandomNumbers()
-        self._resume_points = ResumePoints()
+        self._positions = LoaderPositions()
+        self._resume_points = ResumePoints(self._positions.now)
         self._absent: list[int] = []
         self._loaded_loaders: list[Any] | None = None
         self._trains = False
@@ -153,7 +172,8 @@ class CheckpointingStrategy(RanksStrategy):
     def _state_of_sharded(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._absent:
             return {"state": {}, "param_groups": []}
-        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"), watching(*_SAVE):
+        what = "Gathering the optimizer's state"
+        with missing_ranks_named(self._liveness, what), watching(_SAVE, _SAVE_ON_ALL):
             # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
             self._wait_for_all()
             if not self._saves_sharded:
@@ -185,17 +205,22 @@ class CheckpointingStrategy(RanksStrategy):
             # Spawned processes have not started yet, or have ended: there are no ranks to wait for.
             super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
             return
-        with missing_ranks_named(self._liveness, f"Saving {filepath}"), watching(*_SAVE):
+        what = f"Saving {filepath}"
+        with missing_ranks_named(self._liveness, what), watching(f"{_SAVE} of {filepath}", _SAVE_ON_ALL):
             self._wait_for_all()
-            checkpoint = self._completed(checkpoint, self._control)
             if self._saves_sharded:
                 self._save_sharded(checkpoint, filepath, storage_options)
             else:
-                self._save_full(checkpoint, filepath, storage_options)
+                self._save_full(self._completed(checkpoint), filepath, storage_options)
 
     def _save_alone(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if self._can_save_alone:
-            super().save_checkpoint(self._completed(checkpoint, None), filepath, storage_options)
+            resumes = self._gather_resume_states(None, _goes_on(checkpoint))
+            loaders = resumes[LOADERS]
+            # A place for each rank: of one alone, a training among several would take the rest for all that is left.
+            absent = [[None] * len(of_rank) for of_rank in loaders["ranks"]] * (self.world_size - 1)
+            resumes = {**resumes, LOADERS: {**loaders, "ranks": [*loaders["ranks"], *absent]}}
+            super().save_checkpoint(self._with_own_entries(checkpoint, resumes), filepath, storage_options)
             return
         log.warning(
             f"{self.flag}: rank {self.global_rank} was to save {filepath} after an exception. That needs all ranks, and"
@@ -220,33 +245,65 @@ class CheckpointingStrategy(RanksStrategy):
             raise TypeError("`storage_options` do not apply to a sharded checkpoint: leave them out.")
         path = _local(filepath)
         self.wait_for_saves()
+        resumes = self._gather_resume_states(None, any_rank(_goes_on(checkpoint), self._control))
+        checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self.world_size))
         slots = self._sharded_slots()
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        pieces = CheckpointPieces(self._training_module, optimizers, slots, self._ranks_of_a_copy)
+        pieces = CheckpointPieces(self._training_module, optimizers, slots, self._groups_with_a_copy)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
         # Before and after training, nothing would wait for the save to end.
         asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
         try:
-            save = save_sharded(checkpoint, path, pieces, self._placeholders, group, asynchronous)
+            save = save_sharded(checkpoint, path, pieces, self._placeholders, own_states(resumes), group, asynchronous)
         finally:
             # They belong to this checkpoint; kept, they would pile up with every save.
             self._placeholders = Placeholders()
         if save is not None:
             self._pending.begin(save)
 
-    def _completed(self, checkpoint: dict[str, Any], control: Collectives | None) -> dict[str, Any]:
-        """Adds this package's entries, and sets it back to where training can resume. Collective in ``control``."""
-        own = {"format": FORMAT, **self._own_entries()}
-        trainer = self._training_module.trainer
-        point = self._resume_points.point_of_save()
-        # Collective, so outside of the `if`: a user's hook may have changed the checkpoint on some ranks only.
-        random = self._random.gather(trainer, point, control)
-        if "optimizer_states" in checkpoint and "loops" in checkpoint:
-            own[RNG] = random
+    def _completed(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Adds this package's entries, and sets it back to where training can resume. Collective."""
+        # Agreed, as a user's hook may have changed the checkpoint on some ranks only.
+        goes_on = any_rank(_goes_on(checkpoint), self._control)
+        return self._with_own_entries(checkpoint, self._gather_resume_states(self._control, goes_on))
+
+    def _with_own_entries(self, checkpoint: dict[str, Any], resumes: Mapping[str, Any]) -> dict[str, Any]:
+        # By the number of the save, ranks that load find out whether they read the same one.
+        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **self._own_entries()}
+        if _goes_on(checkpoint):
+            own.update(resumes)
+            trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
             checkpoint = from_which_training_goes_on(checkpoint, trainer, point, self._resume_points.epoch_has_ended)
         return {**checkpoint, CHECKPOINT_KEY: own}
+
+    def _gather_resume_states(self, control: Collectives | None, goes_on: bool) -> dict[str, Any]:
+        """Each rank's random numbers, and where its loaders stand; without ``control`` this rank's.
+
+        Collective in ``control``: some 10 KB from each rank to rank 0.
+
+        Args:
+            control: Of all ranks.
+            goes_on: Whether the checkpoint keeps them; otherwise loaders are not asked, which draws from some samplers.
+        """
+        trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
+        within_epoch = is_within_epoch(trainer, point)
+        moments = self._positions.now(trainer) if point is None else point.positions
+        if not goes_on:
+            moments = ()
+        elif within_epoch:
+            self._positions.warn_of_lost(trainer, moments)
+        rng = rng_state() if point is None else point.rng
+        stateful = stateful_loaders(trainer) if point is None else point.loaders
+        own = (rng, self._positions.state(moments, within_epoch), stateful)
+        of_ranks = [own] if control is None else gather_object(own, control.group)
+        rngs, loaders, stateful_of_ranks = zip(*of_ranks, strict=True) if of_ranks else ((), (), ())
+        return {
+            RNG: {"states": list(rngs), "within_epoch": within_epoch},
+            # What Lightning has saved of stateful loaders is rank 0's.
+            LOADERS: {"ranks": list(loaders), "stateful": list(stateful_of_ranks), "within_epoch": within_epoch},
+        }
 
     def _own_entries(self) -> dict[str, Any]:
         """This package's entries of a checkpoint, under :data:`CHECKPOINT_KEY`."""
@@ -261,11 +318,12 @@ class CheckpointingStrategy(RanksStrategy):
         return {}
 
     @property
-    def _ranks_of_a_copy(self) -> Sequence[int]:
-        """The ranks that together hold one copy of what is sharded, in the order of their shards."""
+    def _groups_with_a_copy(self) -> Sequence[Sequence[int]]:
+        """Of each copy of what is sharded the ranks that together hold it, in the order of their shards."""
         # By the optimizers: they stay sharded when the training has ended.
         sharded = [sharding_of(one) for one in map(unwrapped, self.optimizers) if is_sharded(one)]
-        return next((sharding.ranks_of_a_copy for sharding in sharded if sharding.buckets), range(self.world_size))
+        groups = (sharding.shard_groups.groups for sharding in sharded if sharding.buckets)
+        return next(groups, (range(self.world_size),))
 
     @property
     def _can_save_alone(self) -> bool:
@@ -296,15 +354,26 @@ class CheckpointingStrategy(RanksStrategy):
         """
         self.wait_for_saves()
         what = f"loading {checkpoint_path}"
-        checkpoint = self._all_or_none(lambda: self._open(checkpoint_path, weights_only), what)
-        if self._agreed_sharded(checkpoint is None, checkpoint_path):
-            # Apart, as ranks read the weights together: none may have failed before.
-            checkpoint = self._all_or_none(self._filled, what)
+        with watching(what):
+            checkpoint = self._all_or_none(lambda: self._open(checkpoint_path, weights_only), what)
+            if self._agreed_sharded(checkpoint is None, checkpoint_path):
+                # Apart, as ranks read the weights together: none may have failed before.
+                checkpoint = self._all_or_none(self._filled, what)
+                own = self._with_states_of_ranks(checkpoint.get(CHECKPOINT_KEY, {}), what)
+                checkpoint = {**checkpoint, CHECKPOINT_KEY: own}
         own = self._loaded_entries = checkpoint.get(CHECKPOINT_KEY, {})
+        if self._has_ranks and not all_have_same(own.get("save", 0), self._control):
+            raise MisconfigurationException(
+                f"Ranks have read different checkpoints at {checkpoint_path}: {OF_ANOTHER_JOB}"
+            )
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
-        fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
+        self._positions.load(own.get(LOADERS))
+        state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        stateful = own.get(LOADERS, {}).get("stateful", [])
+        if "combined_loader" in state and len(stateful) == self.world_size:
+            state["combined_loader"] = stateful[self.global_rank]
         # A copy: Lightning hands the original to the loaders when it restores the loops.
-        self._loaded_loaders = copy.deepcopy(fit_loop.get("state_dict", {}).get("combined_loader"))
+        self._loaded_loaders = copy.deepcopy(state.get("combined_loader"))
         # Hooks are given what stock strategies would give them.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
@@ -339,14 +408,27 @@ class CheckpointingStrategy(RanksStrategy):
         filled = self._loaded.filled({key: value for key, value in skeleton.items() if key not in states})
         return {**filled, **states}
 
+    def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
+        """This package's entries with what ranks have said alone. Collective: all ranks succeed, or none."""
+        rank, size = (self.global_rank, self.world_size) if self._has_ranks else (0, 1)
+        loaded = self._loaded
+        if loaded is None:
+            raise AssertionError("a sharded checkpoint was to be read before it was opened")
+        files = restored_files(own, rank, size)
+        read = self._all_or_none(lambda: {each: loaded.own_of(each) for each in files}, what)
+        # Apart, as it is collective itself.
+        return with_states_of_all(own, read, self._control if self._has_ranks else None)
+
     def _all_or_none(self, action: Callable[[], Any], what: str) -> Any:
         """What an action returns, if it succeeds on all ranks. Collective."""
+        # Connected before: an action that could not connect would be followed by a second try, which waits as long.
+        control = self._control if self._has_ranks else None
         result, failure = None, None
         try:
             result = action()
         except Exception as error:
             failure = error
-        if self._has_ranks:
+        if control is not None:
             # A rank that raised alone would leave the others waiting for it in the next collective.
             self._raise_together(failure, what)
         elif failure is not None:
@@ -399,14 +481,23 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self._loaded is not None:
-            loaded = self._loaded
-            own: dict[str, Any] = self._all_or_none(lambda: loaded.own_parts(optimizer, state), "reading its part")
+            loaded, what = self._loaded, "reading its part"
+            with watching("loading an optimizer's state"):
+                own: dict[str, Any] = self._all_or_none(lambda: loaded.own_parts(optimizer, state), what)
             return own
         if is_sharded(optimizer):
             return state
         # Mapped tensors would be stepped in place: each page copied on its first write, and the file kept open.
         copied: dict[str, Any] = replace_leaves(state, torch.clone)
         return copied
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Has loaders that are trained on know their place, from which a checkpoint's training goes on."""
+        trainer = self._training_module.trainer
+        if trainer.training:
+            self._positions.follow(dataloader, trainer)
+        return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
@@ -416,6 +507,7 @@ class CheckpointingStrategy(RanksStrategy):
         if self._checkpoint_policy.async_save:
             self._prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)])
         self._random.before_training()
+        self._positions.begin_training(trainer)
         self._resume_points.note(trainer, self._loaded_loaders)
         self._loaded_loaders = None
         self._trains = True
@@ -434,6 +526,7 @@ class CheckpointingStrategy(RanksStrategy):
     def on_train_end(self) -> None:
         """Waits for the checkpoint that is being written."""
         super().on_train_end()
+        self._positions.end_training(self._training_module.trainer)
         self._trains = False
         self.wait_for_saves()
 
@@ -445,7 +538,8 @@ class CheckpointingStrategy(RanksStrategy):
             MissingRanksError: Ranks have not written their part.
         """
         if self._pending.is_under_way:
-            with missing_ranks_named(self._liveness, "Saving a checkpoint while training went on"):
+            what = "Saving a checkpoint while training went on"
+            with missing_ranks_named(self._liveness, what), watching("the end of a save"):
                 self._pending.finish(self.is_global_zero)
 
     @override
@@ -470,11 +564,18 @@ class CheckpointingStrategy(RanksStrategy):
         self._loaded = None
         self._loaded_entries = {}
         self._random = RandomNumbers()
+        self._loaded_loaders = None
+        self._positions.release()
         self._placeholders = Placeholders()
         super().teardown()
 
     def _position_of(self, optimizer: Optimizer) -> int:
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
+
+
+def _goes_on(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a training can go on from a checkpoint, of which weights alone would do for other purposes."""
+    return "optimizer_states" in checkpoint and "loops" in checkpoint
 
 
 def _check_readable(checkpoint: Any, path: str | Path) -> None:

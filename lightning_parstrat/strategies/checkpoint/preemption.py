@@ -174,7 +174,7 @@ class SavesWhenPreempted(BetweenBatches):
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the start of an epoch."""
-        self._resume_points.begin_epoch()
+        self._resume_points.begin_epoch(trainer)
         self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     @override

@@ -1,19 +1,15 @@
 """Where a training resumes: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
 
 import copy
-import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
 
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agreement import gather_object
-from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.strategies.data.positions import Moments
+from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.lightning_compat import count_one_step_less
 
 RNG = "rng"
@@ -26,11 +22,15 @@ class ResumePoint(NamedTuple):
     Attributes:
         rng: States of this rank's random number generators.
         loaders: States of stateful loaders, as Lightning saves them; None for the start of an epoch.
+        positions: Where the other loaders stand.
+        has_iterators: Whether the epoch's iterators have been made, which draws random numbers.
         micro_batches: Number of batches trained since.
     """
 
     rng: dict[str, Any]
     loaders: list[Any] | None
+    positions: Moments
+    has_iterators: bool = True
     micro_batches: int = 0
 
 
@@ -40,18 +40,25 @@ class ResumePoints:
     A checkpoint does not hold gradients. One that is saved in the middle of an accumulation window is set back to the
     window's start, so that its batches are trained again. And one that is saved when the next batch has already been
     fetched is set back to the moment before.
+
+    Args:
+        positions: Says where loaders stand.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, positions: Callable[[Trainer], Moments]) -> None:
         self.fetched_too_much = False
         """Whether a checkpoint is to be set back to the last point even if nothing has been trained since."""
         self.epoch_has_ended = False
         """Whether no batch has begun since an epoch ended, be it because training did."""
+        self._positions = positions
         self._point: ResumePoint | None = None
 
-    def begin_epoch(self) -> None:
-        """Notes the start of an epoch, before its loaders draw random numbers."""
-        self._point = ResumePoint(rng_state(), None)
+    def begin_epoch(self, trainer: Trainer) -> None:
+        """Notes the start of an epoch."""
+        loop = trainer.fit_loop
+        # Lightning makes the first iterators of a training before, and those of a later epoch from here on.
+        has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
+        self._point = ResumePoint(rng_state(), None, self._positions(trainer), has_iterators)
 
     def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Notes the end of a window, or counts a batch in it, before other callbacks save."""
@@ -71,8 +78,8 @@ class ResumePoints:
             loaders: The states of its loaders where these do not know them, as nothing was fetched from them yet.
         """
         if loaders is None:
-            loaders = copy.deepcopy(trainer.fit_loop.on_save_checkpoint().get("combined_loader", []))
-        self._point = ResumePoint(rng_state(), loaders)
+            loaders = copy.deepcopy(stateful_loaders(trainer))
+        self._point = ResumePoint(rng_state(), loaders, self._positions(trainer))
 
     def point_of_save(self) -> ResumePoint | None:
         """The point that a checkpoint saved now is to be set back to; None where this moment is right."""
@@ -117,28 +124,28 @@ def from_which_training_goes_on(
     return {**checkpoint, "loops": loops}
 
 
+def stateful_loaders(trainer: Trainer) -> list[Any]:
+    """States of this rank's loaders that have one, as Lightning saves them."""
+    states: list[Any] = trainer.fit_loop.on_save_checkpoint().get("combined_loader", [])
+    return states
+
+
+def is_within_epoch(trainer: Trainer, point: ResumePoint | None) -> bool:
+    """Whether a training that resumes at a point, or else at this moment, goes on when its loaders have drawn."""
+    if point is not None:
+        return point.has_iterators
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.current.ready) and not progress.is_last_batch
+
+
 class RandomNumbers:
-    """Saves and restores the random number generators of all ranks.
+    """Restores the random number generators of all ranks.
 
     Lightning does not: after a resume, dropout and shuffling would draw again what they drew when training began.
     """
 
     def __init__(self) -> None:
         self._loaded: Mapping[str, Any] | None = None
-
-    def gather(self, trainer: Trainer, point: ResumePoint | None, control: Collectives | None) -> dict[str, Any]:
-        """The states for a checkpoint. Collective: each rank sends some 10 KB to rank 0.
-
-        Args:
-            trainer: The Trainer.
-            point: The point that the checkpoint is set back to; None for this moment.
-            control: Of all ranks; None for this rank's state alone.
-        """
-        own = rng_state() if point is None else point.rng
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        within = bool(progress.current.ready) and not progress.is_last_batch
-        states = [own] if control is None else gather_object(own, control.group)
-        return {"states": states, "within_epoch": within if point is None else point.loaders is not None}
 
     def load(self, saved: Mapping[str, Any] | None, rank: int, world_size: int) -> None:
         """Takes over this rank's state; see :meth:`before_loaders` and :meth:`before_training`."""
@@ -159,43 +166,7 @@ class RandomNumbers:
             set_rng_state(self._loaded["state"])
 
     def before_training(self) -> None:
-        """Sets the generators again where training resumes within an epoch, whose loaders had drawn before the save."""
+        """Sets the generators again where training resumes when its loaders had drawn before the save."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None and loaded["within_epoch"]:
             set_rng_state(loaded["state"])
-
-
-def rng_state() -> dict[str, Any]:
-    """The states of this process's random number generators, as tensors and plain values: some 10 KB."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, numbers, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state(),
-        "python": (version, _as_tensor(numbers), gauss),
-        "numpy": (str(kind), _as_tensor(keys), position, has_gauss, cached),
-        # Asking would initialise CUDA, after which this process could not be forked.
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
-    }
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets this process's random number generators."""
-    torch.set_rng_state(state["torch"])
-    version, numbers, gauss = state["python"]
-    # Earlier versions have saved the numbers one by one.
-    numbers = _as_array(numbers).tolist() if isinstance(numbers, Tensor) else numbers
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *others = state["numpy"]
-    np.random.set_state((kind, _as_array(keys), *others))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def _as_tensor(numbers: Any) -> Tensor:
-    # `weights_only` loading takes no arrays. One tensor, not hundreds of numbers: a checkpoint has those of all ranks,
-    # and is walked through. Of int32, as torch can hardly compute with uint32.
-    return torch.from_numpy(np.asarray(numbers, dtype=np.uint32).view(np.int32).copy())
-
-
-def _as_array(numbers: Tensor) -> Any:
-    return numbers.numpy().view(np.uint32)

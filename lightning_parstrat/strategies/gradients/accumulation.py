@@ -27,7 +27,7 @@ from lightning_parstrat.core.accumulation import (
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
-from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteTracker, raise_nonfinite
+from lightning_parstrat.distributed.gradients.nonfinite import Leaf, NonfiniteTracker, raise_nonfinite
 from lightning_parstrat.distributed.zero1.reductions import GradientScale
 from lightning_parstrat.distributed.zero1.shardability import needs_closure
 from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
@@ -159,13 +159,23 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
                     "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
                     " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
                 )
-            self._nonfinite_tracker = NonfiniteTracker(self._training_module.named_parameters())
+            self._nonfinite_tracker = NonfiniteTracker(self._leaves())
         self._restore_precision = equip_precision(
             self.precision_plugin,
             self._clipper,
-            WindowHooks(lambda: self._loss_factor, self._end_backward, self._complete_window, self._note_skipped_step),
+            WindowHooks(
+                lambda: self._loss_factor,
+                self._parameters_to_filter,
+                self._end_backward,
+                self._complete_window,
+                self._note_skipped_step,
+            ),
         )
         self._prepare_for_signals()
+
+    def _leaves(self) -> Iterable[Leaf]:
+        """All parameters, with the tensors that a backward computes gradients for."""
+        return (Leaf(name, parameter, parameter) for name, parameter in self._training_module.named_parameters())
 
     def _prepare_for_signals(self) -> None:
         trainer = self._training_module.trainer
@@ -272,6 +282,10 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if not self._accumulates:
             self._window_scale = _Once(self._scale_of_window)
         return factor
+
+    def _parameters_to_filter(self) -> Iterable[Tensor]:
+        """Those whose gradients nothing else filters where a micro-batch has no weight."""
+        return (leaf.tensor for leaf in self._leaves())
 
     def _end_backward(self) -> None:
         """As a rule the precision plugin calls it, before it lets hooks look at gradients."""

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -9,17 +10,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.torch_compat import has_global_step_hooks, has_step_hooks
+from lightning_parstrat.distributed.torch_compat import gradient_hooks, has_global_step_hooks, has_step_hooks
 from lightning_parstrat.distributed.zero1.optimizer import refuse_step_of_class
 from lightning_parstrat.strategies.gradients.code_reading import may_read_gradients
 
+_OURS = "lightning_parstrat."
 _LIBRARIES = (
     "lightning.pytorch.",
     "lightning.fabric.",
     "pytorch_lightning.",
     "lightning_fabric.",
     "torch.",
-    "lightning_parstrat.",
+    _OURS,
 )
 _HOOKS_THAT_SEE_GRADIENTS = (
     "backward",
@@ -40,6 +42,17 @@ _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER = (
     "training_step",
 )
 """Whoever overrides these rarely wants gradients, so only those count whose code mentions them."""
+_HOOKS_BETWEEN_MICRO_BATCHES = (
+    "on_before_backward",
+    "on_train_batch_end",
+    "on_train_batch_start",
+    "on_validation_end",
+    "on_validation_start",
+    "training_step",
+    "validation_step",
+)
+_READS = ("grad", "grad_norm")
+_READS_OR_CLEARS = (*_READS, "zero_grad")
 CLIPPING_METHODS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
 """Of a precision plugin."""
 _PLUGIN_METHODS_THAT_SEE_GRADIENTS = (*CLIPPING_METHODS, "optimizer_step")
@@ -94,6 +107,30 @@ def observers_of_gradients(
     return observers
 
 
+def observers_between_micro_batches(module: LightningModule, callbacks: Sequence[Callback]) -> list[str]:
+    """What of the user's may read, change or clear what this rank has accumulated before the window's last micro-batch.
+
+    Beside those of :func:`observers_of_gradients`. Hooks of parameters count that are there now.
+
+    Args:
+        module: The module in training.
+        callbacks: The trainer's.
+
+    Returns:
+        Names to show to the user; empty where nobody does.
+    """
+    observers = [
+        f"{type(owner).__name__}.{hook}"
+        for owner in (module, *callbacks)
+        for hook in users_own(owner, _HOOKS_BETWEEN_MICRO_BATCHES)
+        if mentions_gradients(owner, hook, _READS_OR_CLEARS)
+    ]
+    hooks = (hook.func if isinstance(hook, partial) else hook for hook in gradient_hooks(module.parameters()))
+    if any(not (getattr(hook, "__module__", None) or "").startswith(_OURS) for hook in hooks):
+        observers.append("hooks of parameters")
+    return observers
+
+
 def users_own(owner: Any, names: Sequence[str]) -> list[str]:
     """The methods that a user has defined, on the class or (as LambdaCallback does) on the object."""
     return [name for name in names if name in vars(owner) or _is_users(getattr(type(owner), name, None))]
@@ -105,12 +142,13 @@ def _is_users(function: Any) -> bool:
     return not getattr(function, "__module__", "").startswith(_LIBRARIES)
 
 
-def mentions_gradients(owner: Any, name: str) -> bool:
+def mentions_gradients(owner: Any, name: str, attributes: Sequence[str] = _READS) -> bool:
     """Whether the code of a method reads an attribute ``grad``, or that of the methods of its object that it calls.
 
     Args:
         owner: The object.
         name: The method's name.
+        attributes: What counts as reading.
     """
     seen: set[str] = set()
     waiting = [name]
@@ -118,7 +156,7 @@ def mentions_gradients(owner: Any, name: str) -> bool:
         method = waiting.pop()
         seen.add(method)
         names = _names_in(getattr(inspect.unwrap(getattr(owner, method)), "__code__", None))
-        if not names.isdisjoint(("grad", "grad_norm")):
+        if not names.isdisjoint(attributes):
             return True
         waiting += [called for called in names - seen if _is_users(_method(owner, called))]
     return False

@@ -4,7 +4,7 @@ The plugin's class is swapped for a subclass while a training lasts, so that the
 ``__qualname__``, under which Lightning files a plugin's state in checkpoints.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -30,12 +30,14 @@ class WindowHooks(NamedTuple):
 
     Attributes:
         loss_factor: What the loss of the backward that comes next is multiplied by, or None.
+        parameters_to_filter: Leaves whose gradients may be NaN where that is 0, and are not filtered on their way.
         end_backward: Called after every backward, before hooks look at its gradients.
         complete_window: Called before gradients are stepped, for a window whose last micro-batch had no backward.
         on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
     """
 
     loss_factor: Callable[[], float | Tensor | None]
+    parameters_to_filter: Callable[[], Iterable[Tensor]]
     end_backward: Callable[[], None]
     complete_window: Callable[[], None]
     on_skip: Callable[[Optimizer], None]
@@ -76,7 +78,7 @@ class _ClippingPrecision:
         if factor is None and scaler is None:
             super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
             return
-        weightless = without_weightless(model.parameters(), factor)
+        weightless = without_weightless(self._window_hooks.parameters_to_filter(), factor)
         with weightless, nullcontext() if scaler is None else scaler.gradients_added():
             super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
 

@@ -1,8 +1,10 @@
 """The ranks of a training: checks how many were started, joins them, and names those that are missing."""
 
+import functools
 import logging
 import sys
 import uuid
+import weakref
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -20,14 +22,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_parstrat._namespaces import PACKAGES
+from lightning_parstrat.core.policy import WaitPolicy
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.comm.agreement import wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of, wait_for_all
+from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed
 from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, control_group, world_size
-from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch
+from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch, explain_wait
 from lightning_parstrat.strategies.launch.elastic import (
     StartedLauncher,
     believe_started,
@@ -35,6 +39,7 @@ from lightning_parstrat.strategies.launch.elastic import (
     started_ranks,
 )
 from lightning_parstrat.strategies.launch.job_size import check_job_size
+from lightning_parstrat.strategies.launch.progress import progress_of
 from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, trainer_of
 
 log = logging.getLogger(__name__)
@@ -43,10 +48,16 @@ _ENDED = "ended its training"
 
 
 class RanksStrategy(DDPStrategy):
-    """DDP that takes its ranks from the launcher, and names those that are missing after a fault.
+    """DDP that takes its ranks from the launcher, and names those that are missing or late.
 
     Args:
+        warn_after_seconds: After how many seconds in which it makes no progress a rank that waits for others says so,
+            in one line: in which collective, since when, and which ranks have not come and where those are. ``None``
+            says nothing before the ``timeout``.
         **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
     """
 
     flag: str
@@ -55,7 +66,8 @@ class RanksStrategy(DDPStrategy):
     _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness", "_known_messages"})
     """Attributes that belong to one training and its ranks, and are None outside of it."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, warn_after_seconds: float | None = 15.0, **kwargs: Any) -> None:
+        self._wait_policy = WaitPolicy(warn_after_seconds=warn_after_seconds)
         self._known_liveness: Liveness | None = None
         self._known_messages: ControlMessages | None = None
         self._ended = _ENDED
@@ -124,14 +136,22 @@ class RanksStrategy(DDPStrategy):
                 " as `num_nodes * devices`, or correct these two arguments."
             )
         self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
-        begin_watch(self._known_liveness, self.flag)
+        # Weakly: what is watched is held by the process group.
+        begin_watch(
+            self._known_liveness,
+            self.flag,
+            self._wait_policy.warn_after_seconds,
+            functools.partial(_progress_of, weakref.ref(self)),
+            waits_on_host=self.root_device.type == "cpu",
+        )
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Logs which ranks are missing, if that may be the cause. Not collective: it may run on one rank only."""
+        """Says which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
         super().on_exception(exception)
         self._ended = f"ended its training by {type(exception).__name__}"
-        if self.world_size > 1 and is_of_a_collective(exception):
+        explain_wait(exception)
+        if self._has_ranks and self.world_size > 1 and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
             if missing:
                 message = f"{names_of(missing).capitalize()} did not answer: ended, or stuck elsewhere."
@@ -152,7 +172,7 @@ class RanksStrategy(DDPStrategy):
 
     def _wait_for_all(self) -> None:
         if self.world_size > 1:
-            wait_for_all(self._control.group, self._timeout or default_pg_timeout)
+            wait_for_all(self._control)
 
     @property
     def _is_interrupted(self) -> bool:
@@ -186,6 +206,11 @@ class RanksStrategy(DDPStrategy):
         if self._known_messages is None:
             self._known_messages = ControlMessages(self._control)
         return self._known_messages
+
+
+def _progress_of(strategy: "weakref.ref[RanksStrategy]") -> tuple[str, str]:
+    known = strategy()
+    return ("", "") if known is None else progress_of(known.lightning_module)
 
 
 class WrapperlessDDPStrategy(DDPStrategy):

@@ -10,7 +10,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_parstrat.core.layout import LayoutPolicy, ParameterSpec, Partition, plan_buckets
-from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, StoredTensor
+from lightning_parstrat.distributed.checkpoint.index import (
+    CheckpointIndex,
+    IndexUnpickler,
+    SplitBounds,
+    StoredTensor,
+    file_of,
+)
 from lightning_parstrat.distributed.checkpoint.writing import write_shard
 from lightning_parstrat.distributed.checkpoint.zipped import elements_in, write_zipped, zipped_bytes
 
@@ -33,7 +39,7 @@ def index_of(partition: Partition, world_size: int, sizes: Sequence[int] = SIZES
     split, whole = range(0, 5 * world_size + 1, 5), range(-10, (world_size - 1) * 10 + 1, 10)
     tensors.append(StoredTensor("split", torch.int64, 5 * world_size - 3, len(buckets), 0))
     tensors.append(StoredTensor("whole", torch.int64, 10, len(buckets) + 1, 0))
-    return CheckpointIndex(tensors, [*(bucket.bounds for bucket in buckets), split, whole], range(world_size))
+    return CheckpointIndex(tensors, [*(bucket.bounds for bucket in buckets), split, whole], (range(world_size),))
 
 
 def loaded(index: CheckpointIndex) -> CheckpointIndex:
@@ -47,7 +53,7 @@ def test_every_element_is_in_one_piece(partition: Partition, world_size: int) ->
     written, index = index_of(partition, world_size), loaded(index_of(partition, world_size))
     for name, tensor in written.tensors.items():
         pieces = index.pieces_between(name, 0, tensor.numel)
-        assert pieces == [p for s in range(world_size) for p in written.in_shard(s).values() if p.name == name]
+        assert pieces == [p for s in range(world_size) for p in written.in_part(s).values() if p.name == name]
         ends = [piece.start + piece.numel for piece in pieces]
         assert [piece.start for piece in pieces] == [0, *ends][: len(pieces)] and [0, *ends][-1] == tensor.numel
         # Those alone that have any of what is asked for.
@@ -60,11 +66,34 @@ def test_every_element_is_in_one_piece(partition: Partition, world_size: int) ->
 def test_pieces_of_a_file_follow_each_other(partition: Partition) -> None:
     index = index_of(partition, 3)
     for shard in range(3):
-        pieces = list(index.in_shard(shard).values())
+        pieces = list(index.in_part(shard).values())
         ends = [piece.position + piece.length for piece in pieces]
         assert all(0 <= piece.position - end < 64 for piece, end in zip(pieces, [0, *ends[:-1]], strict=True))
         assert {piece.file for piece in pieces} == {f"__{shard}_0.distcp"}
         assert index.file_sizes()[f"__{shard}_0.distcp"] == ends[-1]
+
+
+@pytest.mark.parametrize("partition", ["element", "parameter"])
+@pytest.mark.parametrize("copies", [2, 3])
+def test_ranks_that_hold_the_same_write_equal_parts_of_it(partition: Partition, copies: int) -> None:
+    one = index_of(partition, 3)
+    _, (_, tensors, cuts, _) = one.__reduce__()
+    bounds = [cut if isinstance(cut, range) else cut.bounds() for _, cut in cuts]
+    groups = [range(3 * copy, 3 * copy + 3) for copy in range(copies)]
+    index = loaded(
+        CheckpointIndex([StoredTensor(*one) for one in tensors], [SplitBounds(b, copies) for b in bounds], groups)
+    )
+    for shard in range(3):
+        of_holders = [index.of_rank(group[shard]) for group in groups]
+        for name, piece in one.in_part(shard).items():
+            # In the order of the copies, they are what one rank writes where there is one copy.
+            parts = [part for pieces in of_holders for part in pieces if part.name == name]
+            ends = [part.start + part.numel for part in parts]
+            assert [part.start for part in parts] == [piece.start, *ends[:-1]] and ends[-1] == piece.start + piece.numel
+            assert index.pieces_between(name, piece.start, piece.start + piece.numel) == parts
+    sizes = index.file_sizes()
+    assert {file_of(rank) for rank in range(3 * copies)} >= sizes.keys()
+    assert sizes == {name: size for first in range(4) for name, size in index.file_sizes(first, 4).items()}
 
 
 @pytest.mark.parametrize("partition", ["element", "parameter"])
@@ -78,7 +107,7 @@ def test_elsewhere_it_is_an_index_of_torchs() -> None:
     metadata = pickle.loads(pickle.dumps(index))
     assert isinstance(metadata, Metadata)
     assert metadata.state_dict_metadata.keys() == index.tensors.keys()
-    assert len(metadata.storage_data) == sum(len(index.in_shard(shard)) for shard in range(3))
+    assert len(metadata.storage_data) == sum(len(index.in_part(shard)) for shard in range(3))
 
 
 def test_one_of_a_newer_format_is_refused() -> None:
@@ -115,7 +144,8 @@ def saved_by_torch(elements: torch.Tensor) -> bytes:
 def test_a_file_is_as_long_as_the_index_says(tmp_path: Path) -> None:
     index = index_of("element", 2)
     for shard in range(2):
-        path = tmp_path / index.file_of(shard)
-        pieces = list(index.in_shard(shard).values())
-        write_shard(path, pieces, lambda piece: torch.zeros(piece.numel, dtype=piece.dtype))
-        assert path.stat().st_size == index.file_sizes()[path.name]
+        path = tmp_path / file_of(shard)
+        own, begins = b"what it alone says", index.end_of(shard)
+        write_shard(path, index.of_rank(shard), lambda piece: torch.zeros(piece.numel, dtype=piece.dtype), own, begins)
+        assert 0 <= begins - index.file_sizes()[path.name] < 64
+        assert path.read_bytes()[begins:] == own

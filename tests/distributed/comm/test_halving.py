@@ -12,7 +12,7 @@ from lightning_parstrat.core import halving
 from lightning_parstrat.core.layout import BucketLayout
 from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.halving import HalvingCollectives
@@ -120,7 +120,9 @@ def trained(nodes: str, kind: type[Collectives] | None = None, steps: int = 4) -
     torch.manual_seed(0)
     module, rank = Net(), dist.get_rank()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
-    engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(bucket_cap_mb=1e-4), process_groups(), nodes[rank])
+    engine = ShardedDataParallel(
+        module, [optimizer], ShardingPolicy(bucket_cap_mb=1e-4), process_groups(), Node(nodes[rank])
+    )
     if kind is not None:
         for collectives in (engine.reducer.collectives, engine.gatherer.collectives):
             assert isinstance(collectives, UnevenCollectives) and type(collectives.even) is kind

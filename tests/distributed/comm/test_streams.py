@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import CudaStreams, HostStreams, streams_of
+from lightning_parstrat.distributed.comm.streams import Arrivals, CudaStreams, HostStreams, streams_of
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.zero1.local_reductions import LocalReductions
+from lightning_parstrat.distributed.zero1.reductions import Reductions
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 
@@ -20,6 +22,8 @@ Log = list[tuple[str, Any, Any]]
 
 class RecordingStreams:
     """Named streams that do nothing but remember what was queued on which."""
+
+    are_several = True
 
     def __init__(self) -> None:
         self.log: Log = []
@@ -113,6 +117,115 @@ def within_step() -> Log:
 def test_without_overlap_the_step_waits_after_all_launches(pool: RankPool) -> None:
     for log in pool.run(2, within_step):
         assert log == [*LAUNCHES, ("waits for gather", "main", 1), ("waits for gather", "main", 2)]
+
+
+class RecordedReductions(RecordedCollectives):
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
+        self.launched += 1
+        self.streams.log.append(("launches reduction", self.streams.name, self.launched))
+        return _Recorded(self.inner.reduce_scatter(buffer, shard, bounds), self.launched, self.streams)
+
+
+def reduced_from(streams_of_gradients: tuple[str, str], cap: float) -> Log:
+    """What is queued where a module's two gradients, the last layer's first, become ready on these streams."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    streams = RecordingStreams()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1), bucket_cap_mb=cap)
+    engine.reducer.reductions = Reductions(
+        RecordedReductions(engine.reducer.collectives, streams), max_inflight=4, streams=streams
+    )
+    for parameter, name in zip(reversed(list(module.parameters())), streams_of_gradients, strict=True):
+        # Before our hook: ours are put last when the backward is announced.
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: setattr(streams, "name", name))
+    loss = module(torch.ones(2, 4)).sum()
+    engine.prepare_backward(loss)
+    loss.backward()
+    streams.name = "main"
+    log = list(streams.log)
+    engine.reducer.complete()
+    assert all(event[1] == "main" for event in streams.log if event[0].startswith(("launches", "waits for gather")))
+    return log
+
+
+LAUNCH = "launches reduction", "main"
+
+
+@pytest.mark.parametrize(
+    ("of_gradients", "cap", "expected"),
+    [
+        (("main", "main"), 8.0, [(*LAUNCH, 1)]),
+        # The stream of a gradient waits in its turn: its memory may be written again only when it was packed.
+        (
+            ("graph", "main"),
+            8.0,
+            [("waits for stream", "main", "graph"), (*LAUNCH, 1), ("waits for stream", "graph", "main")],
+        ),
+        (
+            ("graph", "graph"),
+            8.0,
+            [("waits for stream", "main", "graph"), (*LAUNCH, 1), ("waits for stream", "graph", "main")],
+        ),
+        (
+            ("main", "graph"),
+            1e-6,
+            [
+                (*LAUNCH, 1),
+                ("waits for stream", "main", "graph"),
+                (*LAUNCH, 2),
+                ("waits for stream", "graph", "main"),
+            ],
+        ),
+    ],
+)
+def test_gradients_leave_from_backwards_stream_after_they_were_made_on_any(
+    pool: RankPool, of_gradients: tuple[str, str], cap: float, expected: Log
+) -> None:
+    assert pool.run(2, reduced_from, of_gradients, cap) == [expected] * 2
+
+
+def test_who_launches_from_another_stream_may_have_made_gradients_there() -> None:
+    streams = RecordingStreams()
+    arrivals = Arrivals(streams)
+    with streams.on("side"), arrivals.at_home("bucket"):
+        streams.log.append(("launches reduction", streams.name, 1))
+    assert streams.log == [("waits for stream", "main", "side"), (*LAUNCH, 1), ("waits for stream", "side", "main")]
+
+
+def test_what_is_forgotten_is_not_waited_for() -> None:
+    streams = RecordingStreams()
+    arrivals = Arrivals(streams)
+    with streams.on("graph"):
+        arrivals.note("bucket")
+    arrivals.forget("bucket")
+    arrivals.forget("another")
+    with arrivals.at_home("bucket"):
+        assert streams.name == "main"
+    assert streams.log == []
+
+
+def taken_alone() -> tuple[int, Log]:
+    """How many gradients one rank takes as they are, and what waits for the streams that they were made on."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    streams = RecordingStreams()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    engine.reducer.reductions = LocalReductions(engine.reducer.collectives, streams=streams)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: setattr(streams, "name", "graph"))
+    engine.prepare_backward(loss := module(torch.ones(2, 4)).sum())
+    loss.backward()
+    streams.name = "main"
+    engine.reducer.complete()
+    arrivals = engine.reducer.reductions.arrivals
+    assert arrivals is not None
+    for bucket in engine.buckets:
+        with arrivals.at_home(bucket):
+            pass
+    return sum(slot.shard is not None and slot.shard.grad is not None for slot in engine.slots.values()), streams.log
+
+
+def test_one_rank_does_not_remember_where_gradients_were_made(pool: RankPool) -> None:
+    assert pool.run(1, taken_alone) == [(2, [])]
 
 
 def test_each_device_has_its_streams() -> None:

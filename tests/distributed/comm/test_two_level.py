@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
@@ -123,7 +123,7 @@ def trained(node_of: str, steps: int = 4) -> tuple[list[Tensor], bool, bool]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     rank = dist.get_rank()
     policy = ShardingPolicy(bucket_cap_mb=1e-4)
-    engine = ShardedDataParallel(module, [optimizer], policy, process_groups(), node_of[rank])
+    engine = ShardedDataParallel(module, [optimizer], policy, process_groups(), Node(node_of[rank]))
     for step in range(steps):
         inputs = torch.randn(RANKS, 7, generator=torch.Generator().manual_seed(step))[rank : rank + 1]
         loss = module(inputs).square().mean()
@@ -158,16 +158,40 @@ def test_a_training_in_two_levels_is_that_of_flat_exchange(pool: RankPool) -> No
         assert distance(parameters, two_level[0][0]) == 0
 
 
-def named(name: str) -> Topology:
-    return topology_of_ranks(name, make_collectives(process_groups().control, CPU))
+def nodes_by_rank(names: str, numbers: str) -> tuple[Topology, int]:
+    """Who shares a node, and how many small reductions it took to know."""
+    rank, control = dist.get_rank(), make_collectives(process_groups().control, CPU)
+    found = topology_of_ranks(Node(names[rank], int(numbers[rank])), control)
+    return found, control.traffic.small_reductions
 
 
-def nodes_by_rank(names: str) -> Topology:
-    return named(names[dist.get_rank()])
+PLACED = {
+    "one node": ("aaaa", "0000", (0, 0, 0, 0), 2),
+    "in order": ("aabb", "0011", (0, 0, 1, 1), 2),
+    "each its own": ("abcd", "0123", (0, 1, 2, 3), 2),
+    "of one name": ("aaaa", "0011", (0, 0, 1, 1), 2),
+    "without numbers": ("aabb", "0000", (0, 0, 1, 1), 3),
+    "without numbers, one another": ("aaab", "0000", (0, 0, 0, 1), 3),
+    "by turns": ("abab", "0101", (0, 1, 0, 1), 3),
+    "by turns, without numbers": ("abab", "0000", (0, 1, 0, 1), 3),
+    "as it comes": ("baab", "1001", (0, 1, 1, 0), 3),
+    "against their order": ("bbaa", "1100", (0, 0, 1, 1), 3),
+    "unequal": ("aaab", "0001", (0, 0, 0, 1), 3),
+    "of several names": ("abcc", "0011", (0, 1, 2, 2), 3),
+    "names crosswise": ("abab", "0011", (0, 1, 2, 3), 3),
+    "numbers that begin at 1": ("aabb", "1122", (0, 0, 1, 1), 3),
+    "more numbers than ranks": ("aabb", "0099", (0, 0, 1, 1), 3),
+    "of three, unequal": ("aab", "001", (0, 0, 1), 3),
+    "of five, each its own": ("abcde", "01234", (0, 1, 2, 3, 4), 2),
+}
 
 
-def test_ranks_agree_on_who_shares_a_node(pool: RankPool) -> None:
-    assert pool.run(4, nodes_by_rank, "baab") == [Topology((0, 1, 1, 0))] * 4
+@pytest.mark.parametrize(("names", "numbers", "nodes", "reductions"), PLACED.values(), ids=PLACED)
+def test_ranks_agree_on_who_shares_a_node(
+    pool: RankPool, names: str, numbers: str, nodes: tuple[int, ...], reductions: int
+) -> None:
+    expected = (Topology(nodes), reductions)
+    assert pool.run(len(names), nodes_by_rank, names, numbers) == [expected] * len(names)
 
 
 def test_what_an_exchange_raises_reaches_whoever_waits() -> None:

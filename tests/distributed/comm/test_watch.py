@@ -15,19 +15,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lightning_parstrat.distributed.comm import heartbeats as heartbeats_module
 from lightning_parstrat.distributed.comm import watch as watch_module
-from lightning_parstrat.distributed.comm.agreement import all_gather_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, gather_object
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import Liveness, MissingRanksError
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.comm.watch import Times, begin_watch, end_watch, met, watching
-from lightning_parstrat.distributed.torch_compat import default_store
+from lightning_parstrat.distributed.comm.watch import Watch, begin_watch, end_watch, met, watching
+from lightning_parstrat.distributed.torch_compat import collectives_launched, default_store
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.distributed.engines import adamw, backward, make_engine, perceptron, squared_error
 from tests.pool import RankPool
 
-SOON = Times(said_after=(0.4, 1.2, 60.0), look=0.05, answers=1.0)
+SOON = 0.5
 
 
 class Lines(logging.Handler):
@@ -41,18 +42,16 @@ class Lines(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def watched(name: str, times: Times, act: Callable[[int, Lines], Any]) -> tuple[Any, list[str], list[str]]:
+def watched(name: str, warn_after: float | None, act: Callable[[int, Lines], Any]) -> tuple[Any, list[str], list[str]]:
     """What ``act`` returns, what was said, and the threads that are left."""
     lines = Lines()
     watch_module.log.addHandler(lines)
-    watch_module.TIMES = times
     try:
-        begin_watch(Liveness(name), "zero1_custom")
+        begin_watch(Liveness(name), "zero1_custom", warn_after)
         result = act(dist.get_rank(), lines)
         end_watch("ended its training", wait=True)
     finally:
         end_watch()
-        watch_module.TIMES = Times()
         watch_module.log.removeHandler(lines)
     return result, lines.said, _watching_threads()
 
@@ -77,7 +76,7 @@ def has_key(name: str) -> Callable[[], bool]:
     return stays_away
 
 
-def idiom(name: str, times: Times, late: list[int], seconds: float) -> tuple[Any, list[str], list[str]]:
+def idiom(name: str, late: list[int], seconds: float) -> tuple[Any, list[str], list[str]]:
     """Some ranks come to ``state_dict()`` only when another one has said that it waits."""
     module = perceptron()
     optimizer = adamw(module.parameters())
@@ -96,7 +95,7 @@ def idiom(name: str, times: Times, late: list[int], seconds: float) -> tuple[Any
         state = optimizer.state_dict()["state"]
         return {key: value["exp_avg"].sum().item() for key, value in state.items()}
 
-    return watched(name, times, act)
+    return watched(name, SOON, act)
 
 
 def tells(lines: Lines, key: str) -> None:
@@ -109,22 +108,23 @@ def tells(lines: Lines, key: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "late", "who"),
     [
-        (2, [1], "rank 1 is in"),
-        (2, [0], "rank 0 is in"),
-        (3, [1], "rank 1 is in"),
-        (3, [1, 2], "ranks 1, 2 are in"),
+        (2, [1], "rank 1"),
+        (2, [0], "rank 0"),
+        (3, [1], "rank 1"),
+        (3, [1, 2], "ranks 1, 2"),
     ],
 )
 def test_a_rank_that_waits_names_who_has_not_come_and_where_it_is(
     pool: RankPool, world_size: int, late: list[int], who: str
 ) -> None:
-    found = pool.run(world_size, idiom, f"idiom {world_size} {late}", SOON, late, 10.0)
+    found = pool.run(world_size, idiom, f"idiom {world_size} {late}", late, 20.0)
     said = [line for _, lines, _ in found for line in lines]
     asker = next(rank for rank in range(world_size) if rank not in late)
     # One of those that wait asks for all.
     assert len(said) == 1, said
-    assert said[0].startswith(f"zero1_custom, rank {asker}: `optimizer.state_dict()` has waited ") or world_size == 3
-    assert f"All ranks must take part, but {who} `stays_away` (test_watch.py, line " in said[0]
+    assert said[0].startswith(f"zero1_custom, rank {asker}: has waited ") or world_size == 3
+    assert ", in a meeting of all ranks, in `optimizer.state_dict()`, at " in said[0]
+    assert re.search(rf"Not there: {who}: for \d s, at .*`stays_away` \(test_watch.py, line \d+\)\.", said[0]), said
     assert said[0].endswith("Call it on all ranks, and save what it returns on rank 0.")
     states = [state for state, _, _ in found]
     assert states[0] and all(state == states[0] for state in states) and all(v == v for v in states[0].values())
@@ -171,7 +171,8 @@ def one_is_late(name: str, what: str) -> tuple[Any, list[str], list[str]]:
 @pytest.mark.parametrize("what", CALLS)
 def test_other_calls_of_the_engine_are_watched(pool: RankPool, what: str) -> None:
     (_, said, threads), by_1 = pool.run(2, one_is_late, what, what)
-    assert len(said) == 1 and f"`{what}` has waited " in said[0] and "rank 1 is in `stays_away`" in said[0]
+    assert len(said) == 1 and f"in `{what}`, at " in said[0]
+    assert re.search(r"rank 1: for \d s, at .*`stays_away`", said[0]), said
     assert by_1 == (None, [], []) and threads == []
 
 
@@ -180,9 +181,11 @@ def waits_for_collective(name: str, does_not_answer: bool) -> tuple[Any, list[st
     groups, heard = process_groups(), f"heard/{name}"
 
     def act(rank: int, lines: Lines) -> None:
+        threading.Thread(target=tells, args=(lines, heard), daemon=True).start()
         if rank == 0:
-            threading.Thread(target=tells_and_reduces, args=(lines, heard), daemon=True).start()
+            threading.Thread(target=reduces, args=(has_key(heard),), daemon=True).start()
         elif does_not_answer:
+            stays_away(has_key(f"lightning_parstrat/heartbeats/{name}/beat/1"))
             # `PyDLL` keeps the lock.
             ctypes.PyDLL(None).usleep(2_500_000)
             stays_away(has_key(heard))
@@ -191,25 +194,76 @@ def waits_for_collective(name: str, does_not_answer: bool) -> tuple[Any, list[st
         with watching("`trainer.save_checkpoint()`"):
             dist.barrier(group=groups.control)
 
-    def tells_and_reduces(lines: Lines, key: str) -> None:
-        tells(lines, key)
+    def reduces(somebody_was_heard: Callable[[], bool]) -> None:
+        stays_away(somebody_was_heard)
         if not does_not_answer:
             dist.all_reduce(torch.ones(1), group=groups.gradients)
 
     return watched(name, SOON, act)
 
 
-@pytest.mark.parametrize(
-    ("does_not_answer", "where"),
-    [
-        (False, r"but rank 1 is in `\w+` \(\w+\.py, line \d+\), called from `act` \(test_watch\.py, line \d+\)\.$"),
-        (True, r"but rank 1 does not answer \(ended, or stuck\)\.$"),
-    ],
-)
-def test_where_the_host_waits_in_c_it_asks_and_answers(pool: RankPool, does_not_answer: bool, where: str) -> None:
-    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, f"c {does_not_answer}", does_not_answer)
+AT = r" at .*`act` \(test_watch\.py, line \d+\) > "
+
+
+def test_where_the_host_waits_in_c_it_asks_and_answers(pool: RankPool) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, "c False", False)
+    # Both wait, each in a collective of its own: one of them speaks.
+    (line,) = [*said, *said_by_1]
+    other = "1: waiting in `all_reduce`" if said else "0: waiting in `barrier`"
+    assert re.search(rf"Not there: rank {other}, .*for \d s,{AT}", line), line
+
+
+def test_a_rank_that_cannot_answer_is_shown_at_its_last_heartbeat(pool: RankPool) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, "c True", True)
+    where = r"Not there: rank 1: no sign of life for \d s \(ended, stopped, .*lock\), at its last heartbeat "
     assert said and re.search(where, said[0]), said
     assert said_by_1 == []
+
+
+def stops_when_it_was_named(name: str) -> tuple[Any, list[str], list[str]]:
+    """Rank 0 waits for rank 1, and goes on waiting when that one has stopped after the first line."""
+    group, heard = process_groups().control, f"heard/{name}"
+
+    def act(rank: int, lines: Lines) -> None:
+        if rank == 0:
+            threading.Thread(target=tells, args=(lines, heard), daemon=True).start()
+        else:
+            stays_away(has_key(heard))
+            # Beyond the second line, after four times `SOON`; `PyDLL` keeps Python's lock.
+            ctypes.PyDLL(None).usleep(3_000_000)
+        dist.barrier(group=group)
+
+    return watched(name, SOON, act)
+
+
+def test_a_rank_that_stops_after_the_first_line_is_told_from_one_that_is_late(pool: RankPool) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, stops_when_it_was_named, "stops later")
+    assert len(said) == 2 and said_by_1 == [], said
+    assert re.search(r"Not there: rank 1: for \d s, at .*`stays_away`", said[0]), said
+    assert re.search(r"Not there: rank 1: no sign of life for \d s ", said[1]), said
+
+
+def launched_after_a_save(name: str) -> tuple[dict[str, int], int]:
+    """What this rank counts as launched after a full save, and what Gloo counts on the control group."""
+    module = perceptron()
+    optimizer = adamw(module.parameters())
+    engine = make_engine(module, optimizer)
+    backward(engine, squared_error(module, dist.get_rank()))
+    optimizer.step()
+    optimizer.state_dict()
+    group = process_groups().control
+    gather_object(dist.get_rank(), group)
+    dist.all_reduce(torch.ones(1))
+    launched = Watch(Liveness(name), "zero1_custom")._beat("").where.launched
+    return launched, collectives_launched(group)
+
+
+def test_ranks_at_the_same_point_count_the_same_though_messages_between_two_are_not(pool: RankPool) -> None:
+    found = pool.run(3, launched_after_a_save, "launched")
+    assert len({by_gloo for _, by_gloo in found}) > 1
+    launched = [launched for launched, _ in found]
+    assert launched[0] == launched[1] == launched[2]
+    assert launched[0]["default"] > 0 and launched[0]["control"] > 0
 
 
 def ends_while_another_waits(name: str) -> str:
@@ -237,8 +291,8 @@ def ends_while_another_waits(name: str) -> str:
 
 def test_a_rank_that_has_ended_is_named_and_so_does_the_error_of_the_timeout(pool: RankPool) -> None:
     error, _ = pool.run(2, ends_while_another_waits, "ended")
-    assert error.startswith("Not all ranks have come to `optimizer.state_dict()`. zero1_custom, rank 0: ")
-    assert "but rank 1 has ended its training by ValueError. Call it on all ranks" in error
+    assert error.startswith("Not all ranks have come to `optimizer.state_dict()`. zero1_custom, rank 0: has waited ")
+    assert "Not there: rank 1: ended its training by ValueError. Call it on all ranks" in error
 
 
 def saves_after_training(name: str) -> tuple[Any, list[str], list[str]]:
@@ -261,7 +315,7 @@ def saves_after_training(name: str) -> tuple[Any, list[str], list[str]]:
 def test_after_training_it_is_watched_as_long_as_somebody_waits(pool: RankPool) -> None:
     (groups, said, threads), by_1 = pool.run(2, saves_after_training, "after training")
     assert groups == 1 and by_1 == (1, [], []) and threads == []
-    assert len(said) == 1 and "but rank 1 has ended its training. Call it on all ranks" in said[0]
+    assert len(said) == 1 and "Not there: rank 1: ended its training. Call it on all ranks" in said[0]
 
 
 def comes_at_another_point(name: str) -> str:
@@ -317,26 +371,30 @@ for _name in ("add", "check", "compare_set", "delete_key", "get", "multi_get", "
     setattr(Counted, _name, _counted(_name))
 
 
-def trains_without_waiting(name: str) -> list[str]:
+def trains_without_waiting(name: str, warn_after: float | None, steps: int) -> list[str]:
     group = process_groups().control
-    watch_module.PrefixStore = Counted  # type: ignore[misc]
+    heartbeats_module.PrefixStore = Counted  # type: ignore[misc]
     Counted.requests.clear()
 
     def act(rank: int, lines: Lines) -> list[str]:
-        for _ in range(20):
+        for _ in range(steps):
             with watching("a step"):
                 all_gather_object(rank, group)
-                time.sleep(0.05)
+        # The first is written when training begins: by a thread.
+        stays_away(lambda: bool(Counted.requests) or warn_after is None)
         return list(Counted.requests)
 
     try:
-        return watched(name, SOON, act)[0]
+        return watched(name, warn_after, act)[0]
     finally:
-        watch_module.PrefixStore = PrefixStore  # type: ignore[misc]
+        heartbeats_module.PrefixStore = PrefixStore  # type: ignore[misc]
 
 
-def test_nothing_is_sent_while_nobody_waits_long(pool: RankPool) -> None:
-    assert pool.run(2, trains_without_waiting, "quiet") == [["wait"]] * 2
+@pytest.mark.parametrize(
+    ("warn_after", "steps", "requests"), [(3600.0, 5, ["set"]), (3600.0, 200, ["set"]), (None, 5, [])]
+)
+def test_steps_send_nothing(pool: RankPool, warn_after: float | None, steps: int, requests: list[str]) -> None:
+    assert pool.run(2, trains_without_waiting, f"quiet {steps} {warn_after}", warn_after, steps) == [requests] * 2
 
 
 def test_alone_nothing_is_watched(pool: RankPool) -> None:

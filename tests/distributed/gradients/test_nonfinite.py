@@ -13,7 +13,12 @@ from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteGradientError, NonfiniteTracker, raise_nonfinite
+from lightning_parstrat.distributed.gradients.nonfinite import (
+    Leaf,
+    NonfiniteGradientError,
+    NonfiniteTracker,
+    raise_nonfinite,
+)
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 
@@ -37,7 +42,7 @@ class Branches(nn.Module):
 
 
 def tracker_of(module: nn.Module) -> NonfiniteTracker:
-    return NonfiniteTracker(module.named_parameters())
+    return NonfiniteTracker(Leaf(name, one, one) for name, one in module.named_parameters())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -55,7 +60,7 @@ def test_parameters_are_named_whose_gradients_are_not_finite(dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", DTYPES[:4], ids=str)
 def test_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
     parameter = nn.Parameter(torch.zeros(5, dtype=dtype))
-    tracker = NonfiniteTracker([("weight", parameter)])
+    tracker = NonfiniteTracker([Leaf("weight", parameter, parameter)])
     # Their sum, and their squares, are not.
     largest = torch.finfo(dtype).max
     parameter.backward(torch.tensor([largest, largest, -largest, largest, largest], dtype=dtype))
@@ -94,7 +99,7 @@ def test_a_gradient_that_was_taken_away_is_remembered() -> None:
 
 def test_what_accumulates_beyond_the_largest_number_is_seen() -> None:
     parameter = nn.Parameter(torch.zeros(2))
-    tracker = NonfiniteTracker([("weight", parameter)])
+    tracker = NonfiniteTracker([Leaf("weight", parameter, parameter)])
     largest = torch.full((2,), torch.finfo(torch.float32).max)
     parameter.backward(largest)
     assert tracker.nonfinite() == []
@@ -106,7 +111,7 @@ def test_a_frozen_parameter_is_looked_at_once_it_is_trained() -> None:
     module = Branches()
     module.two.requires_grad_(False)
     counter = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    tracker = NonfiniteTracker([*module.named_parameters(), ("counter", counter)])
+    tracker = NonfiniteTracker(Leaf(name, one, one) for name, one in (*module.named_parameters(), ("counter", counter)))
     assert [module.one.requires_grad, module.two.requires_grad, counter.requires_grad] == [True, False, False]
     module(one=1.0, two=math.nan).backward()
     assert module.two.grad is None
@@ -132,7 +137,7 @@ def test_sparse_gradients_are_looked_at_where_they_are(tokens: list[int]) -> Non
 @pytest.mark.parametrize("shape", [(0,), (3, 0)])
 def test_parameters_without_elements_are_finite(shape: tuple[int, ...]) -> None:
     parameter = nn.Parameter(torch.empty(shape))
-    tracker = NonfiniteTracker([("empty", parameter)])
+    tracker = NonfiniteTracker([Leaf("empty", parameter, parameter)])
     (parameter * math.nan).sum().backward()
     assert parameter.grad is not None
     assert tracker.nonfinite() == []

@@ -1,6 +1,7 @@
 """A backward whose weight is 0 adds zeros to gradients, also where its loss is NaN."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_parstrat.distributed.gradients.loss_weights import without_weightless
+from lightning_parstrat.distributed.gradients.loss_weights import weightless, without_weightless
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.comparing import distance
 from tests.distributed.engines import assert_shards_hold, backward, make_engine, sgd
 from tests.pool import RankPool
@@ -144,3 +147,89 @@ def test_a_rank_without_weight_brings_zeros_into_the_mean(
     pool: RankPool, train: Callable[[bool], None], as_tensor: bool
 ) -> None:
     pool.run(2, train, as_tensor)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that may keep a NaN from a sum, in backward as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name in ("where", "masked_fill_", "mul_"):
+            self.counted[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def weighed_backward(engine: ShardedDataParallel, module: nn.Module, mask: Tensor, factor: float) -> set[str]:
+    """As a strategy runs it with a weight that only the device knows; the names of what is filtered when packed."""
+    on_device = torch.tensor(factor)
+    loss = module(TOKENS, mask) * on_device
+    packed = engine.prepare_backward(loss, None, weightless(on_device))
+    with without_weightless([one for one in module.parameters() if one not in packed], on_device):
+        loss.backward()
+    return {name for name, parameter in module.named_parameters() if parameter in packed and parameter.requires_grad}
+
+
+EVERYTHING = {"embedding.weight", "shared.weight", "shared.bias"}
+
+
+def filtered_by_bucket(world_size: int, exposes: bool) -> None:
+    """The last rank has no weight: what it has is filtered by one kernel for each bucket, and not one a parameter."""
+    last = dist.get_rank() == world_size - 1
+    module = Tagger()
+    engine = make_engine(module, sgd(module.parameters()), bucket_cap_mb=1)
+    engine.expose_gradients(exposes)
+    with Kernels() as kernels:
+        packed = weighed_backward(engine, module, NONE if last else SOME, 0.0 if last else 1.5)
+        engine.reducer.finish(engine.buckets)
+    sent = [bucket for bucket in engine.buckets if bucket.has_gradients]
+    assert packed == EVERYTHING and len(sent) == 1
+    assert kernels.counted["masked_fill_"] == 1 and not kernels.counted["where"]
+    weighs = Tagger()
+    (weighs(TOKENS, SOME) * 1.5 * (world_size - 1) / world_size).backward()
+    assert_shards_hold(engine, module, gradients(weighs))
+
+
+@pytest.mark.parametrize("exposes", [False, True], ids=["", "exposed"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_the_device_alone_knows_is_filtered_by_bucket(pool: RankPool, world_size: int, exposes: bool) -> None:
+    pool.run(world_size, filtered_by_bucket, world_size, exposes)
+
+
+def accumulated(in_shards: bool) -> list[set[str]]:
+    """Two micro-batches: on rank 0 the last one has no weight, on rank 1 the first."""
+    rank = dist.get_rank()
+    module = Tagger()
+    engine = make_engine(module, sgd(module.parameters()), bucket_cap_mb=1)
+    assert engine.accumulate_in_shards(in_shards) is in_shards
+    masks, factors = ([SOME, NONE], [1.5, 0.0]) if rank == 0 else ([NONE, SOME], [0.0, 2.5])
+    with engine.no_sync():
+        first = weighed_backward(engine, module, masks[0], factors[0])
+    last = weighed_backward(engine, module, masks[1], factors[1])
+    engine.reducer.finish(engine.buckets)
+    weighs = Tagger()
+    (weighs(TOKENS, SOME) * (1.5 + 2.5) / 2).backward()
+    assert_shards_hold(engine, module, gradients(weighs))
+    return [first, last]
+
+
+@pytest.mark.parametrize("in_shards", [False, True], ids=["on every rank", "in shards"])
+def test_what_came_before_stays(pool: RankPool, in_shards: bool) -> None:
+    # In `param.grad` it would be dropped with what is filtered when packed.
+    expected = [EVERYTHING, EVERYTHING] if in_shards else [set(), set()]
+    assert pool.run(2, accumulated, in_shards) == [expected] * 2
+
+
+def test_a_step_without_weight_moves_parameters_unless_it_is_left_out() -> None:
+    """Why the host waits for the weights: zeros are no reason for an optimizer to leave parameters as they are."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    before = parameter.detach().clone()
+    parameter.grad = torch.zeros(3)
+    optimizer.step()
+    assert (parameter != before).all() and optimizer.state[parameter]["step"] == 2

@@ -14,7 +14,16 @@ from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.comparing import distance
-from tests.distributed.engines import Log, backward, log_reductions, make_engine
+from tests.distributed.engines import (
+    Log,
+    LoggedCollectives,
+    backward,
+    log_reductions,
+    make_engine,
+    perceptron,
+    sgd,
+    squared_error,
+)
 from tests.pool import RankPool
 
 
@@ -197,3 +206,67 @@ def works_kept_after_failures(failures: int) -> int:
 def test_batches_that_are_skipped_after_an_exception_leave_no_more_behind_each(pool: RankPool) -> None:
     once = pool.run(2, works_kept_after_failures, 1)
     assert max(pool.run(2, works_kept_after_failures, 5)) <= min(once)
+
+
+class _Of:
+    """A part of a log, of one process group."""
+
+    def __init__(self, group: str, log: list[tuple[str, str, int]]) -> None:
+        self._group, self._log = group, log
+
+    def append(self, entry: tuple[str, int]) -> None:
+        self._log.append((self._group, *entry))
+
+
+def by_turns(plays: list[str], policy: dict[str, Any], in_shards: bool, exposed: bool) -> list[tuple[str, str, int]]:
+    """Two optimizers, as of a GAN; ``plays`` says whose backward (lower case) or step (upper case) comes next."""
+    modules = {"a": perceptron(), "b": perceptron()}
+    both = nn.ModuleDict(modules)
+    optimizers = {name: sgd(module.parameters()) for name, module in modules.items()}
+    engine = make_engine(both, *optimizers.values(), bucket_cap_mb=5e-4, **policy)
+    engine.expose_gradients(exposed)
+    engine.accumulate_in_shards(in_shards)
+    log: list[tuple[str, str, int]] = []
+    for name, mover in (("gradients", engine.reducer.reductions), ("parameters", engine.gatherer)):
+        mover.collectives = LoggedCollectives(mover.collectives.group, _Of(name, log))  # type: ignore[arg-type]
+    for number, turn in enumerate(plays * 3):
+        if turn == "-":
+            with engine.no_sync():
+                backward(engine, squared_error(both["a"], number))
+        elif turn.islower():
+            backward(engine, squared_error(both[turn], number))
+        else:
+            optimizers[turn.lower()].step()
+            optimizers[turn.lower()].zero_grad()
+    engine.close()
+    return log
+
+
+TURNS: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
+    "one": ("aA", {}, False, False),
+    "two": ("aAbB", {}, False, False),
+    "two at once": ("abAB", {}, False, False),
+    "two, the other way round": ("abBA", {}, False, False),
+    "bounded": ("abAB", {"max_inflight_buckets": 1}, False, False),
+    "accumulated": ("--aA", {}, False, False),
+    "accumulated in shards": ("--aA", {}, True, False),
+    "shown": ("aAbB", {}, False, True),
+}
+
+
+@pytest.mark.parametrize(("plays", "policy", "in_shards", "exposed"), TURNS.values(), ids=TURNS)
+def test_gradients_and_parameters_are_never_in_flight_together(
+    pool: RankPool, plays: str, policy: dict[str, Any], in_shards: bool, exposed: bool
+) -> None:
+    """Of two communicators torch asks that what one has launched is waited for before the other is used."""
+    logs = pool.run(2, by_turns, list(plays), policy, in_shards, exposed)
+    launches = [[entry for entry in log if entry[1].startswith("launch")] for log in logs]
+    assert launches[0] == launches[1] and {group for group, *_ in launches[0]} == {"gradients", "parameters"}
+    for log in logs:
+        in_flight: set[tuple[str, int]] = set()
+        for group, event, number in log:
+            if event.startswith("launch"):
+                assert all(other == group for other, _ in in_flight)
+                in_flight.add((group, number))
+            else:
+                in_flight.discard((group, number))

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 from collections import deque
 from functools import partial
 from types import SimpleNamespace
@@ -555,3 +556,45 @@ def names_beside_a_frozen_sparse_matrix() -> list[list[str]]:
 
 def test_what_is_frozen_does_not_count_for_the_size_of_buckets(pool: RankPool) -> None:
     assert pool.run(1, names_beside_a_frozen_sparse_matrix) == [[["weight"]]]
+
+
+def planned_anew_between_windows(order: str) -> tuple[list[Tensor], list[bool]]:
+    """Micro-batches add up in shards; somebody lets go of a view, that forbids another plan, within a window."""
+    torch.manual_seed(0)
+    module = Shuffled()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    engine = make_engine(module, optimizer, bucket_cap_mb=3e-4, bucket_order=order)
+    assert engine.accumulate_in_shards(True)
+    plans = [engine.plan]
+    held = module.first.weight.detach()
+
+    def backward_of(number: int, scale: float | None = None) -> None:
+        engine.prepare_forward()
+        plans.append(engine.plan)
+        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        engine.prepare_backward(loss := module(inputs).square().mean(), None if scale is None else lambda: scale)
+        loss.backward()
+
+    for step in range(4):
+        with engine.no_sync():
+            backward_of(20 * step)
+            if step == 2:
+                assert held.isfinite().all()
+                del held
+            # More often than the replanner tries.
+            for number in range(1, 13):
+                backward_of(20 * step + number)
+        backward_of(20 * step + 13, 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.gatherer.finish()
+    changes = [one != other for one, other in itertools.pairwise(plans)]
+    return [parameter.detach().clone() for parameter in module.parameters()], changes
+
+
+def test_a_window_ends_with_the_plan_that_it_began_with(pool: RankPool) -> None:
+    moved, stayed = (pool.run(2, planned_anew_between_windows, order) for order in ("measured", "registration"))
+    for (parameters, changes), (expected, _) in zip(moved, stayed, strict=True):
+        # The first forward of the window after the one in which the view was let go of.
+        assert [place for place, changed in enumerate(changes) if changed] == [3 * 14]
+        torch.testing.assert_close(parameters, expected, rtol=1e-6, atol=1e-7)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_parstrat.core.memory import StepTraffic
 from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm import backends
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.collectives import Traffic
@@ -29,7 +30,7 @@ def make(optimizer: str, nodes: str, dtype: torch.dtype = torch.float32, **polic
     module = perceptron(dtype)
     chosen = ShardingPolicy(bucket_cap_mb=1e-3, bucket_order="registration", **policy)
     made = [OPTIMIZERS[optimizer](module.parameters())]
-    return ShardedDataParallel(module, made, chosen, process_groups(), nodes[dist.get_rank()])
+    return ShardedDataParallel(module, made, chosen, process_groups(), Node(nodes[dist.get_rank()]))
 
 
 def take_step(engine: ShardedDataParallel, number: int) -> None:
@@ -158,7 +159,9 @@ def asked_for(nodes: str, shard_group: Any) -> tuple[str, bool]:
     before = [parameter.data_ptr() for parameter in module.parameters()]
     policy = ShardingPolicy(shard_group=shard_group)
     try:
-        ShardedDataParallel(module, [adamw(module.parameters())], policy, process_groups(), nodes[dist.get_rank()])
+        ShardedDataParallel(
+            module, [adamw(module.parameters())], policy, process_groups(), Node(nodes[dist.get_rank()])
+        )
     except ValueError as error:
         return str(error), before == [parameter.data_ptr() for parameter in module.parameters()]
     return "no error", False

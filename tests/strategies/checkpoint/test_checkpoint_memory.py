@@ -21,7 +21,9 @@ PARAMETER_BYTES = 4 * DEPTH * WIDTH * WIDTH
 TENSOR_BYTES = 4 * WIDTH * WIDTH
 MESSAGES = 16 * 2**20
 """Of an optimizer's state on their way to rank 0, which holds as many; this model's are no larger."""
-SLACK = 16 * 2**20
+M_MMAP_THRESHOLD = -3
+"""Of `mallopt`."""
+SLACK = 4 * 2**20
 """For what is allocated on the way and has nothing to do with the size of the model."""
 
 
@@ -56,6 +58,14 @@ def settle() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def free_at_once() -> None:
+    """From here on what is freed goes back to the system, in a process that has freed nothing large before.
+
+    By default the threshold grows with what is freed: buffers then come from heaps, and stay there when they are freed.
+    """
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
 class Saves(Callback):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -71,8 +81,11 @@ class Saves(Callback):
 
 
 def growth_of_saving(path: str, arguments: dict[str, Any]) -> int:
+    free_at_once()
     saves = Saves(path)
-    trainer = make_trainer(lightning_parstrat.ZeRO1Strategy(**arguments), callbacks=[saves])
+    # On a busy machine buckets that are planned by what was measured may be larger, and messages with them.
+    strategy = lightning_parstrat.ZeRO1Strategy(bucket_cap_mb=8.0, **arguments)
+    trainer = make_trainer(strategy, callbacks=[saves])
     trainer.fit(Large(), batches())
     return saves.growth[-1]
 
@@ -95,9 +108,9 @@ def growth_of_saving(path: str, arguments: dict[str, Any]) -> int:
     ids=["full", "sharded", "async"],
 )
 def test_the_peak_of_saving(
-    pool: RankPool, tmp_path: Path, arguments: dict[str, Any], of_rank_0: float, of_others: float
+    own_pool: RankPool, tmp_path: Path, arguments: dict[str, Any], of_rank_0: float, of_others: float
 ) -> None:
-    first, second = pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments)
+    first, second = own_pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments)
     assert first < of_rank_0 + SLACK and second < of_others + SLACK
 
 
@@ -119,6 +132,7 @@ class LoadsMapped(lightning_parstrat.ZeRO1Strategy):
 
 
 def growth_of_loading(path: str) -> tuple[int, int]:
+    free_at_once()
     strategy = LoadsMapped()
     trainer = make_trainer(strategy, max_epochs=2)
     trainer.fit(Large(), batches(), ckpt_path=path, weights_only=True)
@@ -126,9 +140,9 @@ def growth_of_loading(path: str) -> tuple[int, int]:
     return strategy.after_loading, strategy.after_optimizers
 
 
-def test_loading_copies_a_ranks_own_part_alone(pool: RankPool, tmp_path: Path) -> None:
+def test_loading_copies_a_ranks_own_part_alone(own_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
-    pool.run(2, growth_of_saving, path, {})
-    for after_loading, after_optimizers in pool.run(2, growth_of_loading, path):
+    own_pool.run(2, growth_of_saving, path, {})
+    for after_loading, after_optimizers in own_pool.run(2, growth_of_loading, path):
         assert after_loading < SLACK
         assert after_optimizers < PARAMETER_BYTES + SLACK

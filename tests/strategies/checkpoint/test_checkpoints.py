@@ -20,7 +20,7 @@ from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor
-from tests.strategies.parity import by_flag, ddp, make_trainer, train, zero1
+from tests.strategies.parity import by_flag, ddp, make_trainer, train, whole, zero1, zero3
 
 
 def tuned_ddp() -> Any:
@@ -32,7 +32,14 @@ def grouped(**arguments: Any) -> Any:
     return zero1(shard_group=2, **arguments)
 
 
-STRATEGIES = {"ddp": ddp, "zero1": zero1, "grouped": grouped, "tuned": tuned_ddp, "single": lambda: None}
+STRATEGIES = {
+    "ddp": ddp,
+    "zero1": zero1,
+    "grouped": grouped,
+    "tuned": tuned_ddp,
+    "single": lambda: None,
+    "zero3": zero3,
+}
 GLOBAL_BATCH = 12
 
 
@@ -66,7 +73,7 @@ def resume(module: str, strategy: str, path: str) -> tuple[list[Tensor], int]:
     trainer = make_trainer(STRATEGIES[strategy](), max_epochs=2)
     data = zoo.loader(4 * GLOBAL_BATCH, batch, rank=dist.get_rank(), world_size=dist.get_world_size())
     trainer.fit(fresh, data, ckpt_path=path, weights_only=False)
-    return [parameter.detach() for parameter in fresh.parameters()], trainer.global_step
+    return [whole(parameter.detach()) for parameter in fresh.parameters()], trainer.global_step
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -78,10 +85,30 @@ def test_the_file_is_what_ddp_would_have_written(pool: RankPool, tmp_path: Path,
     for strategy in ("ddp", "zero1"):
         pool.run(2, write, module, strategy, str(tmp_path / f"{strategy}.ckpt"))
     expected, actual = load(tmp_path / "ddp.ckpt"), load(tmp_path / "zero1.ckpt")
-    own = actual.pop(CHECKPOINT_KEY)
+    own = check_like(actual, expected)
     planned = [name for bucket in own["bucket_plan"] for name in bucket]
     # Neither buffers nor second names of tied parameters are in a bucket.
     assert len(set(planned)) == len(planned) and set(planned) <= actual["state_dict"].keys()
+    # A view of a bucket would bring the whole bucket along, and each bucket once for each of its parameters.
+    torch.save(actual, tmp_path / "without_own_key.ckpt")
+    assert (tmp_path / "without_own_key.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
+
+
+@pytest.mark.parametrize("module", ["scheduled", "gan", "tied"])
+def test_the_file_of_sharded_parameters_is_what_ddp_would_have_written(
+    pool: RankPool, tmp_path: Path, module: str
+) -> None:
+    for strategy in ("ddp", "zero3"):
+        pool.run(2, write, module, strategy, str(tmp_path / f"{strategy}.ckpt"))
+    expected, actual = load(tmp_path / "ddp.ckpt"), load(tmp_path / "zero3.ckpt")
+    check_like(actual, expected)
+    torch.save(actual, tmp_path / "without_own_key.ckpt")
+    assert (tmp_path / "without_own_key.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
+
+
+def check_like(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Takes this package's entries out of a checkpoint, which must then be the same as another."""
+    own = actual.pop(CHECKPOINT_KEY)
     assert actual.keys() == expected.keys()
     assert actual["state_dict"].keys() == expected["state_dict"].keys()
     for key, value in expected["state_dict"].items():
@@ -94,9 +121,7 @@ def test_the_file_is_what_ddp_would_have_written(pool: RankPool, tmp_path: Path,
             assert ours["state"][index].keys() == entries.keys()
             for key, value in entries.items():
                 torch.testing.assert_close(ours["state"][index][key], value, msg=f"{index} {key}")
-    # A view of a bucket would bring the whole bucket along, and each bucket once for each of its parameters.
-    torch.save(actual, tmp_path / "without_own_key.ckpt")
-    assert (tmp_path / "without_own_key.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
+    return own
 
 
 ROUTES = [
@@ -113,10 +138,22 @@ ROUTES = [
 ]
 
 
+ROUTES_OF_SHARDED_PARAMETERS = [
+    (("zero3", 2), ("ddp", 2)),
+    (("zero3", 3), ("zero1", 2)),
+    (("zero3", 2), ("zero3", 3)),
+    (("zero3", 3), ("single", 1)),
+    (("ddp", 2), ("zero3", 3)),
+    (("zero1", 3), ("zero3", 2)),
+    (("single", 1), ("zero3", 2)),
+]
+
+
 # By turns both modules take each route.
 @pytest.mark.parametrize(
     ("module", "source", "target"),
-    [(("scheduled", "adafactor")[number % 2], *route) for number, route in enumerate(ROUTES)],
+    [(("scheduled", "adafactor")[number % 2], *route) for number, route in enumerate(ROUTES)]
+    + [("scheduled", *route) for route in ROUTES_OF_SHARDED_PARAMETERS],
 )
 def test_training_goes_on_elsewhere_as_it_would_have_here(
     pool: RankPool, tmp_path: Path, module: str, source: tuple[str, int], target: tuple[str, int]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.durable_files import put_in_place
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.pool import RankPool
@@ -113,6 +117,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda p: garble(p / "__0_0.distcp"),
         r"sharded\.ckpt .*Copy the entire folder again",
     ),
+    "random numbers cut off": (
+        "sharded",
+        lambda p: cut(p, "__1_0.distcp", 0.98),
+        r"What rank 1 has noted for itself cannot be read from .*__1_0\.distcp",
+    ),
     "a folder of FSDP": (
         "sharded",
         lambda p: ((p / "checkpoint.pt").unlink(), (p / "meta.pt").write_text("x")),
@@ -163,6 +172,19 @@ def test_a_file_of_the_old_kind_is_read(originals: dict[str, Path], tmp_path: Pa
     assert DurableCheckpointIO().load_checkpoint(old, weights_only=True)["global_step"] == 4
 
 
+def test_a_file_that_cannot_be_written_to_its_end_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "large.ckpt"
+    path.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large .* an earlier file of that name is unchanged.*large\.ckpt"):
+            DurableCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(10**6)}}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "old"
+
+
 def anonymous_memory() -> int:
     """Bytes of this process that no file backs."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -182,3 +204,30 @@ def test_a_file_is_mapped_not_read(tmp_path: Path) -> None:
     loaded["state_dict"]["w"][0] = 5
     os.replace(shutil.copy(path, tmp_path / "new.ckpt"), path)
     assert torch.load(path, weights_only=True)["state_dict"]["w"][0] == 1 and loaded["state_dict"]["w"][0] == 5
+
+
+def test_a_folder_that_is_replaced_while_it_is_read_is_refused(originals: dict[str, Path], tmp_path: Path) -> None:
+    folder, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    for target in (folder, other):
+        shutil.copytree(originals["sharded"], target)
+    checkpoint = ShardedCheckpoint(folder, weights_only=True)
+    put_in_place(other, folder)
+    for read in (lambda: checkpoint.filled(checkpoint.skeleton), lambda: checkpoint.own_of(0)):
+        with pytest.raises(CheckpointDamagedError, match=r"last\.ckpt was replaced .* probably another job"):
+            read()
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointDamagedError, match=r"last\.ckpt was replaced or removed"):
+        checkpoint.filled(checkpoint.skeleton)
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_ranks_that_read_different_checkpoints_are_told(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    paths = [str(tmp_path / f"{number}.ckpt") for number in range(2)]
+    for path in paths:
+        pool.run(2, write, "convolutional", kind, path)
+    for message in pool.run(2, attempt_apart, paths):
+        assert re.search(r"Ranks have read different checkpoints at .*\.ckpt: probably another job", message), message
+
+
+def attempt_apart(paths: list[str]) -> str:
+    return attempt(paths[dist.get_rank()], "zero1")[0]

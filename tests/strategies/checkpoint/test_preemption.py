@@ -22,7 +22,11 @@ from tests.strategies import zoo
 from tests.strategies.parity import by_flag, make_trainer, zero1
 
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
-STRATEGIES = {"zero1_custom": zero1, "ddp_tuned": lambda: by_flag(lightning_class("TunedDDPStrategy"))}
+STRATEGIES = {
+    "zero1_custom": zero1,
+    "zero2_custom": lambda: zero1(shard_gradients=True),
+    "ddp_tuned": lambda: by_flag(lightning_class("TunedDDPStrategy")),
+}
 
 
 def lightning_class(name: str) -> Any:
@@ -96,8 +100,9 @@ def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: 
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists() and not (tmp_path / "asked").exists()
 
 
-def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 3, True)
+@pytest.mark.parametrize("strategy", ["zero1_custom", "zero2_custom"])
+def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    results = pool.run(2, train_in_job, str(tmp_path), strategy, signal.SIGUSR1, 3, True)
     # Told in the second window of three, agreed and saved at its end.
     assert results == [([], 143, True, 2)] * 2
 

@@ -18,6 +18,7 @@ import lightning_parstrat
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
+from tests.strategies.checkpoint.earlier_formats import become_format_2
 from tests.strategies.gradients.big_batch import Regression, loader, samples
 from tests.strategies.parity import make_trainer
 
@@ -153,6 +154,20 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     assert pool.run(2, resumed_is_uninterrupted, str(tmp_path), kind, arguments, loader, name) == [True, True]
 
 
+def resumed_from_format_2(folder: str, name: str) -> bool:
+    expected, seen = fit(folder, "ZeRO1Strategy", SHARDED, "stateful", None, 0)
+    path = Path(folder) / name
+    if dist.get_rank() == 0:
+        become_format_2(path)
+    dist.barrier()
+    actual, seen_again = fit(folder, "ZeRO1Strategy", {}, "stateful", str(path), 99)
+    return seen[-len(seen_again) :] == seen_again and distance(actual, expected) == 0
+
+
+def test_a_folder_of_the_format_before_is_resumed(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, resumed_from_format_2, str(tmp_path), "step=14.ckpt") == [True, True]
+
+
 class SaveAfter(Callback):
     """Saves after a batch, wherever in a window that is."""
 
@@ -174,9 +189,16 @@ def window_is_replayed(folder: str, kind: str, arguments: dict[str, Any], batch:
     return seen[begin:] == seen_again, distance(actual, expected) == 0
 
 
-@pytest.mark.parametrize("batch", slow_unless(lambda batch: batch in (0, 4, 10), [0, 1, 3, 4, 7, 10]))
-def test_an_open_window_is_trained_again(pool: RankPool, tmp_path: Path, batch: int) -> None:
-    result = pool.run(2, window_is_replayed, str(tmp_path), "ZeRO1Strategy", {"expose_gradients": False}, batch)
+@pytest.mark.parametrize(
+    ("batch", "in_shards"),
+    slow_unless(
+        lambda batch, in_shards: batch in ((4,) if in_shards else (0, 4, 10)),
+        [(batch, in_shards) for in_shards in (False, True) for batch in (0, 1, 3, 4, 7, 10)],
+    ),
+)
+def test_an_open_window_is_trained_again(pool: RankPool, tmp_path: Path, batch: int, in_shards: bool) -> None:
+    arguments = {"expose_gradients": False, "shard_gradients": in_shards}
+    result = pool.run(2, window_is_replayed, str(tmp_path), "ZeRO1Strategy", arguments, batch)
     assert result == [(True, True)] * 2
 
 

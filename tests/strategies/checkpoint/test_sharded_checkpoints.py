@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_parstrat.cli.main import main
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves
 from lightning_parstrat.distributed.checkpoint import reading
+from lightning_parstrat.distributed.checkpoint.index import IndexUnpickler
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.comparing import assert_same
@@ -139,6 +140,8 @@ def test_consolidated_it_is_the_full_one(pool: RankPool, tmp_path: Path, module:
     assert main(["consolidate", str(folder), str(made)]) == 0
     expected = load(tmp_path / "full.ckpt")
     assert_same(without_own(load(made)), without_own(expected), as_stored=True)
+    # Each rank has its random numbers in its own file; here they are of all ranks.
+    assert len(expected[CHECKPOINT_KEY]["rng"]["states"]) == ranks
     assert_same(load(made)[CHECKPOINT_KEY]["rng"], expected[CHECKPOINT_KEY]["rng"], as_stored=True)
     # Tied weights are written once.
     assert made.stat().st_size < 1.05 * (tmp_path / "full.ckpt").stat().st_size
@@ -399,7 +402,8 @@ def test_the_ranks_together_read_a_checkpoint_once(pool: RankPool, tmp_path: Pat
     pool.run(3, write, "scheduled", "sharded", str(path))
     of_ranks = pool.run(ranks, read_from_disk, str(path), strategy)
     assert sum(nbytes for nbytes, _ in of_ranks) == sum(tensor.nbytes for tensor in elements_of(path).values())
-    assert [sizes for _, sizes in of_ranks] == [3] + [0] * (ranks - 1)
+    # Each looks at the size of its share of the files.
+    assert [sizes for _, sizes in of_ranks] == [len(range(rank, 3, ranks)) for rank in range(ranks)]
 
 
 def save_after_fit(path: str, arguments: dict[str, Any]) -> None:
@@ -421,13 +425,18 @@ def test_a_checkpoint_saved_after_training_in_groups_has_the_whole_state(
     assert any("exp_avg" in name and found.any() for name, found in states[1].items())
 
 
-def test_groups_that_hold_the_same_write_it_once(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["scheduled", "adafactor"])
+def test_groups_that_hold_the_same_share_it_out(pool: RankPool, tmp_path: Path, module: str) -> None:
     paths = {kind: tmp_path / f"{kind}.ckpt" for kind in ("sharded", "sharded groups")}
     for kind, path in paths.items():
-        pool.run(4, write, "scheduled", kind, str(path))
-    files = {kind: sorted(file.name for file in path.glob("*.distcp")) for kind, path in paths.items()}
-    assert files == {
-        kind: [f"__{rank}_0.distcp" for rank in range(number)] for kind, number in zip(paths, (4, 2), strict=True)
-    }
+        pool.run(4, write, module, kind, str(path))
+    for path in paths.values():
+        assert sorted(file.name for file in path.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(4)]
     nbytes = [sum(tensor.nbytes for tensor in elements_of(path).values()) for path in paths.values()]
     assert nbytes[0] == nbytes[1] > 0
+    with open(paths["sharded groups"] / ".metadata", "rb") as file:
+        index = IndexUnpickler(file).load()
+    # Of what the two groups hold, each rank writes about a quarter; each element is there once.
+    written = [sum(piece.numel for piece in index.of_rank(rank)) for rank in range(4)]
+    assert sum(written) == sum(tensor.numel for tensor in index.tensors.values())
+    assert max(written) < 0.4 * sum(written)

@@ -110,15 +110,15 @@ OWN_CLIPPING = [
     (ByNormAndValue, truly_by_norm_and_value),
     (HalvesFirst, truly_halved),
 ]
+HIDDEN = ("zero1", ByTorch)
 
 
 @pytest.mark.parametrize(
     ("kind", "module", "truly"),
     # What the user has hidden, torch's functions do not find.
     [
-        (kind, *case)
-        for case, kind in kinds_of(OWN_CLIPPING, (ByTorch, truly_by_norm))
-        if kind != "zero1" or case[0] is not ByTorch
+        *((kind, *case) for case in OWN_CLIPPING for kind in ("ddp_tuned", "zero1") if (kind, case[0]) != HIDDEN),
+        ("exposed", ByTorch, truly_by_norm),
     ],
 )
 def test_a_users_own_clipping_is_what_steps(pool: RankPool, kind: str, module: type[Regression], truly: Any) -> None:

@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import numpy
 import pytest
@@ -16,6 +17,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat import TunedDDPStrategy
+from lightning_parstrat.distributed.gradients.loss_weights import LossWeights, without_weightless
+from lightning_parstrat.strategies.gradients import precision
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -108,6 +111,49 @@ def test_a_loss_that_is_nan_without_weight_does_not_count_and_the_users_loss_sta
             assert sum(map(math.isnan, returned)) == sum(map(math.isnan, logged)) == nans > 0
             # Lightning hands on what it divides by the window's length, and logs what the user has logged.
             assert [loss * accumulate for loss in returned] == pytest.approx(logged, nan_ok=True)
+
+
+def masked_on_device(kind: str, arguments: dict[str, Any], accumulate: int) -> tuple[float, set[int]]:
+    """As if weights were on a GPU, where the host is given no number; and of how many parameters each is filtered."""
+    add, filtered = LossWeights.add, set()
+
+    def add_on_device(self: LossWeights, *of_micro_batch: Any) -> Any:
+        return torch.tensor(add(self, *of_micro_batch))
+
+    def filter_each(parameters: Iterable[Tensor], factor: Any) -> Any:
+        parameters = list(parameters)
+        filtered.add(len(parameters))
+        return without_weightless(parameters, factor)
+
+    data = ranks_batches(BATCHES, WEIGHTS)
+    module = Masked()
+    with (
+        mock.patch.object(LossWeights, "add", add_on_device),
+        mock.patch.object(precision, "without_weightless", filter_each),
+    ):
+        fit(module, strategy(kind, **arguments), BATCHES, accumulate_grad_batches=accumulate)
+    truth = train_on_big_batches(windows_of(data, accumulate))
+    return differences(module, truth, accumulate, BATCHES)[0], filtered
+
+
+ON_DEVICE: dict[str, tuple[str, dict[str, Any], int, bool]] = {
+    "every micro-batch is sent": ("zero1", {}, 1, False),
+    "and shown": ("exposed", {}, 1, False),
+    "micro-batches add up in shards": ("zero2", {}, 3, False),
+    "micro-batches add up on every rank": ("zero1", {}, 3, True),
+    "parameters are named": ("zero1", {"nonfinite_grads": "raise"}, 1, True),
+    "ddp_tuned": ("ddp_tuned", {}, 3, True),
+}
+
+
+@pytest.mark.parametrize(("kind", "arguments", "accumulate", "each"), ON_DEVICE.values(), ids=ON_DEVICE)
+def test_weights_that_only_the_device_knows(
+    pool: RankPool, kind: str, arguments: dict[str, Any], accumulate: int, each: bool
+) -> None:
+    for parameters, filtered in pool.run(2, masked_on_device, kind, arguments, accumulate):
+        assert parameters <= 2e-6
+        # Each parameter's gradient alone only where there is no bucket of this micro-batch's gradients to filter.
+        assert (max(filtered) > 0) is each
 
 
 def weightless(kind: str, accumulate: int) -> tuple[float, int, list[str]]:

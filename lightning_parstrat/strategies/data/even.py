@@ -6,7 +6,6 @@ distributed sampler for any map-style dataset, loaders are not changed and no mo
 """
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -19,37 +18,38 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.watch import watching
+from lightning_parstrat.strategies.data.samplers import batches_before
+from lightning_parstrat.strategies.data.swapped import SwappedLoader, set_class, swap_class
 
 _NO_BATCH = object()
 
 
-class EvenDataLoader:
-    """Base of data loaders' classes that do not yield all of their batches on every rank.
-
-    An object's class can only be swapped for one of the same memory layout. So the loader's own class comes first among
-    the bases, this one and its kinds have empty ``__slots__``, and their methods are copied, see :func:`_swap`.
-    """
+class EvenDataLoader(SwappedLoader):
+    """Base of data loaders' classes that do not yield all of their batches on every rank."""
 
     __slots__ = ()
-    _uneven_class: type
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies, such as are sent to worker processes, have the loader's own class."""
-        even_class = type(self)
-        restore(self)
-        try:
-            make, *rest = self.__reduce_ex__(protocol)
-            # Of `copyreg.__newobj__`, pickle checks that the class is the object's, which it is not here; a partial is
-            # not checked.
-            return partial(make), *rest
-        finally:
-            _set_class(self, even_class)
 
     def _all_batches(self) -> Iterator[Any]:
-        return iter(type(self)._uneven_class.__iter__(self))
+        return iter(type(self).class_before.__iter__(self))  # type: ignore[attr-defined]
 
 
-class _StandIn:
+class _SomeBatches(Iterator[Any]):
+    """Yields some batches of a loader's iterator, which it shows."""
+
+    def __init__(self, all_batches: Iterator[Any], batches: Iterator[Any]) -> None:
+        self.all_batches = all_batches
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
+def loaders_iterator(iterator: Any) -> Any:
+    """What the user's loader has returned, of an iterator of a loader that may have been made even."""
+    return iterator.all_batches if isinstance(iterator, _SomeBatches) else iterator
+
+
+class StandIn:
     """Stands for an iterable whose class cannot be swapped, such as a list, or is inherited by its batches."""
 
     def __init__(self, dataloader: Any) -> None:
@@ -66,6 +66,11 @@ class _StandIn:
         if name == "_dataloader":
             raise AttributeError(name)
         return getattr(self._dataloader, name)
+
+
+def all_batches(dataloader: Any) -> Iterator[Any]:
+    """A pass over a loader as its user has made it, even if it has been made even for training."""
+    return dataloader._all_batches() if isinstance(dataloader, EvenDataLoader) else iter(dataloader)
 
 
 def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
@@ -109,7 +114,7 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
 def restore(dataloader: Any) -> None:
     """Gives a loader its own class back: the user may use it elsewhere."""
     if isinstance(dataloader, EvenDataLoader):
-        _set_class(dataloader, type(dataloader)._uneven_class)
+        set_class(dataloader, type(dataloader).class_before)
 
 
 class _EndsEarly(EvenDataLoader):
@@ -119,7 +124,8 @@ class _EndsEarly(EvenDataLoader):
     _even_agreement: int
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._all_batches(), self._even_agreement)
+        batches = self._all_batches()
+        return _SomeBatches(batches, islice(batches, max(0, self._even_agreement - batches_before(batches))))
 
     def __len__(self) -> int:
         return self._even_agreement
@@ -132,7 +138,8 @@ class _VotesOnEveryBatch(EvenDataLoader):
     _even_agreement: Collectives
 
     def __iter__(self) -> Iterator[Any]:
-        return _while_all_have_one(self._all_batches(), self._even_agreement)
+        batches = self._all_batches()
+        return _SomeBatches(batches, _while_all_have_one(batches, self._even_agreement))
 
     def __len__(self) -> int:
         raise TypeError("the data loader of some rank does not know its length")
@@ -154,24 +161,13 @@ def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterato
 
 
 def _swap(dataloader: Any, kind: type[EvenDataLoader], agreement: Any) -> Any:
-    cls = type(dataloader)
-    namespace = {
-        "_even_agreement": agreement,
-        "_uneven_class": cls,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        **{name: getattr(kind, name) for name in ("__iter__", "__len__", "__reduce_ex__")},
-    }
+    """The loader with the iteration of ``kind``, to which ``agreement`` is known; or an object that stands for it."""
     # Rows of a tensor, and all that is computed from them, would inherit the swapped class.
-    if not hasattr(cls, "__iter__") or isinstance(dataloader, torch.Tensor):
-        return _swap(_StandIn(dataloader), kind, agreement)
+    if not hasattr(type(dataloader), "__iter__") or isinstance(dataloader, torch.Tensor):
+        return _swap(StandIn(dataloader), kind, agreement)
+    methods = {name: getattr(kind, name) for name in ("__iter__", "__len__")}
     try:
-        _set_class(dataloader, type(cls.__name__, (cls, kind), namespace))
+        swap_class(dataloader, kind, {"_even_agreement": agreement, **methods})
     except TypeError:
-        return _swap(_StandIn(dataloader), kind, agreement)
+        return _swap(StandIn(dataloader), kind, agreement)
     return dataloader
-
-
-def _set_class(dataloader: object, cls: type) -> None:
-    """Bypasses the loader's own ``__setattr__``, with which a frozen dataclass would refuse."""
-    object.__setattr__(dataloader, "__class__", cls)

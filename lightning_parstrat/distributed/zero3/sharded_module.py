@@ -1,0 +1,374 @@
+"""A module sharded by torch's FSDP2, whose gradients are those that DDP would leave: of what was used, not of the rest.
+
+FSDP2 reduces what each rank has used, and ranks that have used different parameters would wait for each other. Here
+each sends zeros for what it has not used; what no rank has used then gets no gradient, so that optimizers leave it as
+it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when backward ends.
+"""
+
+import functools
+import hashlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parstrat.distributed.comm.collectives import real_view
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
+from lightning_parstrat.distributed.gradients.local_tensors import local
+from lightning_parstrat.distributed.gradients.nonfinite import Leaf
+from lightning_parstrat.distributed.torch_compat import (
+    current_graph_task_id,
+    has_hooks,
+    lend_hooks,
+    multiply_all,
+    names_ignored_by_ddp,
+    take_over_attributes,
+)
+from lightning_parstrat.distributed.zero3.units import find_units, whole_parameters
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Of a LightningModule: called in the place of ``forward``."""
+
+
+class DifferentModulesError(RuntimeError):
+    """The ranks have run different modules in a step; raised on all of them."""
+
+
+class NestedBackwardError(RuntimeError):
+    """A backward has run within another one."""
+
+
+class ShardedModule:
+    """Shards a module in place, and follows its backwards. Creating it is collective.
+
+    Each unit's parameters are made, given rank 0's values and sharded before the next unit's are, so that a module on
+    the meta device never is on a device as a whole.
+
+    Args:
+        module: On the host, on the device or on the meta device; its class becomes a subclass of FSDP2's.
+        group: Carries parameters and gradients.
+        device: Where the module is to train.
+        messages: Tell all ranks what one has used; a message in every backward that sends.
+        wrap: See :func:`~lightning_parstrat.distributed.zero3.units.find_units`.
+        min_num_params: As ``wrap``.
+        by_child: Whether children of the root are called in training instead of one of :data:`STEPS`, as in manual
+            optimization: then the root itself has no parameters that are gathered.
+        reshard_after_forward: Whether units free their parameters between forward and backward.
+        gather_dtype: What parameters are gathered and used in; None for their own dtype. What is computed in is
+            autocast's business, as under DDP.
+        reduce_dtype: What gradients are sent and summed in; None for their parameters' own dtype.
+
+    Raises:
+        ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module.
+        RuntimeError: torch is too old.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        messages: Callable[[], ControlMessages],
+        *,
+        wrap: Sequence[str] = (),
+        min_num_params: int = 0,
+        by_child: bool = False,
+        reshard_after_forward: bool = True,
+        gather_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise RuntimeError(
+                f"torch {torch.__version__} cannot reduce gradients of parameters that only some ranks have used."
+                " Install torch 2.13 or newer, or take strategy='zero1_custom'."
+            )
+        self.module = module
+        self.group = group
+        self._messages = messages
+        self._device = device
+        # Weakly: their memory is what sharding saves.
+        self._before = {id(parameter): weakref.ref(parameter) for parameter in module.parameters()}
+        if not is_sharded_module(module):
+            # What is gathered in 16 bits has gradients in 16 bits, which are summed in 32.
+            summed_in = reduce_dtype or (None if gather_dtype is None else torch.float32)
+            precision = MixedPrecisionPolicy(gather_dtype, summed_in, cast_forward_inputs=False)
+            self._shard(wrap, min_num_params, by_child, reshard_after_forward, precision)
+        self.units = [part for part in self._parts if part is not module]
+        for part in self._parts:
+            part.set_reduce_scatter_unused_params(True, recurse=False)
+        self._whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        ignored = names_ignored_by_ddp(module)
+        trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
+        self._averaged = [p for p in trains if p.is_floating_point() or p.is_complex()]
+        self.leaves = list(self._find_leaves())
+        self._lent: dict[Tensor, RemovableHandle] = {}
+        self._used: set[int] = set()
+        self._backwards = 0
+        self._graph_tasks: set[int] = set()
+        self._ran: list[int] = []
+        self._fresh: list[int] | None = None
+        self._hooks = [leaf.register_post_accumulate_grad_hook(hook) for leaf, hook in self._hooks_of_leaves()]
+        self._hooks += [
+            cast(Any, unit).register_forward_pre_hook(functools.partial(self._note_forward, number))
+            for number, unit in enumerate(self.units)
+        ]
+        if not by_child:
+            for step in STEPS:
+                register_fsdp_forward_method(module, step)
+
+    def _shard(
+        self,
+        wrap: Sequence[str],
+        min_num_params: int,
+        by_child: bool,
+        reshard_after_forward: bool,
+        precision: MixedPrecisionPolicy,
+    ) -> None:
+        module = self.module
+        units = find_units(module, wrap, min_num_params, by_child)
+        whole = whole_parameters(module, units)
+        if by_child:
+            inside = {parameter for unit in units for parameter in unit.parameters()}
+            whole |= {p for p in module.parameters() if p not in inside and not isinstance(p, DTensor)}
+        before = dict(module.named_parameters())
+        mesh = DeviceMesh.from_group(self.group, self._device.type)
+        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, ignored_params=whole)
+        for unit in units:
+            self._make(unit, whole)
+            shard(unit, reshard_after_forward=reshard_after_forward)
+        self._make(module, whole)
+        # By default what the root has stays gathered from forward to backward, which follow each other at once.
+        shard(module)
+        for name, parameter in module.named_parameters():
+            if parameter is not before[name]:
+                take_over_attributes(before[name], parameter)
+
+    @property
+    def _parts(self) -> list[Any]:
+        return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
+
+    def reshard_root_after_forward(self) -> None:
+        """Frees what the root holds between forward and backward, too, so that nobody sees gathered parameters then."""
+        cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
+
+    @property
+    def elements(self) -> int:
+        """How many elements all parameters have."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    @property
+    def whole_elements(self) -> int:
+        """How many of them every rank has."""
+        return sum(parameter.numel() for parameter in self._whole)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a backward has begun whose gradients are to be completed."""
+        return self._fresh is not None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What optimizers step, whatever is gathered just now."""
+        return [leaf.parameter for leaf in self.leaves]
+
+    @torch.no_grad()
+    def _make(self, module: nn.Module, whole: set[Tensor]) -> None:
+        """Brings what is not sharded yet to the device, with rank 0's values. Collective."""
+        made: dict[Tensor, nn.Parameter] = {}
+        for name, part in module.named_modules():
+            before = dict(part.named_parameters(recurse=False))
+            if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
+                _materialize(part, name, self._device)
+                for own, parameter in before.items():
+                    # Making a module makes other parameters, and those that were one must be one again.
+                    setattr(part, own, made.setdefault(parameter, getattr(part, own)))
+                whole.update(made[parameter] for parameter in before.values() if parameter in whole)
+        tensors: list[Tensor] = []
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self._device)
+                tensors.append(tensor)
+        broadcast_tensors(tensors, self.group)
+
+    def _find_leaves(self) -> Iterator[Leaf]:
+        """Gathers every unit once, as the parameters of a graph are made only then. Collective."""
+        self.reshard()
+        named: Iterable[tuple[str, Tensor]] = self.module.named_parameters()
+        names = {parameter: name for name, parameter in named}
+        places: dict[Tensor, tuple[nn.Module, str]] = {}
+        for part in self.module.modules():
+            own_parameters: Iterable[tuple[str, Tensor]] = part.named_parameters(recurse=False)
+            for own, parameter in own_parameters:
+                places.setdefault(parameter, (part, own))
+        found: dict[Tensor, Tensor] = {}
+        for unit in self._parts:
+            unit.unshard()
+            for parameter, (owner, own) in places.items():
+                leaf = getattr(owner, own)
+                if parameter not in found and not isinstance(leaf, DTensor):
+                    found[parameter] = leaf
+            unit.reshard()
+        for parameter, name in names.items():
+            yield Leaf(name, found[parameter], parameter)
+
+    def _hooks_of_leaves(self) -> Iterator[tuple[Any, Callable[[Tensor], None]]]:
+        for number, leaf in enumerate(self.leaves):
+            if not (leaf.tensor.is_floating_point() or leaf.tensor.is_complex()):
+                continue
+            trainable = leaf.tensor.requires_grad
+            # What is frozen may be trained later.
+            leaf.tensor.requires_grad_(True)
+            yield leaf.tensor, functools.partial(self._note_gradient, number)
+            leaf.tensor.requires_grad_(trainable)
+
+    def _note_gradient(self, number: int, _: Tensor) -> None:
+        self._used.add(number)
+        self._graph_tasks.add(current_graph_task_id())
+
+    def _note_forward(self, number: int, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._ran.append(number)
+
+    def check_belongs(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuses optimizers of parameters that the module no longer has. Not collective.
+
+        Raises:
+            ValueError: An optimizer was made before the module was sharded.
+        """
+        now = set(self.parameters)
+        for optimizer in optimizers:
+            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(p) in self._before and self._before[id(p)]() is p for p in stepped - now):
+                raise ValueError(
+                    f"{type(optimizer).__name__} was made of parameters that have been replaced by sharded ones since."
+                    " Make it in `configure_optimizers`, of `self.parameters()`."
+                )
+
+    def reshard(self) -> None:
+        """Frees what is gathered: parameters are then what optimizers step. Not collective."""
+        for part in self._parts:
+            part.reshard()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Within it all parameters are whole. Collective; memory for all of them."""
+        for part in self._parts:
+            part.unshard()
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    def accumulate_whole(self, accumulates: bool) -> None:
+        """Whether gradients of the next backwards stay unreduced, and whole on every rank."""
+        cast(FSDPModule, self.module).set_requires_gradient_sync(not accumulates)
+
+    def begin_backward(self) -> None:
+        """Call before every backward whose gradients :meth:`end_backward` is to complete. Not collective."""
+        self._backwards += 1
+        for leaf in self.leaves:
+            # By a backward, users' hooks are found at what it reaches.
+            if leaf.tensor is not leaf.parameter and leaf.tensor not in self._lent and has_hooks(leaf.parameter):
+                self._lent[leaf.tensor] = lend_hooks(leaf.parameter, leaf.tensor)
+        if self._fresh is None:
+            # One that nobody has announced has been before.
+            self._graph_tasks.clear()
+            self._fresh = [number for number, leaf in enumerate(self.leaves) if leaf.parameter.grad is None]
+
+    def end_backward(self, factor: Callable[[], float]) -> None:
+        """Completes the gradients of the backwards since the last call. Collective; one control message.
+
+        Args:
+            factor: What their mean over ranks is multiplied by; asked for when the message has been launched.
+
+        Raises:
+            DifferentModulesError: Ranks have run different units.
+            NestedBackwardError: A backward has run within a backward, which FSDP2 reduces wrongly.
+        """
+        if len(self._graph_tasks) > self._backwards:
+            raise NestedBackwardError(
+                "A backward has run within a training step's backward, after which FSDP2's gradients are wrong."
+                " Activation checkpointing does so with use_reentrant=True: pass use_reentrant=False."
+            )
+        said = self._messages().launch(bytes(n in self._used for n in range(len(self.leaves))), self._place()).wait()
+        if not said.is_alike:
+            raise DifferentModulesError(
+                "The ranks have called different modules in a training step, or in another order. Each gathers its"
+                " parameters from all ranks, so all must call the same: call a module that a rank has no use for, too,"
+                " and multiply its result by 0; or give such modules to the root by `wrap`, which names the others."
+            )
+        for number in self._fresh or ():
+            if not said.flags[number]:
+                # As if it had not taken part: optimizers step what has a gradient.
+                self.leaves[number].parameter.grad = None
+        self._average_whole(said.flags)
+        scale = factor()
+        gradients = self._local_gradients() if scale != 1.0 else []
+        if gradients:
+            multiply_all(gradients, scale)
+        self._used.clear()
+        self._ran.clear()
+        self._graph_tasks.clear()
+        self._backwards = 0
+        self._fresh = None
+
+    def _place(self) -> int:
+        return int.from_bytes(hashlib.sha256(repr(self._ran).encode()).digest()[:7], "big")
+
+    @torch.no_grad()
+    def _average_whole(self, used: Sequence[int]) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        numbers = {leaf.parameter: number for number, leaf in enumerate(self.leaves)}
+        for parameter in self._averaged:
+            if used[numbers[parameter]] and parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                by_dtype[parameter.dtype].append(parameter.grad)
+        size = dist.get_world_size(self.group)
+        for gradients in by_dtype.values() if size > 1 else ():
+            # Few and small, as a rule.
+            together = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            dist.all_reduce(real_view(together), group=self.group)
+            together /= size
+            means = torch.split(together, [gradient.numel() for gradient in gradients])
+            for gradient, mean in zip(gradients, means, strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+    def _local_gradients(self) -> list[Tensor]:
+        return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+
+    def close(self) -> None:
+        """Removes what was put into the module, which stays sharded. Not collective."""
+        self.reshard()
+        for hook in (*self._hooks, *self._lent.values()):
+            hook.remove()
+        for step in STEPS:
+            with suppress(KeyError):
+                del vars(self.module)[step]
+
+
+def is_sharded_module(module: nn.Module) -> bool:
+    """Whether FSDP2 has sharded it."""
+    return isinstance(module, FSDPModule)
+
+
+def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise ValueError(
+            f"{type(module).__name__} {name!r} was made on the meta device, and has no `reset_parameters` that would"
+            " give its parameters and buffers their values. Define one, or make it on the host."
+        )
+    module.to_empty(device=device, recurse=False)
+    reset()

@@ -1,0 +1,129 @@
+"""Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.tensor_trees import replace_leaves
+
+
+def gather(value: Any, keep: bool) -> Any:
+    """A tensor as a whole, on the host, where it is kept; what is no sharded tensor, as it is.
+
+    Collective for sharded tensors: one all-gather, and the memory of the whole tensor until it is on the host.
+
+    Args:
+        value: Anything.
+        keep: Whether this rank wants it.
+
+    Returns:
+        The whole tensor, or None where it is not kept.
+    """
+    if not isinstance(value, DTensor):
+        # A copy, as the others are: a file's tensors do not change while it is written.
+        return value.detach().cpu().clone() if isinstance(value, Tensor) and keep else value
+    whole = cast(DTensor, value.detach()).full_tensor()
+    return whole.cpu() if keep else None
+
+
+@torch.no_grad()
+def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
+
+    A rank that keeps nothing never has more than one whole tensor. Tied parameters are gathered once, and stay tied.
+
+    Args:
+        module: Sharded by FSDP2.
+        keep: Whether this rank wants it.
+    """
+    tied = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+    gathered: dict[int, Any] = {}
+    state = module.state_dict()
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        number = id(tied.get(name, value))
+        if number not in gathered:
+            gathered[number] = gather(value, keep)
+        if keep:
+            whole[name] = gathered[number]
+    return whole
+
+
+@torch.no_grad()
+def gather_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
+    """The optimizer's state in torch's own format with whole tensors on the host; without any where it is not kept.
+
+    Collective; as :func:`gather_module_state`.
+
+    Args:
+        optimizer: Of a sharded module.
+        keep: Whether this rank wants it.
+    """
+    saved = optimizer.state_dict()
+    state: dict[Any, Any] = {}
+    # In one order on all ranks, whoever made which state first: by number, as torch counts parameters.
+    for number in sorted(saved["state"], key=lambda key: (isinstance(key, str), key)):
+        entries = saved["state"][number]
+        if isinstance(entries, Mapping):
+            gathered = {key: gather(entries[key], keep) for key in sorted(entries, key=str)}
+            whole: Any = {key: gathered[key] for key in entries}
+        else:
+            whole = gather(entries, keep)
+        if keep:
+            state[number] = whole
+    return {**saved, "state": state}
+
+
+def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, sharded as a parameter is; of one that is whole, a copy. Not collective."""
+    if not isinstance(parameter, DTensor):
+        return value.clone()
+    whole = value.to(parameter.device)
+    # Every rank has the whole: nothing is sent. A copy, so that what is not this rank's can go.
+    part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return DTensor.from_local(
+        part.to_local().clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.contiguous().stride(),
+    )
+
+
+def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` of whole tensors with this rank's parts of those that the module has sharded. Not collective.
+
+    Tensors of another shape stay as they are: loading says so.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    sharded = {}
+    for name, value in state.items():
+        parameter = parameters.get(name)
+        fits = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape
+        sharded[name] = shard_like(value, parameter) if fits and parameter is not None else value
+    return sharded
+
+
+def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of whole tensors with this rank's parts of those that have their parameter's shape. Not collective."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    identifiers = [identifier for group in state["param_groups"] for identifier in group["params"]]
+    by_identifier = dict(zip(identifiers, parameters, strict=False))
+    sharded = {}
+    for identifier, entries in state["state"].items():
+        parameter = by_identifier.get(identifier)
+        if parameter is None or not isinstance(entries, Mapping):
+            sharded[identifier] = replace_leaves(entries, torch.clone)
+            continue
+        sharded[identifier] = {
+            key: shard_like(value, parameter)
+            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            else replace_leaves(value, torch.clone)
+            for key, value in entries.items()
+        }
+    return {**state, "state": sharded}

@@ -1,0 +1,342 @@
+"""Where the loaders of a training stand: noted between batches, kept in checkpoints, taken up by a resumed training."""
+
+import math
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parstrat.core.epoch_order import share
+from lightning_parstrat.core.wording import counted
+from lightning_parstrat.strategies.data.even import loaders_iterator, restore
+from lightning_parstrat.strategies.data.orders import (
+    NotPlainError,
+    Order,
+    Recorded,
+    Replayed,
+    can_be_shared,
+    can_go_on,
+    is_stateful,
+    left_by_ranks,
+    unpacked,
+)
+from lightning_parstrat.strategies.data.samplers import Pass, PositionedSampler, batches_before
+from lightning_parstrat.strategies.data.streams import (
+    can_go_on_in_stream,
+    drawn_from,
+    follow_workers,
+    handed_out,
+    leave_workers,
+)
+from lightning_parstrat.strategies.lightning_compat import (
+    batches_fetched_ahead,
+    iterators_in_training,
+    mode_of_loaders,
+)
+
+LOADERS = "loaders"
+"""The key of where loaders stand, among this package's entries of a checkpoint."""
+
+_LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+class Moment(NamedTuple):
+    """Where a loader stands between two batches.
+
+    Attributes:
+        sampler: The loader's.
+        in_pass: The pass over it that batches come from; None where none has begun.
+        begun: Whether the pass has settled its order.
+        batches: How many batches of this pass were trained on.
+        generators: States of the generators of loader and sampler.
+    """
+
+    sampler: PositionedSampler
+    in_pass: Pass | None
+    begun: bool
+    batches: int
+    generators: list[Tensor]
+
+    def state(self, within_epoch: bool) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        # A pass that was begun since draws its order again, from the same random numbers.
+        goes_on = within_epoch and self.begun
+        position = self.in_pass.state(self.batches) if goes_on and self.in_pass is not None else None
+        # Of a pass whose rest had to be drawn for its state, generators stand at its end.
+        generators = self.generators if position is None else self.sampler.generator_states()
+        return {"position": position, "generators": generators, "iterated": within_epoch and self.in_pass is not None}
+
+
+Moments = Sequence[Moment | None]
+"""Of each loader that is trained on; None of one that cannot be told where it stands."""
+
+
+class LoaderPositions:
+    """Knows where the loaders of a training stand, and has them go on where a checkpoint was saved. Not collective."""
+
+    def __init__(self) -> None:
+        self._loaders: list[weakref.ref[Any]] = []
+        self._saved: Mapping[str, Any] | None = None
+        self._saved_taken = 0
+        self._at_end: Moments = ()
+        self._shifted = False
+        self._warned = False
+        self._hides_warning: Any = None
+
+    def __reduce__(self) -> Any:
+        """In a copied or pickled trainer nothing stands anywhere: iterators stay where they are."""
+        return type(self), ()
+
+    def load(self, saved: Mapping[str, Any] | None) -> None:
+        """Takes over what a checkpoint has under :data:`LOADERS`; the loaders are made afterwards."""
+        self._saved, self._saved_taken = saved, 0
+
+    def follow(self, dataloader: Any, trainer: Trainer) -> None:
+        """Has a loader know its place from now on, and go on where the checkpoint was saved.
+
+        Args:
+            dataloader: One that is to be trained on, in the order in which they are used; others than torch's with a
+                map-style dataset are left as they are.
+            trainer: The Trainer.
+        """
+        restore(dataloader)
+        states = self._next_saved()
+        if not _knows_its_place(dataloader):
+            return
+        sampler = PositionedSampler(dataloader, lambda: _set_back_at_most(trainer))
+        if isinstance(dataloader.dataset, IterableDataset) and dataloader.num_workers:
+            follow_workers(dataloader, sampler.take_stream_begin)
+        self._loaders.append(weakref.ref(dataloader))
+        _set_epoch(dataloader, trainer)
+        if None not in states and len(states) == trainer.world_size:
+            self._go_on(sampler, states, trainer.global_rank)
+            if dataloader.persistent_workers and not self._within_epoch and _next_epoch(trainer):
+                sampler.undo_workers_seed()
+        elif states and self._within_epoch:
+            self._share_rest(sampler, states, trainer.global_rank, trainer.world_size)
+
+    @property
+    def _within_epoch(self) -> bool:
+        return self._saved is not None and bool(self._saved["within_epoch"])
+
+    def _next_saved(self) -> list[Any]:
+        """What each rank has saved of the loader that comes next; nothing where there is none."""
+        number, self._saved_taken = self._saved_taken, self._saved_taken + 1
+        of_ranks = [] if self._saved is None else self._saved["ranks"]
+        return [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
+
+    def _go_on(self, sampler: PositionedSampler, states: list[Mapping[str, Any]], rank: int) -> None:
+        position = states[rank]["position"] if self._within_epoch else None
+        sampler.set_generators_of_save(states[rank]["generators"], states[rank]["iterated"])
+        if position is None:
+            return
+        order: Order
+        if "items" in position:
+            items = unpacked(position["items"])
+            whole = position["whole"]
+            taken = sum(state["position"]["taken"] for state in states if state["position"])
+            order, left = Recorded(sampler.source, items, None if whole is None else whole - taken), len(items)
+        elif "stream" in position or "workers" in position:
+            sampler.go_on_in_stream(position)
+            return
+        elif Replayed.fits(sampler.source, position):
+            order, left = Replayed(sampler.source, position), max(0, position["length"] - position["taken"])
+        else:
+            self._begin_anew("its sampler, or the number of its samples, is another one")
+            return
+        before = position["batches"]
+        if sampler.grouping.size is not None and sampler.grouping.number(left) != len(sampler) - before:
+            # Batches of another size.
+            before, self._shifted = len(sampler) - sampler.grouping.number(left), True
+        sampler.resume(order, before)
+
+    def _share_rest(self, sampler: PositionedSampler, states: list[Any], rank: int, ranks: int) -> None:
+        positions = [None if state is None else state["position"] for state in states]
+        if None in states:
+            self._begin_anew("the checkpoint does not say for every rank where it stood")
+            return
+        if None in positions or not can_be_shared(sampler.source, positions):
+            self._begin_anew(f"{counted(len(states), 'rank')} had samples of their own, and there are {ranks} now")
+            return
+        left = left_by_ranks(sampler.source, positions)
+        own = share(left, rank, ranks)
+        before = len(sampler) - sampler.grouping.number(len(own))
+        sampler.resume(Recorded(sampler.source, own, whole=len(left)), before)
+        self._shifted = True
+
+    def _begin_anew(self, reason: str) -> None:
+        rank_zero_warn(
+            "The checkpoint was saved within an epoch, and a data loader cannot go on there:"
+            f" {reason}. It begins the epoch's samples anew."
+        )
+
+    def begin_training(self, trainer: Trainer) -> None:
+        """Has Lightning count batches from where the loaders go on: among other ranks an epoch has others."""
+        # Those of an earlier training, whose iterators were gone.
+        self._at_end = ()
+        if self._within_epoch and None not in self.now(trainer):
+            self._hide_lightnings_warning()
+        self._saved, self._warned = None, False
+        _begin_epoch_without_length(trainer)
+        shifted, self._shifted = self._shifted, False
+        if not shifted:
+            return
+        loaders = iterators_in_training(trainer)
+        sized = [(length, iterator) for loader, iterator in loaders if (length := sized_len(loader)) is not None]
+        if not sized:
+            return
+        deciding = (min if mode_of_loaders(trainer) == "min_size" else max)(sized, key=lambda pair: pair[0])
+        # An epoch may have no end that is known, beside a loader without a length.
+        batch = int(min(batches_before(loaders_iterator(deciding[1])), trainer.num_training_batches - 1))
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        difference = batch - progress.processed
+        for counter in ("ready", "started", "processed", "completed"):
+            setattr(progress, counter, getattr(progress, counter) + difference)
+
+    def _hide_lightnings_warning(self) -> None:
+        known = list(warnings.filters)
+        warnings.filterwarnings("ignore", _LIGHTNINGS_WARNING)
+        entry = warnings.filters[0]
+        self._hides_warning = None if entry in known else entry
+
+    def now(self, trainer: Trainer) -> Moments:
+        """Where the loaders stand after the batches that were trained on, whatever was fetched since."""
+        if self._at_end:
+            return self._at_end
+        progress = trainer.fit_loop.epoch_loop.batch_progress.current
+        ahead = batches_fetched_ahead(trainer) + progress.ready - progress.processed
+        at_most = progress.processed if mode_of_loaders(trainer) == "max_size" else None
+        return [_moment(*loader, ahead, at_most) for loader in iterators_in_training(trainer)]
+
+    def state(self, moments: Moments, within_epoch: bool) -> list[dict[str, Any] | None]:
+        """This rank's part of what a checkpoint has under :data:`LOADERS`."""
+        return [None if moment is None else self._state_of(moment, within_epoch) for moment in moments]
+
+    def _state_of(self, moment: Moment, within_epoch: bool) -> dict[str, Any] | None:
+        try:
+            return moment.state(within_epoch)
+        except NotPlainError as error:
+            self._warn_once(
+                f"A checkpoint within an epoch cannot hold what a data loader's sampler yields (of class {error}):"
+                " a training that resumes there begins its samples anew, so that some come twice and some never. Have"
+                " the sampler yield integers, strings, or lists, tuples and tensors of them."
+            )
+            return None
+
+    def _warn_once(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(message)
+
+    def warn_of_lost(self, trainer: Trainer, moments: Moments) -> None:
+        """Says once in a training that a checkpoint within an epoch does not know where a loader stands."""
+        loaders = [loader for loader, _ in iterators_in_training(trainer)]
+        lost = [
+            type(loader).__name__
+            for loader, moment in zip(loaders, moments, strict=False)
+            if moment is None and not is_stateful(loader)
+        ]
+        if lost:
+            self._warn_once(
+                f"A checkpoint is saved within an epoch, and a data loader ({lost[0]}) cannot be told where it stands:"
+                " a training that resumes there begins its samples anew, so that some come twice and some never. Give"
+                " it `state_dict` and `load_state_dict`, or take a `DataLoader` with a map-style dataset."
+            )
+
+    def end_training(self, trainer: Trainer) -> None:
+        """Keeps where the loaders stand, for checkpoints that are saved when their iterators are gone."""
+        self._at_end = self.now(trainer)
+
+    def release(self) -> None:
+        """Gives all loaders their own samplers back, and forgets the checkpoint: the next run is not its training."""
+        self.load(None)
+        if self._hides_warning is not None:
+            filters: Any = warnings.filters
+            if self._hides_warning in filters:
+                filters.remove(self._hides_warning)
+            self._hides_warning = None
+        for reference in self._loaders:
+            dataloader = reference()
+            restore(dataloader)
+            leave_workers(dataloader)
+            sampler = positioned_sampler(dataloader)
+            if sampler is not None:
+                sampler.remove(dataloader)
+        self._loaders.clear()
+
+
+def _set_back_at_most(trainer: Trainer) -> int:
+    """How many batches that have been drawn a checkpoint saved next may leave out, when another one is drawn."""
+    # Of a window, of those in the fetcher, the one that is trained on, and the one that is fetched meanwhile.
+    return trainer.accumulate_grad_batches + batches_fetched_ahead(trainer) + 2
+
+
+def _next_epoch(trainer: Trainer) -> int:
+    """The number of the epoch that goes on, or comes next."""
+    epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+    # Saved after an epoch's last batch, a checkpoint does not count the epoch yet.
+    return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
+
+
+def _begin_epoch_without_length(trainer: Trainer) -> None:
+    """Has Lightning count from 0 when it resumes after the last batch of an epoch whose length it does not know.
+
+    It does so where it knows; here, windows of accumulation would go on where those of the epoch before had ended.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    if loop.restarted_on_train_batch_end and progress.is_last_batch and trainer.num_training_batches == math.inf:
+        # It counts the batch that was saved after once more, and begins with what it has then.
+        progress.current.completed = -1
+
+
+def _set_epoch(dataloader: DataLoader[Any], trainer: Trainer) -> None:
+    """Tells a loader's sampler the epoch. Lightning does so when workers have been given their first indices."""
+    epoch = _next_epoch(trainer)
+    samplers = {id(one): one for one in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))}
+    for sampler in samplers.values() if epoch else ():
+        if callable(getattr(sampler, "set_epoch", None)):
+            sampler.set_epoch(epoch)
+
+
+def positioned_sampler(dataloader: Any) -> PositionedSampler | None:
+    """The sampler of a loader that knows its place."""
+    attributes = getattr(dataloader, "__dict__", {})
+    samplers = (attributes.get(name) for name in ("batch_sampler", "sampler"))
+    # By its type: it says of itself that it is what it stands for.
+    return next((one for one in samplers if type(one) is PositionedSampler), None)
+
+
+def _knows_its_place(dataloader: Any) -> bool:
+    """Whether a loader is torch's own, hands out batches in order, and its dataset has indices, or knows its place."""
+    if (
+        is_stateful(dataloader)
+        or not isinstance(dataloader, DataLoader)
+        or type(dataloader).__iter__ is not DataLoader.__iter__
+    ):
+        return False
+    if positioned_sampler(dataloader) is not None or not getattr(dataloader, "in_order", True):
+        return False
+    if isinstance(dataloader.dataset, IterableDataset):
+        return can_go_on_in_stream(dataloader)
+    return can_go_on(dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler)
+
+
+def _moment(dataloader: Any, iterator: Any, ahead: int, at_most: int | None) -> Moment | None:
+    sampler = positioned_sampler(dataloader)
+    if sampler is None:
+        return None
+    own = loaders_iterator(iterator)
+    in_pass = drawn_from(own)
+    if type(in_pass) is not Pass:
+        return Moment(sampler, None, False, 0, sampler.generator_states())
+    number = handed_out(own)
+    # One that has come to its end before the others has handed out nothing since.
+    batches = number - ahead if at_most is None else min(number, at_most - in_pass.batches_before)
+    return Moment(sampler, in_pass, in_pass.begun, batches, sampler.generator_states())

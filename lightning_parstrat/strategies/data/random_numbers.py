@@ -1,0 +1,56 @@
+"""The states of this process's random number generators."""
+
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of this process's random number generators, as tensors and plain values: some 10 KB."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": (version, _as_tensor(numbers), gauss),
+        "numpy": (str(kind), _as_tensor(keys), position, has_gauss, cached),
+        # Asking would initialise CUDA, after which this process could not be forked.
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Sets this process's random number generators."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    # Earlier versions have saved the numbers one by one.
+    numbers = _as_array(numbers).tolist() if isinstance(numbers, Tensor) else numbers
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *others = state["numpy"]
+    np.random.set_state((kind, _as_array(keys), *others))
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def rng_preserved() -> Generator[None, None, None]:
+    """What is drawn within it is drawn again afterwards."""
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def _as_tensor(numbers: Any) -> Tensor:
+    # `weights_only` loading takes no arrays. One tensor, not hundreds of numbers: a checkpoint has those of all ranks,
+    # and is walked through. Of int32, as torch can hardly compute with uint32.
+    return torch.from_numpy(np.asarray(numbers, dtype=np.uint32).view(np.int32).copy())
+
+
+def _as_array(numbers: Tensor) -> Any:
+    return numbers.numpy().view(np.uint32)

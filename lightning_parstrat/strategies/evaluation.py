@@ -1,0 +1,369 @@
+"""Validation, test and prediction on ranks with different numbers of batches, and without samples that count twice.
+
+Evaluation sends nothing of its own between batches, so ranks may have different numbers of them: each goes through all
+that it has. Only where a step has a collective of the user's (``self.log(..., sync_dist=True, on_step=True)``,
+``self.all_gather``) all must go on together; then they look, from the first such collective on, whether all still do.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+from typing_extensions import override
+
+from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.watch import watching
+from lightning_parstrat.strategies.data.even import StandIn, all_batches
+from lightning_parstrat.strategies.launch.ranks import RanksStrategy
+from lightning_parstrat.strategies.lightning_compat import trainer_of
+
+_UNKNOWN = 2**60
+"""Stands for the length of a loader that does not know its own: more than any."""
+
+_NO_BATCH = object()
+
+
+class EvaluatingStrategy(RanksStrategy):
+    """DDP that evaluates on ranks with different numbers of batches.
+
+    Args:
+        exact_evaluation: Whether validation and test see each sample once. Lightning's sampler gives all ranks equally
+            many: where their number does not divide the samples, some come twice, and metrics count them twice.
+            ``True`` leaves these out, so that metrics are those of one process; a rank may then have one sample less
+            than another. Off by default, as under ``ddp``.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    _not_copied = RanksStrategy._not_copied | {"_evaluations"}
+
+    def __init__(self, exact_evaluation: bool = False, **kwargs: Any) -> None:
+        if not isinstance(exact_evaluation, bool):
+            raise ValueError(f"Invalid exact_evaluation: {exact_evaluation!r}. Must be True or False.")
+        self._exact_evaluation = exact_evaluation
+        # By what Lightning calls their loaders: the sanity check's are those of validation.
+        self._evaluations: dict[str, EvaluatedLoaders] | None = None
+        super().__init__(**kwargs)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Prepares a loader for evaluation. Collective: one all-reduce of 16 bytes; training loaders are left."""
+        dataloader = super().process_dataloader(dataloader)
+        loaders = self._evaluated_loaders()
+        if self.world_size == 1 or loaders is None:
+            return dataloader
+        if self._exact_evaluation and isinstance(dataloader, DataLoader):
+            leave_out_padding(dataloader)
+        followed, lengths = loaders.add(dataloader)
+        self._note_evaluated_lengths(lengths)
+        return followed
+
+    def _note_evaluated_lengths(self, lengths: "Lengths") -> None:
+        """Is told how many batches ranks have of a loader."""
+
+    def _note_empty(self) -> None:
+        self._note_evaluated_lengths(Lengths(_UNKNOWN, 0))
+
+    def _evaluated_loaders(self) -> "EvaluatedLoaders | None":
+        """Those of the evaluation that runs or is being set up; None in training."""
+        trainer = trainer_of(self._training_module)
+        stage = None if trainer is None else trainer.state.stage
+        if stage is None or stage == RunningStage.TRAINING:
+            return None
+        if self._evaluations is None:
+            self._evaluations = {}
+        prefix = stage.dataloader_prefix or ""
+        if prefix not in self._evaluations:
+            limit = getattr(trainer, f"limit_{prefix}_batches")
+            self._evaluations[prefix] = EvaluatedLoaders(prefix, limit, self._control, self._note_empty)
+        return self._evaluations[prefix]
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's validation step."""
+        self._note_step_of(args)
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's test step."""
+        self._note_step_of(args)
+        return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's predict step."""
+        self._note_step_of(args)
+        return super().predict_step(*args, **kwargs)
+
+    def _note_step_of(self, arguments: Sequence[Any]) -> None:
+        loaders = self._evaluated_loaders() if self.world_size > 1 else None
+        if loaders is not None:
+            # Lightning hands it on wherever there are several loaders, one after the other.
+            loaders.step_of = arguments[2] if len(arguments) > 2 else None
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduces a tensor over all ranks. Collective. The mean of integers is a floating-point number."""
+        self._meet("a value is reduced over ranks, as self.log(..., sync_dist=True, on_step=True) does")
+        is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        if is_whole and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
+            # Lightning divides means by the mean number of samples, which it would cut off to an integer.
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Gathers a tensor of all ranks. Collective."""
+        self._meet("self.all_gather")
+        return super().all_gather(tensor, *args, **kwargs)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Gives all ranks an object of one of them. Collective."""
+        self._meet("strategy.broadcast")
+        return super().broadcast(obj, src)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks. Collective."""
+        self._meet("strategy.barrier")
+        super().barrier(name)
+        # Lightning's own, with which each set-up of loaders begins.
+        if self._evaluations and name is not None and name.endswith("_dataloader()"):
+            self._evaluations.pop(name.removesuffix("_dataloader()"), None)
+
+    def _meet(self, collective: str) -> None:
+        trainer = trainer_of(self._training_module) if self._evaluations else None
+        if trainer is not None and _has_batch(trainer):
+            loaders = self._evaluated_loaders()
+            if loaders is not None:
+                loaders.meet(collective)
+
+    @override
+    def on_validation_end(self) -> None:
+        """Ends a pass over the loaders."""
+        super().on_validation_end()
+        self._end_pass()
+
+    @override
+    def on_test_end(self) -> None:
+        """Ends a pass over the loaders."""
+        super().on_test_end()
+        self._end_pass()
+
+    @override
+    def on_predict_end(self) -> None:
+        """Ends a pass over the loaders."""
+        super().on_predict_end()
+        self._end_pass()
+
+    def _end_pass(self) -> None:
+        for loaders in (self._evaluations or {}).values():
+            loaders.has_begun = False
+
+    @override
+    def teardown(self) -> None:
+        """Forgets the loaders."""
+        self._evaluations = None
+        super().teardown()
+
+
+def leave_out_padding(dataloader: DataLoader[Any]) -> None:
+    """Has a distributed sampler draw each sample once, on one rank, instead of making ranks equal by repeating some.
+
+    Other samplers are left, and so is one that leaves samples out rather than repeat some (``drop_last=True``).
+
+    Raises:
+        MisconfigurationException: There are fewer samples than ranks, so that some would have nothing to evaluate.
+    """
+    # Lightning leaves the loader's own where it puts its sampler into a batch sampler of the user's.
+    found = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
+    sampler = next((one for one in found if isinstance(one, DistributedSampler)), None)
+    if sampler is None or sampler.drop_last:
+        return
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    if samples < sampler.num_replicas:
+        raise MisconfigurationException(
+            f"exact_evaluation=True needs a sample for every rank, and a loader has {counted(samples, 'sample')} for"
+            f" {sampler.num_replicas} ranks. Evaluate on fewer ranks, or leave exact_evaluation out: then samples are"
+            " repeated."
+        )
+    # It repeats samples up to the one number, and takes every n-th of them, which must be the other.
+    sampler.total_size = samples
+    sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
+
+
+class Lengths(NamedTuple):
+    """How many batches ranks have of a loader, at most and at least; :data:`_UNKNOWN` where one does not know."""
+
+    most: int
+    least: int
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all ranks know theirs, and it is the same."""
+        return self.most == self.least != _UNKNOWN
+
+
+class EvaluatedLoaders:
+    """Loaders of one kind of evaluation, and whether ranks must stay together while they go through one.
+
+    Where some rank does not know the first loader's length, ranks compare before its first batch whether all have one:
+    an all-reduce of 16 bytes on the host. Further batches send nothing, unless a step of theirs has had a collective:
+    from then on ranks compare before every batch of the loader. Not found is a rank that has no batch at all of a later
+    loader of unknown length.
+
+    Args:
+        prefix: What Lightning calls the loaders: val, test or predict.
+        limit: How many batches of a loader the Trainer takes at most, or which part of them.
+        control: Compares.
+        note_empty: Is called where a rank turns out to have no batch of the first loader.
+
+    Attributes:
+        has_begun: Whether the first batch of a pass over the loaders has been fetched.
+        step_of: Which loader the latest step had a batch of; None where it had one of all.
+    """
+
+    def __init__(
+        self, prefix: str, limit: int | float | None, control: Collectives, note_empty: Callable[[], None]
+    ) -> None:
+        self._prefix, self._limit, self._control, self._note_empty = prefix, limit, control, note_empty
+        self.has_begun = False
+        self.step_of: int | None = None
+        self._lengths: list[Lengths] = []
+        # By the loaders in whose steps all ranks meet.
+        self._collectives: dict[int, str] = {}
+        self._first_is_empty_on_some = False
+        self._fetched = Fetched()
+
+    def add(self, dataloader: Any) -> tuple[Any, Lengths]:
+        """Adds the next loader. Collective: one all-reduce of 16 bytes.
+
+        Returns:
+            The loader, or what stands for it and tells of its batches, if some rank does not know how many it has; and
+            how many batches ranks have.
+        """
+        with watching("the comparison of all ranks' data loaders"):
+            lengths = Lengths(*extremes_over_ranks(self._limited(sized_len(dataloader)), self._control))
+        self._lengths.append(lengths)
+        if lengths.most == _UNKNOWN:
+            return _TellsOfBatches(dataloader, self, len(self._lengths) - 1), lengths
+        return dataloader, lengths
+
+    def _limited(self, length: int | None) -> int:
+        if length is None:
+            return _UNKNOWN
+        return int(length * self._limit) if isinstance(self._limit, float) else min(length, self._limit or length)
+
+    def meet(self, collective: str) -> None:
+        """Is told of a collective in a step or its hooks: all ranks take part, and must be able to.
+
+        Raises:
+            MisconfigurationException: Ranks have different numbers of batches.
+        """
+        loaders = range(len(self._lengths)) if self.step_of is None else [self.step_of]
+        unsure = [loader for loader in loaders if not self._lengths[loader].are_equal]
+        for loader in unsure:
+            if self._lengths[loader].most != _UNKNOWN or (loader == 0 and self._first_is_empty_on_some):
+                self._refuse(loader, collective)
+        if any(loader not in self._collectives for loader in unsure):
+            self._collectives.update(dict.fromkeys(unsure, collective))
+            if self._differs(self._fetched.place):
+                self._refuse(unsure[0], collective)
+
+    def fetched(self, batches: Iterator[Any], loader: int, number: int) -> Any:
+        """A loader's next batch, or a mark that there is none.
+
+        Raises:
+            MisconfigurationException: Some ranks have one and some have none, and steps have collectives.
+        """
+        batch = next(batches, _NO_BATCH)
+        self._fetched = Fetched(loader, number, batch is _NO_BATCH)
+        # All ranks begin with the first loader, together; they may come to the others at different times.
+        is_first, self.has_begun = loader == 0 and not self.has_begun, True
+        if is_first or loader in self._collectives:
+            differs = self._differs(self._fetched.place)
+            if is_first:
+                self._first_is_empty_on_some = differs
+            if is_first and differs:
+                self._note_empty()
+            if differs and loader in self._collectives:
+                self._refuse(loader, self._collectives[loader])
+        return batch
+
+    def _differs(self, place: int) -> bool:
+        with watching("the comparison of batches that are evaluated"):
+            most, least = extremes_over_ranks(place, self._control)
+        return most != least
+
+    def _refuse(self, loader: int, collective: str) -> NoReturn:
+        # What a callback does about the exception must not look for ranks that have their own.
+        self._collectives.clear()
+        lengths = self._lengths[loader]
+        found = f"between {lengths.least} and {lengths.most}" if lengths.most != _UNKNOWN else "different numbers of"
+        raise MisconfigurationException(
+            f"The ranks have {found} batches of {self._prefix}_dataloader {loader}, and every rank takes part in a"
+            f" collective of its step ({collective}): the others would wait for a rank that has ended. Log with"
+            " on_step=False, which combines ranks when all have ended; gather after the last batch; or give all ranks"
+            " equally many batches."
+        )
+
+
+class Fetched(NamedTuple):
+    """The latest batch that was fetched, or that there was none."""
+
+    loader: int = 0
+    number: int = 0
+    ended: bool = False
+
+    @property
+    def place(self) -> int:
+        """One number for all of it."""
+        return (self.loader << 40 | self.number) << 1 | self.ended
+
+
+class _TellsOfBatches(StandIn):
+    """Stands for a loader of which some rank does not know how many batches it has; yields all, and says so."""
+
+    def __init__(self, dataloader: Any, loaders: EvaluatedLoaders, index: int) -> None:
+        super().__init__(dataloader)
+        self._loaders, self._index = loaders, index
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        batches = all_batches(self._dataloader)
+        for number in count():
+            batch = self._loaders.fetched(batches, self._index, number)
+            if batch is _NO_BATCH:
+                return
+            yield batch
+
+    @override
+    def __len__(self) -> int:
+        # On no rank, so that all ask for it, or none.
+        raise TypeError("the data loader of some rank does not know its length")
+
+
+def _has_batch(trainer: Trainer) -> bool:
+    """Whether an evaluation has a batch that its hooks have not ended with."""
+    loops = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    loop = loops.get(trainer.state.fn) if trainer.state.fn is not None else None
+    progress = (loop or trainer.fit_loop.epoch_loop.val_loop).batch_progress.current
+    return bool(progress.ready > progress.completed)

@@ -1,0 +1,106 @@
+"""What DDP's wrapper does for a module beside its gradients, and what uneven data needs: for strategies without one."""
+
+import weakref
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
+from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
+from lightning_parstrat.strategies.data.even import EvenDataLoader, make_even, restore
+from lightning_parstrat.strategies.evaluation import EvaluatingStrategy, Lengths
+from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
+
+
+class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, WrapperlessDDPStrategy):
+    """Ranks draw equally many training batches, and have rank 0's buffers whenever DDP would give them."""
+
+    _not_copied = EvaluatingStrategy._not_copied | AccumulationAwareStrategy._not_copied
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._broadcast_buffers_next = True
+        self._has_buffers = False
+        self._validated_by_some = False
+        self._even_dataloaders: list[weakref.ref[Any]] = []
+        super().__init__(**kwargs)
+
+    @property
+    def _is_set_up(self) -> bool:
+        """Whether a training's parameters and optimizers are in place."""
+        raise NotImplementedError
+
+    @property
+    def _synchronizes(self) -> bool:
+        """Whether the next backward sends gradients."""
+        raise NotImplementedError
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._training_module.trainer
+        if self.world_size == 1 or not trainer.training:
+            return dataloader
+        sources = (self._training_module, trainer.datamodule)
+        allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
+        even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
+        if isinstance(even, EvenDataLoader):
+            # Weakly: loaders of earlier epochs may go.
+            self._even_dataloaders.append(weakref.ref(even))
+        return even
+
+    @override
+    def _note_evaluated_lengths(self, lengths: Lengths) -> None:
+        """Finds out whether a rank will skip a validation that others run: it would miss their broadcast of buffers."""
+        if self._is_set_up:
+            self._validated_by_some = self._validated_by_some or lengths.least == 0 < lengths.most
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's validation step."""
+        if not self._validated_by_some:
+            self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
+        super().on_validation_end()
+        if not self._validated_by_some:
+            self._broadcast_buffers()
+
+    @override
+    def teardown(self) -> None:
+        """Gives data loaders their own classes back."""
+        self._validated_by_some = False
+        for dataloader in self._even_dataloaders:
+            restore(dataloader())
+        self._even_dataloaders.clear()
+        super().teardown()
+
+    @property
+    def _groups(self) -> ProcessGroups:
+        return process_groups(self._timeout)
+
+    def _begin_to_broadcast_buffers(self) -> None:
+        self._broadcast_buffers_next = True
+        # Of a module that has none when training begins, DDP never broadcasts any.
+        self._has_buffers = next(self._training_module.buffers(), None) is not None
+
+    def _broadcast_buffers(self) -> None:
+        """Follows DDP: before the first forward, and before one whose predecessor synchronised its gradients.
+
+        DDP takes every training and validation step for a forward, and under manual optimization never synchronises in
+        its sense.
+        """
+        if not self._is_set_up or not self._has_buffers:
+            return
+        if self._broadcast_buffers_next:
+            # Not by the parameters' group, where it would queue behind those that are in flight.
+            broadcast_buffers(self._training_module, self._groups.gradients)
+        synchronized = torch.is_grad_enabled() and self._synchronizes
+        self._broadcast_buffers_next = synchronized and self._training_module.automatic_optimization

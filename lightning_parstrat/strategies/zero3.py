@@ -1,0 +1,335 @@
+"""``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.policy import FullShardingPolicy, WireDtype
+from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
+from lightning_parstrat.distributed.comm.module_states import check_same_module
+from lightning_parstrat.distributed.comm.watch import watching
+from lightning_parstrat.distributed.gradients.nonfinite import Leaf
+from lightning_parstrat.distributed.zero1.shardability import check_parameters
+from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
+from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
+from lightning_parstrat.distributed.zero3.state import (
+    gather_module_state,
+    gather_optimizer_state,
+    shard_module_state,
+    shard_optimizer_state,
+)
+from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
+from lightning_parstrat.strategies.gradients.observers import users_own
+from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped
+from lightning_parstrat.strategies.together import StepsTogetherStrategy
+
+_HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
+_SAVE = "`trainer.save_checkpoint()`"
+_SAVE_ON_ALL = "Call it on all ranks: each has a part of the parameters."
+
+
+class ZeRO3Strategy(StepsTogetherStrategy):
+    """Trains with parameters, gradients and optimizer state sharded over the ranks (ZeRO stage 3), by torch's FSDP2.
+
+    Results are DDP's; with N ranks each holds 1/N of all three between steps. A unit's parameters are gathered before
+    its forward and its backward and freed after them, so that half as much again travels as under DDP. Unused
+    parameters need no flag. Between steps ``param`` is a :class:`~torch.distributed.tensor.DTensor`, and so is
+    ``param.grad``: what reads them calls ``full_tensor()`` on all ranks.
+
+    Args:
+        wrap: Names of classes whose modules are a unit each, such as ``["Block"]``. By default units are found: modules
+            of one class that follow each other in a container. All else is gathered for the whole of
+            ``training_step``, which may then read it as it likes.
+        min_num_params: The smallest number of parameters of a unit that is found; smaller ones stay with the rest.
+        reshard_after_forward: Whether units free their parameters between forward and backward. ``False`` gathers once
+            in a step instead of twice, and holds all parameters from forward to backward.
+        shard_gradients: Whether every micro-batch is reduce-scattered and accumulated in shards
+            (``accumulate_grad_batches``). ``False`` sends gradients once in a step, and keeps them whole on every rank
+            until then.
+        reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire, in which they are then summed.
+        gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire and while they are gathered, for
+            modules that compute in bf16 anyway ("bf16-mixed"). Each rank steps its shard in fp32.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    flag = "zero3_custom"
+    _not_copied = StepsTogetherStrategy._not_copied | {"_sharded"}
+
+    def __init__(
+        self,
+        wrap: Sequence[str] | None = None,
+        min_num_params: int = MIN_NUM_PARAMS,
+        reshard_after_forward: bool = True,
+        shard_gradients: bool = True,
+        reduce_dtype: WireDtype = None,
+        gather_dtype: WireDtype = None,
+        **kwargs: Any,
+    ) -> None:
+        self._policy = FullShardingPolicy(
+            wrap=wrap,
+            min_num_params=min_num_params,
+            reshard_after_forward=reshard_after_forward,
+            shard_gradients=shard_gradients,
+            reduce_dtype=reduce_dtype,
+            gather_dtype=gather_dtype,
+        )
+        self._sharded: ShardedModule | None = None
+        super().__init__(**kwargs)
+        if self._saves_sharded:
+            raise ValueError(
+                "checkpoint_format='sharded' is not available under zero3_custom. Leave it out: a full checkpoint is"
+                " gathered tensor by tensor, and only rank 0 holds it as a whole, in host memory."
+            )
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are loaded when there is something to load them into: not before, on the meta device."""
+        module = self.lightning_module
+        return module is not None and (is_sharded_module(module) or any(p.is_meta for p in module.parameters()))
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the module, for evaluation as for training. Collective."""
+        if trainer.state.fn == TrainerFn.FITTING:
+            super().setup(trainer)
+            return
+        # As Lightning does, but for its broadcast of whole parameters.
+        if self.accelerator is None or self.model is None:
+            raise AssertionError("the strategy was set up before the Trainer has connected it")
+        self.accelerator.setup(trainer)
+        self.precision_plugin.convert_module(self.model)
+        self.configure_ddp()
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        """Leaves the module where it is: its units move to the device one by one, as they are sharded."""
+
+    @override
+    def configure_ddp(self) -> None:
+        """Shards the module in place; there is no wrapper around it. Collective."""
+        module = self._training_module
+        if any(isinstance(callback, WeightAveraging) for callback in module.trainer.callbacks):
+            raise MisconfigurationException(
+                "`WeightAveraging` keeps a whole copy of the module, and cannot average shards into it. Use"
+                " strategy='zero1_custom', or an average of your own over `self.parameters()`, which are shards here."
+            )
+        self._close()
+        if not is_sharded_module(module):
+            check_same_module(module, self._groups.control)
+        check_parameters(module, [p for p in module.parameters() if not p.is_meta])
+        self._begin_to_broadcast_buffers()
+        narrow = {"bf16": torch.bfloat16, None: None}
+        self._sharded = ShardedModule(
+            module,
+            self._groups.gradients,
+            self.root_device,
+            lambda: self._messages,
+            wrap=self._policy.wrap or (),
+            min_num_params=self._policy.min_num_params,
+            by_child=not module.automatic_optimization,
+            reshard_after_forward=self._policy.reshard_after_forward,
+            gather_dtype=narrow[self._policy.gather_dtype],
+            reduce_dtype=narrow[self._policy.reduce_dtype],
+        )
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers. Collective.
+
+        Raises:
+            ValueError: One of them cannot step sharded parameters, or was made of parameters before these were sharded.
+        """
+        super().setup_optimizers(trainer)
+        optimizers = [one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)]
+        if self._sharded is not None:
+            self._sharded.check_belongs(optimizers)
+            check_optimizers(optimizers, self._control)
+
+    @property
+    @override
+    def _is_set_up(self) -> bool:
+        return self._sharded is not None
+
+    @property
+    @override
+    def _synchronizes(self) -> bool:
+        return not self._accumulates
+
+    @override
+    def _leaves(self) -> Iterable[Leaf]:
+        return super()._leaves() if self._sharded is None else self._sharded.leaves
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it, gradients accumulate: in shards, or whole on every rank (``shard_gradients=False``)."""
+        sharded = self._sharded
+        keeps_whole = sharded is not None and self.world_size > 1 and not self._policy.shard_gradients
+        with super().block_backward_sync():
+            if sharded is None or not keeps_whole:
+                yield
+                return
+            sharded.accumulate_whole(True)
+            try:
+                yield
+            finally:
+                sharded.accumulate_whole(False)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
+        self._reshard()
+        self._broadcast_buffers()
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Takes note of which parameters have no gradient yet."""
+        super().pre_backward(closure_loss)
+        if self._sharded is not None:
+            self._sharded.begin_backward()
+
+    @override
+    def _scale_reduced_gradients(self) -> None:
+        """Completes the gradients of a window, and brings their mean over ranks to the window's."""
+        if self._sharded is not None and self._sharded.has_begun:
+            self._sharded.end_backward(self._factor)
+
+    def _factor(self) -> float:
+        return 1.0 if self._window_scale is None else self._window_scale() * self.world_size
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's validation step, in which all ranks gather parameters."""
+        with self._gathering():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's test step, in which all ranks gather parameters."""
+        with self._gathering():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's predict step, in which all ranks gather parameters."""
+        with self._gathering():
+            return super().predict_step(*args, **kwargs)
+
+    @contextmanager
+    def _gathering(self) -> Generator[None, None, None]:
+        self._meet("parameters are gathered, as zero3_custom does in every step")
+        try:
+            yield
+        finally:
+            # Without a backward nothing else would, and code between steps would see what is gathered.
+            self._reshard()
+
+    def _reshard(self) -> None:
+        if self._sharded is not None:
+            self._sharded.reshard()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most."""
+        # By the module: it stays sharded when the training has ended.
+        if not is_sharded_module(self._training_module):
+            return super().lightning_module_state_dict()
+        self._absent = []
+        self._reshard()
+        with missing_ranks_named(self._liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
+            if self._is_interrupted and self.world_size > 1:
+                self._absent = self._liveness.missing("save after an exception")
+                if self._absent:
+                    return {}
+            self._wait_for_all()
+            return gather_module_state(self._training_module, self.is_global_zero)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Loads weights; each rank keeps its part of those that are sharded."""
+        module = self._training_module
+        self._reshard()
+        state = checkpoint["state_dict"]
+        if is_sharded_module(module):
+            state = shard_module_state(module, state)
+        module.load_state_dict(state, strict=strict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective."""
+        optimizer = unwrapped(optimizer)
+        if self._absent:
+            return {"state": {}, "param_groups": []}
+        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"), watching(_SAVE, _SAVE_ON_ALL):
+            self._wait_for_all()
+            return gather_optimizer_state(optimizer, self.is_global_zero)
+
+    @override
+    def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        whole = super()._own_part(optimizer, state) if self._loaded is not None else state
+        return shard_optimizer_state(optimizer, whole)
+
+    @property
+    @override
+    def _can_save_alone(self) -> bool:
+        return not is_sharded_module(self._training_module)
+
+    @contextmanager
+    def full_parameters(self) -> Generator[LightningModule, None, None]:
+        """Within it the module's parameters are whole on every rank, to read: for export, or a look at weights.
+
+        Collective: all ranks must enter it, between steps. Memory for all parameters while it lasts; what is written to
+        them is lost.
+
+        Yields:
+            The module.
+        """
+        if self._sharded is None:
+            raise MisconfigurationException("`full_parameters()` was called before parameters were sharded.")
+        with self._sharded.gathered():
+            yield self._training_module
+
+    @override
+    def on_train_start(self) -> None:
+        """Says what is sharded, and sees to it that users' hooks see parameters as optimizers do."""
+        super().on_train_start()
+        if self._sharded is not None:
+            module = self._training_module
+            if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
+                self._sharded.reshard_root_after_forward()
+            units, whole = len(self._sharded.units), self._sharded.whole_elements
+            kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
+            rank_zero_info(
+                f"{self.flag}: parameters, gradients and optimizer state are sharded over"
+                f" {counted(self.world_size, 'rank')}; {counted(units, 'unit')} of {self._sharded.elements:,} elements"
+                f" with all else gathered at once{kept}."
+            )
+
+    @override
+    def teardown(self) -> None:
+        """Takes off what was put into the module, which stays sharded: another training goes on with it."""
+        self._close()
+        super().teardown()
+
+    def _close(self) -> None:
+        if self._sharded is not None:
+            self._sharded.close()
+            self._sharded = None

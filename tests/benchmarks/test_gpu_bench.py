@@ -1,0 +1,169 @@
+"""The benchmark of GPUs, on CPUs: every row runs, merges and fails as it would there, whatever it measures."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.rows import ONE_RANK, TWO_RANKS, Row, all_rows, chosen
+from tests.scripts import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from benchmarks.gpu.contenders import Task  # noqa: E402 (it looks for modules in that folder)
+from benchmarks.gpu.processes import Failure, run_processes  # noqa: E402
+from benchmarks.gpu.results import lines_of, merge, summarize  # noqa: E402
+from benchmarks.gpu.worker import Measurement, Plan, Report  # noqa: E402
+
+
+def run(output: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    """The exit code, what was printed, and the rows of the result file."""
+    program = [ROOT / "benchmarks/gpu/run.py", "--device", "cpu", "--output", output, "--warm-up", "3", "--steps", "2"]
+    ran = run_python([*program, *arguments], output.parent, timeout=400)
+    rows = json.loads(output.read_text())["rows"] if output.is_file() else {}
+    return ran.returncode, ran.stdout + ran.stderr, rows
+
+
+def is_measured(one: dict[str, Any]) -> bool:
+    host, launches = one["host_seconds"], one["launches"]
+    times = [turn["seconds"] for turn in one["turns"]] + [host[phase] for phase in ("forward", "backward", "step")]
+    return all(math.isfinite(seconds) and seconds > 0 for seconds in times) and launches["operators"] > 100
+
+
+@pytest.mark.slow
+def test_one_rank_beside_a_single_device(tmp_path: Path) -> None:
+    code, printed, rows = run(tmp_path / "found.json", "--rows", "world1-tiny-bf16-mixed", "--turns", "2")
+    assert code == 0, printed
+    row = rows["world1-tiny-bf16-mixed"]
+    assert tuple(row["contenders"]) == ONE_RANK
+    for name, one in row["contenders"].items():
+        assert is_measured(one) and len(one["turns"]) == 2, name
+        assert one["step_seconds"]["min"] <= one["step_seconds"]["median"] <= one["step_seconds"]["max"]
+        assert one["peak_allocated"] > 4 * 3 * 50_000, name
+    ours = row["contenders"]["zero1_custom"]
+    assert ours["host_seconds"]["pack"] > 0 and ours["host_seconds"]["settle"] > 0
+    assert {"torch", "lightning-parstrat", "command", "processor"} <= row["machine"].keys()
+    assert "--turns 2" in row["machine"]["command"]
+    assert "zero1_custom: step" in printed and "zero1_custom: peak memory" in printed
+
+
+@pytest.mark.slow
+def test_two_ranks_on_one_device(tmp_path: Path) -> None:
+    code, printed, rows = run(tmp_path / "found.json", "--rows", "ranks2-tiny-bf16-mixed", "--turns", "1")
+    assert code == 0, printed
+    contenders = rows["ranks2-tiny-bf16-mixed"]["contenders"]
+    assert tuple(contenders) == TWO_RANKS
+    for name, one in contenders.items():
+        assert is_measured(one), name
+        assert one["launches"]["collectives"] >= 2 or name == "fsdp2", name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["fake8-tiny-bf16-mixed", "fake512-tiny-bf16-true"])
+def test_a_fake_world(row: str, tmp_path: Path) -> None:
+    code, printed, rows = run(tmp_path / "found.json", "--rows", row, "--turns", "1")
+    assert code == 0, printed
+    found = rows[row]
+    assert found["computing_seconds"] > 0
+    for name, one in found["contenders"].items():
+        assert is_measured(one), name
+    ours = found["contenders"]["zero1_custom"]
+    # A reduction and a gather of each bucket, and what the hosts tell each other.
+    assert ours["launches"]["collectives"] > found["contenders"]["ddp"]["launches"]["collectives"]
+    assert "ms of computing" in printed
+
+
+@pytest.mark.slow
+def test_a_row_that_fails_says_why_and_leaves_the_others(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    few = ("--turns", "1", "--contenders", "single_device")
+    code, printed, rows = run(output, "--rows", "world1-tiny-bf16-true", *few)
+    assert code == 0, printed
+    first = rows["world1-tiny-bf16-true"]
+    code, printed, rows = run(output, "--rows", "world1-tiny-bf16-mixed", *few, "--limit-seconds", "1")
+    assert code != 0 and "failed: world1-tiny-bf16-mixed" in printed
+    assert rows["world1-tiny-bf16-mixed"]["failed"].startswith("it was ended after 1 s")
+    assert rows["world1-tiny-bf16-true"] == first
+    # Once more, and in its place.
+    code, printed, rows = run(output, "--rows", "world1-tiny-bf16-mixed", *few)
+    assert code == 0, printed
+    assert "failed" not in rows["world1-tiny-bf16-mixed"] and len(rows) == 2
+    code, printed, later = run(output, *few, "--budget-seconds", "1")
+    assert code == 0 and printed.count("not begun") == len(all_rows(["tiny"])) and later == rows
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    ran = run_python([ROOT / "benchmarks/gpu/run.py", "--output", tmp_path / "found.json"], tmp_path)
+    assert ran.returncode != 0 and "No CUDA device is here" in ran.stderr and not any(tmp_path.iterdir())
+
+
+def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    row = Row("world", 1, "tiny", "bf16-mixed")
+    plan = Plan(warm_up=3, steps=1, turns=1, deadline=math.inf)
+    report = Report(tmp_path / "answer.json", plan, ("no such strategy", "single_device"))
+    Measurement(Task(row, torch.device("cpu")), plan, report).run()
+    found = json.loads((tmp_path / "answer.json").read_text())
+    assert "no such strategy" in found["contenders"]["no such strategy"]["failed"]
+    assert is_measured(found["contenders"]["single_device"]) and "at" not in found
+    summarize(found)
+    assert any("failed in turn 1" in line for line in lines_of(row.key, found))
+
+
+def test_no_turn_begins_after_the_deadline(tmp_path: Path) -> None:
+    plan = Plan(warm_up=3, steps=1, turns=1, deadline=time.monotonic() - 1)
+    report = Report(tmp_path / "answer.json", plan, ("single_device",))
+    Measurement(Task(Row("world", 1, "tiny", "bf16-mixed"), torch.device("cpu")), plan, report).run()
+    assert report.contenders == {"single_device": {"turns": []}}
+
+
+def test_processes_end_together_and_say_why(tmp_path: Path) -> None:
+    waits = [sys.executable, "-c", "import time; time.sleep(600)"]
+    fails = [sys.executable, "-c", "print('before'); raise ValueError('what is wrong')"]
+    kills = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    began = time.monotonic()
+    for other, reason in (
+        (fails, "exit code 1: ValueError: what is wrong"),
+        (kills, "signal SIGKILL: it printed nothing"),
+    ):
+        with pytest.raises(Failure) as failure:
+            run_processes([waits, other], [{}, {}], 300)
+        assert failure.value.reason == reason
+    with pytest.raises(Failure, match="it was ended after 1 s"):
+        run_processes([waits], [{}], 1)
+    run_processes([[sys.executable, "-c", "import os; assert os.environ['GIVEN'] == '1'"]], [{"GIVEN": "1"}], 300)
+    assert time.monotonic() - began < 250
+
+
+def test_ratios_are_taken_turn_by_turn(tmp_path: Path) -> None:
+    turns = {"single_device": [1.0, 2.0, 4.0], "zero1_custom": [2.0, 3.0], "ddp": []}
+    row = {"contenders": {name: {"turns": [{"seconds": s} for s in seconds]} for name, seconds in turns.items()}}
+    row["contenders"]["zero1_custom"]["peak_allocated"] = 3
+    row["contenders"]["single_device"]["peak_allocated"] = 2
+    summarize(row)
+    ours: dict[str, Any] = row["contenders"]["zero1_custom"]
+    assert ours["step_seconds"] == {"median": 2.5, "min": 2.0, "max": 3.0}
+    assert ours["step_ratio"] == {"median": 1.75, "min": 1.5, "max": 2.0} and ours["peak_ratio"] == 1.5
+    assert "step_seconds" not in row["contenders"]["ddp"]
+    lines = "\n".join(lines_of("world1-tiny-bf16-mixed", row))
+    assert "step 1.750 of a single device's, goal 1.01: MISSED" in lines
+    merge(tmp_path / "found.json", "a", row)
+    merge(tmp_path / "found.json", "b", {})
+    merge(tmp_path / "found.json", "a", {"again": 1})
+    assert json.loads((tmp_path / "found.json").read_text()) == {"rows": {"a": {"again": 1}, "b": {}}}
+
+
+def test_rows_are_there_once_and_the_most_valuable_first() -> None:
+    keys = [row.key for row in all_rows(["124m", "1.3b"])]
+    assert len(set(keys)) == len(keys) == 20 and keys[:2] == ["world1-124m-bf16-mixed", "world1-1.3b-bf16-mixed"]
+    assert [row.key for row in chosen(all_rows(["tiny"]), ["fake512"])] == [
+        "fake512-tiny-bf16-true",
+        "fake512-tiny-bf16-mixed",
+    ]
+    with pytest.raises(ValueError, match="no row begins with fake9"):
+        chosen(all_rows(["tiny"]), ["fake8", "fake9"])

@@ -1,0 +1,158 @@
+"""Where a training is killed from inside: while it saves, replaces what was saved before, or loads."""
+
+import io
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_parstrat.distributed import durable_files
+from lightning_parstrat.distributed.checkpoint import writing
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.zero1 import state_messages
+from lightning_parstrat.strategies.checkpoint import checkpoints
+from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
+from lightning_parstrat.strategies.data.positions import LoaderPositions
+
+
+class KillsAt:
+    """Kills this process when it is called for the n-th time."""
+
+    def __init__(self, time_of_passing: int) -> None:
+        self._left = time_of_passing
+
+    @property
+    def is_now(self) -> bool:
+        self._left -= 1
+        return self._left == 0
+
+    def __call__(self) -> None:
+        if self.is_now:
+            kill()
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    # Nothing more is done until the signal is here.
+    signal.pause()
+
+
+def _mid_file(kills: KillsAt) -> None:
+    for module, name in ((torch, "save"), (writing, "write_zipped")):
+        setattr(module, name, _half(getattr(module, name), kills))
+
+
+def _half(write: Callable[..., Any], kills: KillsAt) -> Callable[..., Any]:
+    def half(value: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+        if not kills.is_now:
+            write(value, file, *args, **kwargs)
+            return
+        whole = io.BytesIO()
+        write(value, whole)
+        content = whole.getvalue()
+        file.write(content[: len(content) // 2])
+        file.flush()
+        kill()
+
+    return half
+
+
+def _before_fsync(kills: KillsAt) -> None:
+    _before(os, "fsync", kills)
+
+
+def _before_rename(kills: KillsAt) -> None:
+    for module in (durable_files, writing):
+        _before(module, "put_in_place", kills)
+
+
+def _after_rename(kills: KillsAt) -> None:
+    for module in (durable_files, writing):
+        _after(module, "put_in_place", kills)
+
+
+def _between_renames(kills: KillsAt) -> None:
+    """On a file system that cannot exchange two names."""
+    durable_files._exchange = lambda one, other: False
+    _after(os, "rename", kills)
+
+
+def _after_exchange(kills: KillsAt) -> None:
+    """When the new folder has its name, and the old one is still there."""
+    _after(durable_files, "_exchange", kills)
+
+
+def _mid_removal(kills: KillsAt) -> None:
+    """When half of the files of an old folder are gone, or just before an old file goes."""
+    remove = durable_files.remove
+
+    def half(path: Path) -> None:
+        if kills.is_now:
+            for entry in sorted(path.iterdir())[::2] if path.is_dir() else []:
+                entry.unlink()
+            kill()
+        remove(path)
+
+    durable_files.remove = half
+
+
+def _between_ranks(kills: KillsAt) -> None:
+    """When the others have sent or written their parts."""
+    for module, name in ((state_messages, "_send"), (writing, "write_shard"), (checkpoints, "gather_object")):
+        _before(module, name, lambda: (time.sleep(0.3), kills()))
+
+
+SAVING: dict[str, Callable[[KillsAt], None]] = {
+    "mid-file": _mid_file,
+    "before fsync": _before_fsync,
+    "before rename": _before_rename,
+    "after rename": _after_rename,
+    "between renames": _between_renames,
+    "after exchange": _after_exchange,
+    "mid-removal": _mid_removal,
+    "between ranks": _between_ranks,
+}
+"""Points of a save, by what has a process killed there."""
+
+LOADING: dict[str, Callable[[KillsAt], None]] = {
+    "opening": lambda kills: _before(CheckpointingStrategy, "_open", kills),
+    "opened": lambda kills: _after(CheckpointingStrategy, "_open", kills),
+    "reading": lambda kills: _before(ShardedCheckpoint, "own_of", kills),
+    "loading optimizers": lambda kills: _before(CheckpointingStrategy, "load_optimizer_state_dict", kills),
+    "loaded optimizers": lambda kills: _after(CheckpointingStrategy, "load_optimizer_state_dict", kills),
+    "placing loaders": lambda kills: _before(LoaderPositions, "begin_training", kills),
+}
+"""Points of a resume, likewise."""
+
+POINTS = {**SAVING, **LOADING}
+
+OF_FOLDERS = ("between renames", "after exchange", "reading")
+"""Points that a checkpoint in a single file does not pass."""
+
+OF_RANK_0 = ("before rename", "after rename", "between renames", "after exchange", "mid-removal")
+"""Points that only rank 0 passes."""
+
+
+def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def _after(owner: Any, name: str, act: Callable[[], Any]) -> None:
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        act()
+        return result
+
+    setattr(owner, name, wrapped)

@@ -1,0 +1,98 @@
+"""What a rank holds and needs at most on a GPU, beside the formula of ``core/memory.py``."""
+
+import gc
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from tests import devices
+from tests.gpu.trainings import Layers, fit, fused
+from tests.pool import RankPool
+from tests.strategies.parity import by_flag
+
+WITHIN = 0.03
+PER_PARAMETER = {"32-true": 16, "bf16-mixed": 16, "bf16-true": 18}
+"""With Adam at world size 1: parameters, state, gradients, and in bf16-true master weights."""
+CASTS = {"bf16-mixed": 2}
+"""What autocast keeps of each weight from forward to backward, while the last step's gradients are still there."""
+
+
+class Measured(NamedTuple):
+    """Bytes; those of the device are 0 on CPU."""
+
+    parameters: int
+    formula: int
+    held: int
+    peak: int
+    left: int
+
+
+class Measure(Callback):
+    """Between steps and at most, after the steps that plan."""
+
+    def __init__(self, before: int) -> None:
+        self.before = before
+        self.formula = self.held = self.peak = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx != 6:
+            return
+        self.formula = trainer.strategy._engine.held_bytes().total
+        if devices.kind() == "cuda":
+            self.held = torch.cuda.memory_allocated() - self.before
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if devices.kind() == "cuda":
+            self.peak = torch.cuda.max_memory_allocated() - self.before
+
+
+# It looks at no gradient.
+for _name in ("on_train_batch_start", "on_train_end"):
+    getattr(Measure, _name).__module__ = "lightning.pytorch.callbacks"
+
+
+def allocated() -> int:
+    if devices.kind() == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def let_libraries_allocate() -> None:
+    """Workspaces of cuBLAS stay once they are there, for each thread that calls it: autograd's, too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(512, 512, device=devices.device(), dtype=dtype)
+        layer(torch.ones(8, 512, device=devices.device(), dtype=dtype, requires_grad=True)).sum().backward()
+
+
+def measure(precision: str, width: int, number: int) -> Measured:
+    let_libraries_allocate()
+    before = allocated()
+    measuring = Measure(before)
+    # Buckets so small that those in flight hardly count.
+    module = Layers(width, number, make_optimizer=fused)
+    trainer = fit(module, by_flag(bucket_cap_mb=width * width * 4 / 2**20), precision=precision, callbacks=[measuring])
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    formula, held, peak = measuring.formula, measuring.held, measuring.peak
+    del trainer, module, measuring
+    return Measured(parameters, formula, held, peak, allocated() - before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PER_PARAMETER)
+def test_memory_is_that_of_the_formula(ranks: RankPool, precision: str) -> None:
+    size = (1024, 96) if ranks.device == "cuda" else (64, 24)
+    (found,) = ranks.run(1, measure, precision, *size)
+    by_hand = PER_PARAMETER[precision] * found.parameters
+    assert abs(found.formula - by_hand) <= 0.01 * by_hand, found
+    if ranks.device == "cuda":
+        most = found.formula + CASTS.get(precision, 0) * found.parameters
+        assert abs(found.held - found.formula) <= WITHIN * found.formula, found
+        assert abs(found.peak - most) <= WITHIN * most, (found, most)
+        assert found.left <= WITHIN * found.parameters, found

@@ -1,0 +1,106 @@
+"""In a steady step the host waits for the device no more than a plain Trainer does, and allocates nothing."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.trainings import STEADY, Layers, host_waits, waits_of
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies.late import LateZeRO1
+from tests.strategies.parity import by_flag
+
+TRAININGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipping": {"gradient_clip_val": 1.0},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "bf16-mixed": {"precision": "bf16-mixed", "gradient_clip_val": 1.0, "accumulate_grad_batches": 2},
+    "bf16-true": {"precision": "bf16-true", "gradient_clip_val": 1.0},
+    # torch's scaler asks the device whether to step.
+    "16-mixed": {"fp16": True, "gradient_clip_val": 1.0},
+}
+WEIGHTS: dict[str, Callable[[torch.device], Any]] = {
+    "number": lambda device: 3,
+    "on the device": lambda device: torch.full((), 3.0, device=device),
+}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "by flag": by_flag,
+    # As with several ranks, where nothing is skipped.
+    "path of several ranks": lambda: by_flag(LateZeRO1),
+}
+
+
+def count(training: dict[str, Any], strategy: str | None, weight: str | None, folder: str) -> Any:
+    path = Path(folder) / f"{strategy}.json"
+    make_module = lambda: Layers(weight=None if weight is None else WEIGHTS[weight])  # noqa: E731
+    return waits_of(None if strategy is None else STRATEGIES[strategy](), path, make_module, **training)
+
+
+def compare(ranks: RankPool, training: dict[str, Any], strategy: str, weight: str | None, folder: Path) -> None:
+    ((expected, _),) = ranks.run(1, count, training, None, weight, str(folder))
+    ((found, launched),) = ranks.run(1, count, training, strategy, weight, str(folder))
+    # A trace without kernels has seen nothing.
+    assert launched > 0 or ranks.device == "cpu"
+    assert not found - expected, f"{found - expected} beside {expected} of a plain Trainer, in six micro-batches"
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "clipping", TRAININGS))
+def test_the_host_waits_no_more_than_a_plain_trainers(
+    ranks: RankPool, tmp_path: Path, name: str, strategy: str
+) -> None:
+    compare(ranks, TRAININGS[name], strategy, None, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_weights_of_losses_are_not_waited_for(ranks: RankPool, tmp_path: Path, weight: str) -> None:
+    compare(ranks, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, "by flag", weight, tmp_path)
+
+
+class Looks(Layers):
+    """Has the host wait, in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen = loss.item()
+        return loss
+
+
+def count_a_wait(folder: str) -> Counter[str]:
+    found, _ = waits_of(None, Path(folder) / "looks.json", Looks)
+    return found
+
+
+@pytest.mark.slow
+def test_a_wait_is_found(ranks: RankPool, tmp_path: Path) -> None:
+    (found,) = ranks.run(1, count_a_wait, str(tmp_path))
+    # A CPU waits for nothing.
+    assert sum(found.values()) >= 6 or ranks.device == "cpu", found
+
+
+def test_waits_are_read_from_a_trace() -> None:
+    def event(name: str, cat: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur}
+
+    events = [
+        event(STEADY, "user_annotation", 10.0, 10.0),
+        # The GPU's side of the mark.
+        event(STEADY, "gpu_user_annotation", 11.0, 12.0),
+        event("cudaStreamSynchronize", "cuda_runtime", 9.0),
+        event("cudaStreamSynchronize", "cuda_runtime", 12.0),
+        event("cudaMemcpyAsync", "cuda_runtime", 13.0),
+        event("cudaLaunchKernel", "cuda_runtime", 14.0),
+        event("cuLaunchKernelEx", "cuda_driver", 15.0),
+        event("Memcpy DtoH (Device -> Pageable)", "gpu_memcpy", 16.0),
+        event("cudaDeviceSynchronize", "cuda_runtime", 21.0),
+        {"ph": "i", "name": "cudaMalloc", "ts": 12.0},
+    ]
+    trace = json.loads(json.dumps({"traceEvents": events}))
+    expected = Counter({"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pageable)": 1})
+    assert host_waits(trace) == (expected, 2)

@@ -1,0 +1,197 @@
+"""Two ranks over NCCL, on one GPU if need be, each as a host of its own; skipped where NCCL refuses that.
+
+Transfers set off and arrive after random sleeps of the device, different on each rank.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import devices
+from tests.comparing import distance
+from tests.gpu.run import ROOT
+from tests.gpu.trainings import Layers, adamw, fit, fused, parameters_on_host, waits_of
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies import zoo
+from tests.strategies.cases import CASES, FP32
+from tests.strategies.late import delayed
+from tests.strategies.oracles import make, oracle
+from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, train, zero1
+from tests.strategies.test_callbacks import CASES as CALLBACKS
+from tests.strategies.test_callbacks import compare as compare_callback
+
+TABLE: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "unused by some ranks": {"max_inflight_buckets": 1},
+    "gan": {},
+    "accumulate, short window": {"expose_gradients": True},
+    "bf16 autocast": {},
+    "bf16-true": {},
+    "fp16 autocast, a scale so large that steps are skipped": {},
+    "muon, hidden": {},
+    "fused": {"shard_group": 1},
+    "adafactor, clipped": {},
+    "several dtypes": {"overlap_param_gather": False},
+    "complex": {},
+    "memory shared without being tied": {},
+    "batch norm": {},
+    "exposed, unused by some ranks": {},
+    "groups added": {},
+    "traded data": {},
+    "16-true": {},
+    "users' hooks": {},
+}
+LOOKED_AT = ("loss scale, one rank overflows", "exponential averaging of buffers", "resumed within an epoch")
+
+
+def compare(name: str, policy: dict[str, Any]) -> tuple[float, float, int]:
+    expected, case = oracle(name), CASES[name]
+    strategy = delayed(**{**case.strategy, **policy})
+    actual = train(make(name), strategy, **case.trainer)
+    return (
+        largest_difference(actual, expected),
+        largest_loss_difference(actual, expected),
+        strategy.launched["reduce-scatter"],
+    )
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "unused by some ranks", TABLE))
+def test_trains_as_the_oracle_does(two: RankPool, name: str) -> None:
+    for parameters, losses, launched in two.run(2, compare, name, TABLE[name]):
+        assert parameters <= CASES[name].tolerance
+        assert losses <= 10 * CASES[name].tolerance
+        assert launched > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_callbacks_see_what_they_see_under_ddp(two: RankPool, tmp_path: Path, name: str) -> None:
+    for everything, losses in two.run(2, compare_callback, name, "zero1", str(tmp_path)):
+        assert everything <= CALLBACKS[name].tolerance
+        assert losses <= 10 * CALLBACKS[name].tolerance
+
+
+def train_on_narrow_wires(policy: dict[str, Any]) -> tuple[float, float]:
+    expected = train(lambda: zoo.Attention(), ddp(), gradient_clip_val=0.1)
+    prompt, slow = (train(lambda: zoo.Attention(), kind(**policy), gradient_clip_val=0.1) for kind in (zero1, delayed))
+    return largest_difference(prompt, expected), largest_difference(slow, prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "policy", [{"reduce_dtype": "bf16"}, {"gather_dtype": "bf16"}, {"gather_dtype": "bf16", "partition": "parameter"}]
+)
+def test_narrow_wires_round_and_nothing_else(two: RankPool, policy: dict[str, Any]) -> None:
+    for rounded, late in two.run(2, train_on_narrow_wires, policy):
+        assert 0 < rounded <= 0.05 and late <= FP32
+
+
+# What moves in memory before the third step, and what stays.
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"bucket_order": "registration", "overlap_param_gather": False},
+    {"max_inflight_buckets": 1, "partition": "parameter"},
+    {"shard_group": 1},
+)
+
+
+def compare_layers(precision: str, policy: dict[str, Any]) -> tuple[float, float]:
+    make_optimizer = fused if devices.kind() == "cuda" else adamw
+    trained = []
+    for strategy in (ddp(), by_flag(bucket_cap_mb=0.5, master_weights="auto", **policy)):
+        if precision == "bf16-true" and trained:
+            strategy = by_flag(bucket_cap_mb=0.5, master_weights=False, **policy)
+        torch.manual_seed(0)
+        module = Layers(256, 8, 16, make_optimizer)
+        fit(module, strategy, precision=precision, gradient_clip_val=1.0)
+        trained.append(parameters_on_host(module))
+    return distance(trained[1], trained[0]), max(float(one.abs().max()) for one in trained[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(CHOICES)))
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 5e-3), ("bf16-true", 4e-2)])
+def test_a_larger_training_is_ddps(two: RankPool, precision: str, tolerance: float, number: int) -> None:
+    for difference, largest in two.run(2, compare_layers, precision, CHOICES[number]):
+        assert difference <= tolerance * largest
+
+
+def count_waits(path: str, accumulate: int) -> tuple[Counter[str], Counter[str], int]:
+    rank_path = Path(f"{path}-{os.environ.get('NODE_RANK', os.getpid())}.json")
+    arguments: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": accumulate}
+    expected, _ = waits_of(None, rank_path, lambda: Layers(256, 8), **arguments)
+    found, launched = waits_of(by_flag(bucket_cap_mb=0.5), rank_path, lambda: Layers(256, 8), **arguments)
+    return expected, found, launched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_steady_step_has_the_host_wait_for_the_device(two: RankPool, tmp_path: Path, accumulate: int) -> None:
+    for expected, found, launched in two.run(2, count_waits, str(tmp_path / "trace"), accumulate):
+        assert launched > 0 or two.device == "cpu"
+        assert not found - expected, f"{found - expected} beside {expected} of a plain Trainer, in six micro-batches"
+
+
+@pytest.fixture(scope="module")
+def over_gloo(device: str) -> Iterator[RankPool]:
+    pool = RankPool(device, "gloo")
+    yield pool
+    pool.close()
+
+
+def refusal() -> str:
+    try:
+        fit(Layers(), by_flag(process_group_backend="gloo"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_gloo_is_refused_before_training_where_parameters_are_on_a_gpu(over_gloo: RankPool) -> None:
+    refused = over_gloo.run(2, refusal)
+    if over_gloo.device == "cpu":
+        assert refused == ["", ""]
+    else:
+        assert all("process_group_backend" in said and "NCCL" in said for said in refused), refused
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(two: RankPool, tmp_path: Path, where: str) -> None:
+    port, processes = free_port(), []
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    for rank in range(2):
+        environment = {
+            **{"RANK": str(rank), "GROUP_RANK": str(rank), "NODE_RANK": str(rank), "WORLD_SIZE": "2"},
+            **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+            **{"TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"},
+        }
+        command = [sys.executable, "-m", "tests.gpu.out_of_memory", two.device, where]
+        with logs[rank].open("w") as log:
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=log, stderr=log)
+            )
+    try:
+        codes = [process.wait(timeout=75) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    said = [log.read_text() for log in logs]
+    assert 0 not in codes, "\n".join(said)
+    assert "OutOfMemoryError" in said[1] and "still there" not in said[0], "\n".join(one[-4000:] for one in said)

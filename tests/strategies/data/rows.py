@@ -1,0 +1,290 @@
+"""Data loaders of every kind that a training may resume with, each shuffled where it can be."""
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+SAMPLES, BATCH = 45, 4
+
+
+class Numbered(Dataset[Tensor]):
+    """Each sample is made of its index; how many were loaded in this process is counted."""
+
+    loaded = 0
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int | list[int]) -> Tensor:
+        if isinstance(index, list):
+            return torch.stack([self[one] for one in index])
+        Numbered.loaded += 1
+        return torch.cat((torch.tensor([float(index)]), torch.sin(torch.arange(1.0, 8.0) * (index + 1))))
+
+
+def own_generator(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def forking() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch"])
+    return context
+
+
+def loader(samples: int = SAMPLES, **arguments: Any) -> DataLoader[Any]:
+    sampled = {"sampler", "batch_sampler", "shuffle"} & arguments.keys()
+    defaults = {} if sampled else {"shuffle": True}
+    if "batch_sampler" not in arguments:
+        defaults["batch_size"] = BATCH
+    if arguments.get("num_workers"):
+        defaults["multiprocessing_context"] = forking()
+    return DataLoader(Numbered(samples), **{**defaults, **arguments})
+
+
+def weights() -> Tensor:
+    return torch.arange(1.0, SAMPLES + 1)
+
+
+class BySize(Sampler[list[int]]):
+    """Batches of different sizes, in an order drawn anew in each epoch."""
+
+    def __init__(self, sampler: Any, batch_size: int = BATCH, drop_last: bool = False) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = iter(self.sampler)
+        for size in self._sizes():
+            yield [next(indices) for _ in range(size)]
+
+    def _sizes(self) -> list[int]:
+        sizes = [1 + number % 5 for number in range(100)]
+        found: list[int] = []
+        while (left := len(self.sampler) - sum(found)) > 0:
+            found.append(min(sizes[len(found)], left))
+        return [found[place] for place in torch.randperm(len(found)).tolist()]
+
+    def __len__(self) -> int:
+        return len(self._lengths())
+
+    def _lengths(self) -> list[int]:
+        state = torch.get_rng_state()
+        sizes = self._sizes()
+        torch.set_rng_state(state)
+        return sizes
+
+
+class Unknown(Sampler[int]):
+    """A user's own: draws one index at a time, from a generator of its own."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples, self.generator = samples, own_generator(5)
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.samples):
+            yield int(torch.randint(self.samples, (), generator=self.generator))
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+class Permuted(Sampler[Any]):
+    """A user's own: yields numbers of NumPy."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.randperm(SAMPLES).numpy())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class LastFirst(DistributedSampler[Any]):
+    """A user's own, which shares one order among the ranks, as torch's does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(super().__iter__())[::-1])
+
+
+class Stream(IterableDataset[Tensor]):
+    """Knows its place; ranks have samples of their own."""
+
+    def __init__(self, samples: int = 30) -> None:
+        self.samples, self.position, self.begin_at = samples, 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        numbered = Numbered(10_000)
+        self.position, self.begin_at = self.begin_at, 0
+        while self.position < self.samples:
+            self.position += 1
+            yield numbered[100 * dist.get_rank() + self.position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begin_at = state["position"]
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.samples
+
+
+class Parts(IterableDataset[Tensor]):
+    """Knows its place; each worker of each rank has samples of its own.
+
+    Args:
+        sizes: How many samples each worker has.
+    """
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.rank = sizes, dist.get_rank()
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None and info.dataset is self
+        numbered = Numbered(100_000)
+        while self.position < self.sizes[info.id]:
+            self.position += 1
+            yield numbered[10_000 * self.rank + 1000 * info.id + self.position]
+        # As some do, it stands at its begin again when it has come to its end.
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"position": torch.tensor(self.position)}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.position = int(state["position"])
+
+
+def parts(*sizes: int, **arguments: Any) -> DataLoader[Any]:
+    defaults = {"batch_size": BATCH, "num_workers": len(sizes), "multiprocessing_context": forking()}
+    return DataLoader(Parts(*sizes), **{**defaults, **arguments})
+
+
+class StatefulLoader(DataLoader[Tensor]):
+    """Knows its place by itself, another one on each rank."""
+
+    yielded = resume_at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:  # type: ignore[override]
+        self.yielded, self.resume_at = self.resume_at, 0
+        # From elsewhere on each rank.
+        for batch in islice(super().__iter__(), self.yielded, None):
+            self.yielded += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.yielded * 10 + dist.get_rank()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["place"] % 10 == dist.get_rank()
+        self.resume_at = state["place"] // 10
+
+
+class Row(NamedTuple):
+    """A training on one kind of loader.
+
+    Attributes:
+        make: Makes the loader, on each rank.
+        arguments: The Trainer's.
+        from_module: Whether the module makes it, in its hook.
+    """
+
+    make: Callable[[], Any]
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    from_module: bool = False
+
+
+OWN = {"use_distributed_sampler": False}
+
+
+def cycled() -> CombinedLoader:
+    return CombinedLoader({"long": loader(), "short": loader(13)}, "max_size_cycle")
+
+
+ROWS: dict[str, Row] = {
+    "shuffled": Row(loader),
+    "sequential": Row(lambda: loader(shuffle=False)),
+    "drop_last": Row(lambda: loader(drop_last=True)),
+    "by one": Row(lambda: loader(batch_size=None)),
+    "workers": Row(lambda: loader(num_workers=2)),
+    "persistent": Row(lambda: loader(num_workers=1, persistent_workers=True, prefetch_factor=4)),
+    "weighted": Row(lambda: loader(sampler=WeightedRandomSampler(weights(), SAMPLES))),
+    "weighted own": Row(lambda: loader(sampler=WeightedRandomSampler(weights(), 23)), OWN),
+    "random own": Row(lambda: loader(), OWN),
+    "random own, workers": Row(lambda: loader(num_workers=1), OWN),
+    "random own, generator": Row(lambda: loader(generator=own_generator()), OWN),
+    "generator, workers": Row(lambda: loader(generator=own_generator(), num_workers=1), OWN),
+    "with replacement": Row(lambda: loader(sampler=RandomSampler(range(SAMPLES), True, 70, own_generator())), OWN),
+    "subset": Row(lambda: loader(sampler=SubsetRandomSampler(range(3, SAMPLES), own_generator())), OWN),
+    "user's distributed": Row(lambda: loader(sampler=DistributedSampler(range(SAMPLES), seed=7))),
+    "a subclass of it": Row(lambda: loader(sampler=LastFirst(range(SAMPLES), seed=7), num_workers=1)),
+    "unknown": Row(lambda: loader(sampler=Unknown()), OWN),
+    "unknown, workers": Row(lambda: loader(sampler=Unknown(), num_workers=1)),
+    "numbers of NumPy": Row(lambda: loader(sampler=Permuted()), OWN),
+    "batch sampler": Row(lambda: loader(batch_sampler=BySize(RandomSampler(range(SAMPLES)))), OWN),
+    "batch sampler, injected": Row(lambda: loader(batch_sampler=BySize(RandomSampler(range(SAMPLES))))),
+    "batches as samples": Row(
+        lambda: loader(sampler=BatchSampler(RandomSampler(range(SAMPLES)), 3, False), batch_size=None), OWN
+    ),
+    "two": Row(lambda: [loader(), loader(29)]),
+    "min_size": Row(lambda: CombinedLoader([loader(), loader(29, num_workers=1)], "min_size")),
+    "max_size": Row(lambda: CombinedLoader([loader(), loader(13)], "max_size")),
+    "max_size_cycle": Row(cycled),
+    "cycle own": Row(cycled, OWN),
+    "limited": Row(loader, {"limit_train_batches": 5}),
+    "limited part": Row(loader, {"limit_train_batches": 0.7}),
+    "limited, cycled": Row(cycled, {**OWN, "limit_train_batches": 5}),
+    "validated": Row(loader, {"val_check_interval": 2}),
+    "validated across epochs": Row(loader, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
+    "accumulated": Row(loader, {"accumulate_grad_batches": 2}),
+    "accumulated own": Row(loader, {**OWN, "accumulate_grad_batches": 3}),
+    "reloaded": Row(loader, {"reload_dataloaders_every_n_epochs": 1}, from_module=True),
+    "reloaded own": Row(loader, {**OWN, "reload_dataloaders_every_n_epochs": 1}, from_module=True),
+    "overfitted": Row(loader, {"overfit_batches": 3}),
+    "from the module": Row(cycled, from_module=True),
+    "by steps": Row(loader, {"max_steps": 13, "max_epochs": -1}),
+    "stream": Row(lambda: DataLoader(Stream(), batch_size=BATCH)),
+    "stream with a length": Row(lambda: DataLoader(Sized(), batch_size=BATCH)),
+    "stream, accumulated": Row(lambda: DataLoader(Stream(), batch_size=BATCH), {"accumulate_grad_batches": 2}),
+    "stream, short windows": Row(lambda: DataLoader(Stream(), batch_size=BATCH), {"accumulate_grad_batches": 3}),
+    "stream by one": Row(lambda: DataLoader(Stream(), batch_size=None)),
+    "uneven stream": Row(lambda: DataLoader(Stream(30 + 9 * dist.get_rank()), batch_size=BATCH)),
+    "stream in workers": Row(lambda: parts(11, 3, 7)),
+    "stream in workers, accumulated": Row(
+        lambda: parts(4, 14, prefetch_factor=4, persistent_workers=True), {"accumulate_grad_batches": 3}
+    ),
+    "stream in workers by one": Row(lambda: parts(2, 4, batch_size=None)),
+    "stream in workers, last dropped": Row(lambda: parts(9, 7, drop_last=True)),
+    "stream in workers, uneven": Row(lambda: parts(9, 5 + 9 * dist.get_rank())),
+    "stateful loader": Row(lambda: StatefulLoader(Numbered(), batch_size=BATCH, generator=own_generator()), OWN),
+    "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
+    "uneven": Row(lambda: loader(SAMPLES + 10 * dist.get_rank()), OWN),
+    "uneven, cycled": Row(
+        lambda: [loader(SAMPLES + 10 * dist.get_rank()), loader(9 + 4 * dist.get_rank(), num_workers=1)], OWN
+    ),
+}

@@ -1,0 +1,279 @@
+"""``zero2_custom`` in trainings: what it holds between micro-batches, and who has it keep whole gradients there."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
+
+from tests.comparing import distance
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.parity import largest_difference, make_trainer, train, zero1
+from tests.strategies.test_report import listening
+
+ACCUMULATE = 3
+
+
+class Wide(zoo.Zoo):
+    """Two megabytes of parameters, beside which nothing else counts."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(zoo.FEATURES, 256), *(nn.Linear(256, 256, bias=False) for _ in range(8)))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch.to(self.net[0].weight.dtype)).float().square().mean()
+
+
+def storages() -> dict[int, int]:
+    """The bytes of every memory that any tensor of this process lies in, by its address."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    # What compiling has left in this process lies nowhere.
+    tensors = [one for one in tensors if not isinstance(one, FakeTensor)]
+    # Autograd's are no objects of Python before somebody asks.
+    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+    held = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in held}
+
+
+class Held(Callback):
+    """What the process holds before the second and third micro-batch of a window, and what the formula says."""
+
+    def __init__(self) -> None:
+        self.before = storages()
+        self.found: list[tuple[int, int]] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        # The first window makes what later ones find there.
+        if batch_idx > ACCUMULATE and batch_idx % ACCUMULATE:
+            engine = trainer.strategy._engine
+            # What is on its way is not held between micro-batches, but while it travels.
+            engine.reducer.complete()
+            engine.gatherer.finish()
+            held = sum(nbytes for address, nbytes in storages().items() if address not in self.before)
+            self.found.append((held, engine.held_between_micro_batches().total))
+
+
+def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) -> list[tuple[int, int]]:
+    held = Held()
+    # Several buckets, which are planned anew before the third step.
+    chosen = zero1(bucket_cap_mb=0.6, master_weights=masters, shard_gradients=in_shards)
+    trainer = make_trainer(
+        chosen, callbacks=[held], accumulate_grad_batches=ACCUMULATE, precision=precision, limit_train_batches=9
+    )
+    trainer.fit(Wide(adam), zoo.loader(40 * dist.get_world_size(), 4))
+    return held.found
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("in_shards", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "masters"), [("32-true", "auto"), ("bf16-true", "auto"), ("bf16-true", False), ("64-true", "auto")]
+)
+def test_the_formula_says_what_is_held_between_micro_batches(
+    pool: RankPool, precision: str, masters: Any, in_shards: bool, world_size: int
+) -> None:
+    for found in pool.run(world_size, held_between_micro_batches, precision, masters, in_shards):
+        assert len(found) == 4
+        for held, formula in found:
+            assert held == pytest.approx(formula, rel=0.03)
+
+
+class Undoes(zoo.MLP):
+    """Takes back what a micro-batch has added to the gradients where it does not like its loss."""
+
+    def on_after_backward(self) -> None:
+        index = self.trainer.fit_loop.epoch_loop.batch_idx
+        gradients = [parameter.grad for parameter in self.parameters()]
+        if index % 4 == 1:
+            for gradient, kept in zip(gradients, self.kept, strict=True):
+                gradient.copy_(kept)
+        self.kept = [gradient.clone() for gradient in gradients]
+
+
+class Clears(zoo.MLP):
+    """Forgets what has been accumulated, of the module's parameters."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx % 5 == 2:
+            self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+class HalvesAsItComes(zoo.MLP):
+    """A hook of a parameter changes what has been accumulated so far."""
+
+    def on_train_start(self) -> None:
+        self.net[0].weight.register_post_accumulate_grad_hook(self.halve)
+
+    def halve(self, parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+
+class ValidationForgets(zoo.MLP):
+    def on_validation_start(self) -> None:
+        self.zero_grad()
+
+
+class Unwatched(zoo.MLP):
+    pass
+
+
+WHOLE = {
+    Undoes: "Undoes.on_after_backward",
+    Clears: "Clears.training_step",
+    HalvesAsItComes: "hooks of parameters",
+    ValidationForgets: "ValidationForgets.on_validation_start",
+}
+
+
+def compare_watched(module: type[zoo.Zoo]) -> tuple[float, list[str]]:
+    runs, said = [], []
+    for in_shards in (False, True):
+        chosen = zero1(expose_gradients="auto", partial_window="exact", shard_gradients=in_shards)
+        with listening() as lines:
+            runs.append(
+                train(module, chosen, validate=True, accumulate_grad_batches=3, val_check_interval=5, max_epochs=2)
+            )
+        said = [line for line in lines if "between micro-batches" in line]
+    return largest_difference(*runs), said
+
+
+@pytest.mark.parametrize("module", [*WHOLE, Unwatched])
+def test_who_looks_at_what_has_accumulated_finds_it_whole_and_is_told_once(
+    pool: RankPool, module: type[zoo.Zoo]
+) -> None:
+    first, *others = pool.run(2, compare_watched, module)
+    named = WHOLE.get(module)
+    assert len(first[1]) == (named is not None) and all(lines == [] for _, lines in others)
+    assert named is None or (first[1][0].startswith("zero2_custom: ") and named in first[1][0])
+    for apart, _ in (first, *others):
+        # To the last bit, where whole gradients accumulate alike.
+        assert apart <= (2e-5 if named is None else 0)
+
+
+def test_one_rank_says_nothing_of_others(pool: RankPool) -> None:
+    ((apart, said),) = pool.run(1, compare_watched, Unwatched)
+    assert apart == 0 and said == []
+
+
+class LooksOnOneRank(Callback):
+    """Reads gradients on rank 1 alone."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.norms = [parameter.grad.norm() for parameter in pl_module.parameters()]
+
+
+def watched_by_one() -> bool:
+    chosen = zero1(expose_gradients="auto", shard_gradients=True)
+    callbacks: list[Callback] = [LooksOnOneRank()] if dist.get_rank() == 1 else []
+    seen = []
+
+    class Looks(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(trainer.strategy._engine.reducer.shards_accumulation)
+
+    train(zoo.MLP, chosen, callbacks=[*callbacks, Looks()], accumulate_grad_batches=2)
+    return seen[0]
+
+
+def test_ranks_decide_together(pool: RankPool) -> None:
+    assert pool.run(2, watched_by_one) == [False, False]
+
+
+class Reductions(Callback):
+    """How many reduce-scatters and all-gathers of parameters there were, per bucket."""
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        engine = trainer.strategy._engine
+        engine.gatherer.finish()
+        self.buckets = len(engine.buckets)
+        self.sent = engine.reducer.collectives.traffic.reduce_scatters, engine.gatherer.collectives.traffic.all_gathers
+
+
+def launches(flag: str, accumulate: int) -> tuple[float, float]:
+    counted = Reductions()
+    entry = StrategyRegistry[flag]
+    chosen = entry["strategy"](**entry["init_params"], bucket_order="registration", bucket_cap_mb=0.001)
+    trainer = make_trainer(chosen, callbacks=[counted], accumulate_grad_batches=accumulate)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    trainer.fit(zoo.MLP(), zoo.loader(48 * ranks, 4, rank=rank, world_size=ranks))
+    return counted.sent[0] / counted.buckets, counted.sent[1] / counted.buckets
+
+
+@pytest.mark.parametrize(
+    ("flag", "accumulate", "expected"),
+    [
+        # Twelve batches.
+        ("zero1_custom", 4, (3, 3)),
+        ("zero2_custom", 4, (12, 3)),
+        ("ddp_zero2", 5, (12, 3)),
+        ("zero1_custom", 1, (12, 12)),
+        ("zero2_custom", 1, (12, 12)),
+    ],
+)
+def test_a_step_reduces_every_micro_batch_and_gathers_once(
+    pool: RankPool, flag: str, accumulate: int, expected: tuple[int, int]
+) -> None:
+    assert pool.run(2, launches, flag, accumulate) == [expected] * 2
+
+
+def without_accumulation(in_shards: bool) -> list[Tensor]:
+    run = train(zoo.Unused, zero1(shard_gradients=in_shards), gradient_clip_val=0.05)
+    return run.parameters[-1]
+
+
+def test_without_accumulation_it_is_zero1_to_the_last_bit(pool: RankPool) -> None:
+    assert distance(pool.run(3, without_accumulation, True), pool.run(3, without_accumulation, False)) == 0
+
+
+class Saves(Callback):
+    """Saves at the end of the first epoch, in whose last window a micro-batch is."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1 and batch_idx == 0:
+            trainer.save_checkpoint(f"{self.folder}/a.ckpt")
+
+
+def adam(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
+
+
+def saved_and_resumed(folder: str, arguments: dict[str, Any]) -> float:
+    """How far a training that was resumed under the other flag is from one that was not interrupted."""
+    common = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    sharded = zero1(shard_gradients=True, **arguments)
+    whole = train(lambda: zoo.MLP(adam), sharded, callbacks=[Saves(folder)], **common)
+    ends = []
+    for in_shards in (True, False):
+        torch.manual_seed(0)
+        module = zoo.MLP(adam)
+        trainer = make_trainer(zero1(shard_gradients=in_shards, **arguments), **common)
+        loader = zoo.loader(40 * dist.get_world_size(), 4, rank=dist.get_rank(), world_size=dist.get_world_size())
+        trainer.fit(module, loader, ckpt_path=f"{folder}/a.ckpt", weights_only=False)
+        ends.append([parameter.detach().clone() for parameter in module.parameters()])
+    return max(distance(end, whole.parameters[-1]) for end in ends)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        pytest.param({"checkpoint_format": "sharded"}, marks=pytest.mark.slow),
+        pytest.param({"checkpoint_format": "sharded", "async_save": True}, marks=pytest.mark.slow),
+        pytest.param({"shard_group": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_go_on_under_either_name(pool: RankPool, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    assert max(pool.run(2, saved_and_resumed, str(tmp_path), arguments)) <= 1e-5

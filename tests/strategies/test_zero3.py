@@ -1,0 +1,134 @@
+"""``zero3_custom`` trains as ``ddp`` does, or as a single process on the whole batch, step by step."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import RankError, RankPool
+from tests.slow import slow_unless
+from tests.strategies import odd, zoo
+from tests.strategies.cases import CASES, FP32
+from tests.strategies.oracles import make, oracle
+from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero3
+
+# Of the table of cases, what is refused before training, or ends with an error.
+REFUSED = {
+    **dict.fromkeys((name for name in CASES if name.startswith(("adafactor", "muon", "lbfgs"))), "cannot step sharded"),
+    "reused under checkpoints": "use_reentrant=False",
+    # Weights are read after the backward, when only shards are there; or a graph is run that they have left.
+    "repeated backward": "mixed torch.Tensor and DTensor",
+    "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
+    "gradient penalty": "setStorage",
+    "gradients hidden, gradient penalty": "setStorage",
+    "changes the optimizer's state": "mixed torch.Tensor and DTensor",
+    "changes the optimizer's state, whole parameters": "mixed torch.Tensor and DTensor",
+}
+# What no DTensor can do: its `data` cannot be exchanged; and ranks that run a backward more than others wait for them.
+LEFT_OUT = {"swapped data", "traded data", "inner backward", "inner backward, exposed"}
+# Ranks that call different modules gather from ranks that do not: what is not gathered by itself may be called so.
+WITHOUT_UNITS = {name for name in CASES if "unused by some ranks" in name}
+QUICK = (
+    "mlp",
+    "tied",
+    "unused",
+    "unused by some ranks",
+    "bare parameters",
+    "batch norm",
+    "gan",
+    "clip by norm, unused",
+    "accumulate, short window",
+    "fp16 autocast, a scaler",
+    "outside every optimizer",
+    "users' hooks",
+    "toggling",
+)
+
+
+def compare(name: str, arguments: dict[str, Any]) -> tuple[float, float]:
+    expected = oracle(name)
+    actual = train(make(name), zero3(**arguments), **CASES[name].trainer)
+    return largest_difference(actual, expected), largest_loss_difference(actual, expected)
+
+
+def arguments_for(name: str) -> dict[str, Any]:
+    return {"min_num_params": 100_000} if name in WITHOUT_UNITS else {}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    slow_unless(
+        lambda name, size: name in QUICK and size == 2,
+        [
+            (name, size)
+            for name, case in CASES.items()
+            for size in case.world_sizes
+            if name not in REFUSED and name not in LEFT_OUT
+        ],
+    ),
+)
+def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -> None:
+    case = CASES[name]
+    for parameters, losses in pool.run(world_size, compare, name, arguments_for(name)):
+        assert parameters <= case.tolerance
+        assert losses <= 10 * case.tolerance
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    slow_unless(
+        lambda name, arguments: (name, *arguments) in (("gan", "min_num_params"), ("tied", "shard_gradients")),
+        [
+            (name, arguments)
+            for name in ("tied", "gan", "scheduled", "accumulate, short window", "accumulate, unused", "batch norm")
+            for arguments in (
+                {"min_num_params": 100_000},
+                {"shard_gradients": False},
+                {"reshard_after_forward": False},
+            )
+        ],
+    ),
+)
+def test_how_it_is_sharded_changes_no_result(pool: RankPool, name: str, arguments: dict[str, Any]) -> None:
+    case = CASES[name]
+    for parameters, losses in pool.run(2, compare, name, arguments):
+        assert parameters <= case.tolerance
+        assert losses <= 10 * case.tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_says_so(pool: RankPool, name: str) -> None:
+    with pytest.raises(RankError, match=REFUSED[name]):
+        pool.run(2, compare, name, {})
+
+
+def narrow(arguments: dict[str, Any]) -> float:
+    """How far parameters that travel in 16 bits get from those of ``ddp`` under the same autocast."""
+    expected = train(zoo.MLP, ddp(), precision="bf16-mixed")
+    return largest_difference(train(zoo.MLP, zero3(**arguments), precision="bf16-mixed"), expected)
+
+
+@pytest.mark.parametrize("arguments", [{"gather_dtype": "bf16"}, {"gather_dtype": "bf16", "reduce_dtype": "bf16"}])
+def test_what_travels_in_16_bits_is_stepped_in_32(pool: RankPool, arguments: dict[str, Any]) -> None:
+    for difference in pool.run(2, narrow, arguments):
+        # Autocast rounds the weights of linear layers all the same: only what is summed in 16 bits differs.
+        assert difference <= (0.05 if "reduce_dtype" in arguments else FP32)
+
+
+def train_with_early_optimizer() -> str:
+    class Early(odd.MLP):
+        def build(self) -> None:
+            super().build()
+            self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.early
+
+    with pytest.raises(ValueError, match="Make it in `configure_optimizers`") as raised:
+        train(Early, zero3())
+    return str(raised.value)
+
+
+def test_an_optimizer_of_parameters_before_they_were_sharded_is_refused(pool: RankPool) -> None:
+    assert all("SGD" in message for message in pool.run(2, train_with_early_optimizer))
