@@ -8,6 +8,7 @@ them reads all beats, twice, in two requests each (of 1,000 ranks some 0.5 MB), 
 whose turn it is.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,9 @@ _MOST_BEATS_PER_SECOND = 200.0
 _END = 2.0
 """Seconds that rank 0, which may serve the store, waits for the others to end their beats."""
 
+_THREADS_NAME = "lightning_parstrat watch: heartbeats"
+_EXIT_AFTER = 30.0
+"""Seconds that the interpreter's end waits for a thread whose store does not answer."""
 
 Beats = list[Beat | None]
 """The latest of each rank, in their order; None of one that has not begun."""
@@ -84,9 +88,7 @@ class Heartbeats:
         """Starts the thread."""
         self._ending = None
         self._wake = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(self._wake,), name="lightning_parstrat watch: heartbeats", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(self._wake,), name=_THREADS_NAME, daemon=True)
         self._thread.start()
 
     def end(self, how: str | None, patience: float) -> None:
@@ -169,3 +171,19 @@ class Heartbeats:
 
 LOST_AFTER = 2.5
 """Seconds after which a store that has not answered is said not to."""
+
+
+def _let_threads_end() -> None:
+    """Waits for threads that are in the store's C++ code, up to :data:`_EXIT_AFTER`.
+
+    One that came back while the interpreter is torn down would abort the process: a training that has ended well would
+    count as failed. After a wire was cut, TCP sends again after at most as long as the cut was.
+    """
+    deadline = time.monotonic() + _EXIT_AFTER
+    for thread in threading.enumerate():
+        if thread.name == _THREADS_NAME:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+# Before the watch's own: it runs after that has told the threads to end.
+atexit.register(_let_threads_end)
