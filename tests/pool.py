@@ -104,9 +104,11 @@ class RankPool:
         process, _ = self._ranks[rank]
         path = self._folder / f"stack-{rank}"
         if process.is_alive() and path.exists():
+            before = _states(process.pid)
             os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.3)
-            return path.read_text()
+            # Of a process that was stopped or is held in the kernel, only its state can be had.
+            return path.read_text() or f"(none; its threads: {before})"
         return "(the process is gone)"
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
@@ -135,6 +137,16 @@ class RankPool:
             process.join()
         self._ranks.clear()
         self._joined = 0
+
+
+def _states(process: int) -> str:
+    """What each thread of a process does, as far as the kernel says."""
+    threads = Path(f"/proc/{process}/task").glob("*")
+    return ", ".join(
+        f"{(thread / 'comm').read_text().strip()} {(thread / 'stat').read_text().rpartition(')')[2].split()[0]}"
+        f" in {(thread / 'wchan').read_text() or 'nothing'}"
+        for thread in threads
+    )
 
 
 def _serve(rank: int, connection: Connection, folder: str, device: str, backend: str | None) -> None:
