@@ -33,5 +33,8 @@ def test_what_grows(row: Row) -> None:
         assert row.after["1024"] <= 1024 // 2
     elif row.counter == "objects received, bytes" and row.phase != "full save":
         assert not any(row.after.values())
-    if row.before:
+    if (row.phase, row.counter) == ("load, sharded", "largest buffer, bytes"):
+        # Weights, which every rank read for itself before, come in blocks of those that read them.
+        assert len(set(row.after.values())) == 1
+    elif row.before:
         assert row.phase == "set-up" or row.after["1024"] <= row.before["1024"]
