@@ -135,6 +135,8 @@ class RanksStrategy(DDPStrategy):
                 f" (num_nodes={self.num_nodes} times {counted(self.num_processes, 'device')}). Launch as many processes"
                 " as `num_nodes * devices`, or correct these two arguments."
             )
+        # For as long as that takes, a name that needs no agreement.
+        self._known_liveness = Liveness("set-up")
         self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
         # Weakly: what is watched is held by the process group.
         begin_watch(
