@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
@@ -35,6 +36,7 @@ from lightning_parstrat.distributed.torch_compat import (
     names_ignored_by_ddp,
     take_over_attributes,
 )
+from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.units import find_units, whole_parameters
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -107,6 +109,7 @@ class ShardedModule:
         self.units = [part for part in self._parts if part is not module]
         for part in self._parts:
             part.set_reduce_scatter_unused_params(True, recurse=False)
+        self._exchange_gradients()
         self._whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
         ignored = names_ignored_by_ddp(module)
         trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
@@ -153,6 +156,14 @@ class ShardedModule:
         for name, parameter in module.named_parameters():
             if parameter is not before[name]:
                 take_over_attributes(before[name], parameter)
+
+    def _exchange_gradients(self) -> None:
+        if self._device.type != "cpu" or dist.get_world_size(self.group) == 1:
+            return
+        collectives = make_collectives(self.group, self._device)
+        collectives.connect(self._device)
+        for part in self._parts:
+            part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives))
 
     @property
     def _parts(self) -> list[Any]:
