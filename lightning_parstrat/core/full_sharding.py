@@ -1,4 +1,4 @@
-"""Bytes that a rank holds and sends where torch's FSDP2 shards parameters, gradients and optimizer state (ZeRO stage 3).
+"""Bytes that a rank holds and sends where torch's FSDP2 shards parameters, gradients and optimizer state (ZeRO-3).
 
 Between steps that is a part of everything: with Adam in fp32 on N ranks 16/N bytes per parameter. Within a step whole
 units come on top: their parameters, twice while one is gathered; their gradients, twice while these are reduced.
