@@ -105,7 +105,7 @@ def show(result: dict[str, Any]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.set_defaults(pairs=6, steps=6, warm_up=2)
+    parser.set_defaults(pairs=5, steps=6, warm_up=2)
     arguments = parser.parse_args()
     check_arguments(parser, arguments)
     if arguments.emulate is not None or arguments.accelerator != "cpu":

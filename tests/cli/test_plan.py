@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_parstrat.cli.main import main
-from lightning_parstrat.core.estimate import Cluster, estimate_ddp, estimate_zero1
+from lightning_parstrat.core.estimate import Cluster, estimate_ddp, estimate_zero1, estimate_zero3
+from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit
 from lightning_parstrat.core.layout import ParameterSpec
 
 WIDTH = 1024
@@ -422,10 +423,15 @@ def test_estimates_at_any_world_size(world_size: int) -> None:
     cluster = Cluster(nodes=1, devices=world_size)
     ddp = estimate_ddp(parameters, 8, cluster, "32-true")
     zero1 = estimate_zero1(parameters, 8, cluster, "32-true", bucket_cap_bytes=2**14)
+    units = [GatheredUnit([one.shape]) for one in parameters]
+    zero3 = estimate_zero3(FullySharded(GatheredUnit([]), units, world_size), 8, cluster, "32-true")
+    assert zero3.peak_bytes > zero3.held_bytes
     if world_size == 1:
-        assert ddp.sent_bytes == zero1.sent_bytes == 0 and ddp.wire_seconds == 0
+        assert ddp.sent_bytes == zero1.sent_bytes == zero3.sent_bytes == 0 and ddp.wire_seconds == 0
+        assert zero3.held_bytes == ddp.held_bytes
     else:
-        assert zero1.held_bytes < ddp.held_bytes and zero1.wire_seconds is None
+        assert zero3.held_bytes < zero1.held_bytes < ddp.held_bytes and zero1.wire_seconds is None
+        assert zero3.step_seconds(1.0) is None
 
 
 @pytest.mark.parametrize(("shard_group", "size", "between"), [("node", 8, 0.0), ("16", 16, 1.0), ("4", 4, 0.0)])
