@@ -100,6 +100,8 @@ def recommend(
 ) -> tuple[Estimate | None, str]:
     """Recommends a strategy: of those that fit, the one that shards least, unless another one is faster.
 
+    Where it is not known what fits, that is ``zero1_custom`` rather than ``ddp_tuned``: it leaves more room.
+
     Args:
         estimates: Of any of the strategies.
         room: Bytes that a rank may hold; None where that is not known.

@@ -92,13 +92,23 @@ def read_module(path: Path, class_path: str | None) -> PlannedModule:
     frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
     buffers = sum(one.numel() for one in module.buffers())
     optimizers = _configured_optimizer(config, [one for _, one in trainable]) or _optimizers(module)
-    return PlannedModule(parameters, frozen, buffers, *_states(optimizers), *_units(module))
+    return PlannedModule(parameters, frozen, buffers, *_states(optimizers), *units_of(module))
 
 
-def _units(module: nn.Module) -> tuple[GatheredUnit, list[GatheredUnit], tuple[int, int]]:
-    """The root, the units, and how many elements stay whole, as ``zero3_custom`` would have them by its defaults."""
+def units_of(
+    module: nn.Module, min_num_params: int = MIN_NUM_PARAMS
+) -> tuple[GatheredUnit, list[GatheredUnit], tuple[int, int]]:
+    """The root, the units, and how many elements stay whole, as ``zero3_custom`` would have them without ``wrap``.
+
+    Args:
+        module: A LightningModule, on any device.
+        min_num_params: As in ZeRO3Strategy.
+
+    Returns:
+        What :class:`PlannedModule` has in its attributes of these names.
+    """
     by_child = not getattr(module, "automatic_optimization", True)
-    found = find_units(module, (), MIN_NUM_PARAMS, by_child)
+    found = find_units(module, (), min_num_params, by_child)
     whole = whole_parameters(module, found)
     if by_child:
         # Those of the module itself: nothing would gather them.

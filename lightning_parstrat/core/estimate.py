@@ -54,7 +54,7 @@ class Estimate(NamedTuple):
         strategy: Its flag.
         precision: The Trainer's.
         held_bytes: Between two steps: parameters, optimizer state, and gradients that are kept.
-        peak_bytes: The maximum while backward runs, without activations.
+        peak_bytes: The maximum within a step, without activations.
         sent_bytes: Handed to collectives per optimizer step.
         wire_seconds: How long a node's link needs for that; None where its bandwidth is not known.
         accumulating_bytes: Held between two micro-batches of a step.
