@@ -25,8 +25,8 @@ _DESCRIPTION = """
 Creates the module of a LightningCLI configuration without memory for its parameters (on the meta device). Shows what
 each rank holds and sends, and whether it fits, under ddp, ddp_tuned, zero1_custom and zero3_custom, in fp32 and in
 16 bits; then recommends one: of those that fit, the one that shards least. With --accumulate, zero2_custom is among
-them, which shards the gradients that are held between micro-batches. zero3_custom is torch's FSDP2, by its units'
-defaults. Activations are not counted: leave room for them (--reserve).
+them, which shards the gradients that are held between micro-batches. zero3_custom is torch's FSDP2, with the units that
+it finds, or that the configuration's ZeRO3Strategy names. Activations are not counted: leave room for them (--reserve).
 
   lightning-parstrat plan --config c.yaml --world-size 16 --devices-per-node 8 --memory 80GB --bandwidth 100Gbit
 """

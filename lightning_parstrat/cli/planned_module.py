@@ -17,6 +17,7 @@ from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.text import import_class
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit
 from lightning_parstrat.core.layout import ParameterSpec
+from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, find_units, whole_parameters
@@ -92,23 +93,28 @@ def read_module(path: Path, class_path: str | None) -> PlannedModule:
     frozen = sum(one.numel() for one in module.parameters() if not one.requires_grad)
     buffers = sum(one.numel() for one in module.buffers())
     optimizers = _configured_optimizer(config, [one for _, one in trainable]) or _optimizers(module)
-    return PlannedModule(parameters, frozen, buffers, *_states(optimizers), *units_of(module))
+    try:
+        units = units_of(module, _full_sharding(config))
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return PlannedModule(parameters, frozen, buffers, *_states(optimizers), *units)
 
 
-def units_of(
-    module: nn.Module, min_num_params: int = MIN_NUM_PARAMS
-) -> tuple[GatheredUnit, list[GatheredUnit], tuple[int, int]]:
-    """The root, the units, and how many elements stay whole, as ``zero3_custom`` would have them without ``wrap``.
+def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[GatheredUnit, list[GatheredUnit], tuple[int, int]]:
+    """The root, the units, and how many elements stay whole, as ``zero3_custom`` would have them.
 
     Args:
         module: A LightningModule, on any device.
-        min_num_params: As in ZeRO3Strategy.
+        policy: Which units the user wants.
 
     Returns:
         What :class:`PlannedModule` has in its attributes of these names.
+
+    Raises:
+        ValueError: No module is of a class that the policy names.
     """
     by_child = not getattr(module, "automatic_optimization", True)
-    found = find_units(module, (), min_num_params, by_child)
+    found = find_units(module, policy.wrap or (), policy.min_num_params, by_child)
     whole = whole_parameters(module, found)
     if by_child:
         # Those of the module itself: nothing would gather them.
@@ -128,6 +134,17 @@ def units_of(
             units.insert(0, _unit(own))
     sizes = [sum(one.numel() for one in whole if one.requires_grad is trains) for trains in (True, False)]
     return _unit(root), units, (sizes[0], sizes[1])
+
+
+def _full_sharding(config: Any) -> FullShardingPolicy:
+    """Of the configuration's own strategy, if it is ZeRO3Strategy with arguments."""
+    for within in (config, *config.values()) if isinstance(config, Mapping) else ():
+        trainer = within.get("trainer") if isinstance(within, Mapping) else None
+        strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
+        if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("ZeRO3Strategy"):
+            given = {"min_num_params": MIN_NUM_PARAMS, **(strategy.get("init_args") or {})}
+            return FullShardingPolicy(wrap=given.get("wrap"), min_num_params=given["min_num_params"])
+    return FullShardingPolicy(min_num_params=MIN_NUM_PARAMS)
 
 
 def _unit(parameters: list[Tensor]) -> GatheredUnit:

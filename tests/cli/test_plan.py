@@ -150,6 +150,28 @@ def test_every_micro_batch_gathers_and_reduces(tmp_path: Path, capsys: pytest.Ca
     assert thrice["step_seconds"] == pytest.approx(3 * once["wire_seconds"])
 
 
+@pytest.mark.parametrize(
+    ("init_args", "units"),
+    [({}, 0), ({"wrap": ["Linear"]}, 10), ({"min_num_params": 10}, 10), ({"wrap": ["Other"]}, None)],
+)
+def test_units_are_those_of_the_configurations_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], init_args: dict[str, Any], units: int | None
+) -> None:
+    path = Path(write(tmp_path, width=64))
+    config = yaml.safe_load(path.read_text())
+    config["trainer"]["strategy"] = {"class_path": "lightning_parstrat.ZeRO3Strategy", "init_args": init_args}
+    path.write_text(yaml.safe_dump(config))
+    if units is None:
+        assert main(["plan", "--config", str(path), "--world-size", "4"]) == 2
+        assert "Other" in capsys.readouterr().err
+        return
+    (zero3,) = rows(plan(capsys, 0, "--config", str(path), "--world-size", "4"), "zero3_custom")
+    matrix = 64 * 64
+    # What is gathered for itself is gathered twice.
+    assert zero3["sent_bytes"] == 3 / 4 * 4 * matrix * ((20 if units else 10) + 9)
+    assert (zero3["peak_bytes"] < zero3["held_bytes"] + 5 * 4 * matrix) == bool(units)
+
+
 class Odd(LightningModule):
     """A scalar, which cannot be sharded, a buffer, and layers too small for units."""
 

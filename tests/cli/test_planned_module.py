@@ -6,6 +6,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.cli.planned_module import units_of
+from lightning_parstrat.core.policy import FullShardingPolicy
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.oracles import make
@@ -18,7 +19,7 @@ HOLDING_OTHERS = {"mlp": 0, "tied": 0, "bare parameters": 0, "gan": 2, "batch no
 def planned_and_done(name: str) -> tuple[int, int, int, int]:
     """Elements of parameters on this rank and as planned for the first one; and how many are gathered one by one."""
     factory, strategy = make(name), zero3()
-    root, units, whole = units_of(factory(), min_num_params=0)
+    root, units, whole = units_of(factory(), FullShardingPolicy(min_num_params=0))
     shapes = [shape for unit in (root, *units) for shape in (*unit.trained, *unit.frozen)]
     planned = sum(math.ceil(shape[0] / 2) * math.prod(shape[1:]) for shape in shapes) + sum(whole)
     module = factory()
