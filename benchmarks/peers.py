@@ -13,6 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from lightning_parstrat import ZeRO1Strategy
 
 SINGLE_PROCESS = "single_process"
+FSDP2_BY_HAND = "fsdp2_by_hand"
 WITHIN_STEP = "zero1_custom(overlap_param_gather=False)"
 FORMATS: dict[str, dict[str, Any]] = {
     "ddp": {},
@@ -63,6 +64,17 @@ class FullyShardedGPT(GPT):
         return super().training_step(batch, batch_idx)
 
 
+class ShardedByHandGPT(GPT):
+    """Shards its decoder by FSDP2 as torch's documentation shows it, by the units that zero3_custom finds: ZeRO-3."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.decoder, FSDPModule):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for module in (*self.decoder.blocks.layers, self.decoder):
+            fully_shard(module, mesh=mesh)
+
+
 def reason_to_leave_out(name: str, accelerator: str) -> str | None:
     """Why a strategy cannot run here, or None."""
     if name == "deepspeed_stage_1":
@@ -75,7 +87,7 @@ def reason_to_leave_out(name: str, accelerator: str) -> str | None:
 
 def make_module(name: str, decoder: nn.Module) -> GPT:
     """The module that trains ``decoder`` under that strategy."""
-    modules = {"ddp+zero_redundancy": ZeroRedundancyGPT, "fsdp2": FullyShardedGPT}
+    modules = {"ddp+zero_redundancy": ZeroRedundancyGPT, "fsdp2": FullyShardedGPT, FSDP2_BY_HAND: ShardedByHandGPT}
     return modules.get(name, GPT)(decoder)
 
 
@@ -83,7 +95,7 @@ def make_strategy(name: str, ranks: int, device: torch.device) -> Strategy | str
     """What to hand to the Trainer; a name that is not among ``PEERS`` is one that Lightning knows."""
     if name == "ddp+zero_redundancy":
         return "ddp"
-    if name == "fsdp2":
+    if name in ("fsdp2", FSDP2_BY_HAND):
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if name == SINGLE_PROCESS:
         return SingleDeviceStrategy(device=device)

@@ -78,6 +78,20 @@ def test_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_full_sharding_beside_what_is_written_by_hand(tmp_path: Path) -> None:
+    # Wide enough for layers to be found.
+    small = ["--width", "128", "--depth", "2", "--pairs", "1", "--steps", "2", "--warm-up", "2"]
+    result = run_benchmark("full_sharding.py", small, tmp_path)
+    by_hand, zero3 = (result["memory"][name] for name in ("fsdp2_by_hand", "zero3_custom"))
+    assert by_hand["units"] == zero3["units"] == 2
+    assert result["step_time"]["zero3_custom"]["ratio_to_fsdp2_by_hand"] > 0
+    assert by_hand["held_bytes_per_parameter"] == pytest.approx(16 / 2, rel=0.05)
+    assert zero3["held_bytes_per_parameter"] == pytest.approx(16 / 2, rel=0.05)
+    assert 0.97 < zero3["held_ratio_to_fsdp2_by_hand"] < 1.03
+    assert zero3["peak"] > zero3["held"] and by_hand["peak"] > by_hand["held"]
+
+
+@pytest.mark.slow
 def test_checkpoints(tmp_path: Path) -> None:
     result = run_benchmark("checkpoints.py", [*TINY, "--steps", "6", "--every", "2"], tmp_path)
     costs = result["checkpoints"]

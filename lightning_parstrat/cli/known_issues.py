@@ -75,9 +75,9 @@ class Situation(NamedTuple):
     def saves_between_batches(self) -> bool:
         """Whether the strategy is one of this package."""
         known = self.strategy or ""
+        stages = [name for stage in (1, 2, 3) for name in (f"zero{stage}_custom", f"ddp_zero{stage}")]
         # A command line knows the classes by their short names, too.
-        names = ("zero1_custom", "ddp_zero1", "zero2_custom", "ddp_zero2", "ddp_tuned", "lightning_parstrat.", *PUBLIC)
-        return known.startswith(names)
+        return known.startswith(("ddp_tuned", *stages, "lightning_parstrat.", *PUBLIC))
 
 
 class Finding(NamedTuple):

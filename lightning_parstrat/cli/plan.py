@@ -1,57 +1,36 @@
 """``lightning-parstrat plan``: estimates what a training needs under each strategy, without a device."""
 
-import contextlib
 import json
 import re
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import yaml
 from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import nn
-from torch.optim import Optimizer
 
-from lightning_parstrat._namespaces import PACKAGES
 from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.cli.text import amount, import_class, table
+from lightning_parstrat.cli.planned_module import PlannedModule, read_module
+from lightning_parstrat.cli.text import amount, table
 from lightning_parstrat.core.cost_model import assumed_wire
-from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1
+from lightning_parstrat.core.estimate import Cluster, Estimate, estimate_ddp, estimate_zero1, estimate_zero3
 from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups, advised_size
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
-from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 
 _DESCRIPTION = """
-Creates the module of a LightningCLI configuration without memory for its parameters (on the meta device). For
-ddp_tuned, zero1_custom, and zero1_custom in bf16 with fp32 master weights, shows what each rank holds and sends, and
-whether it fits; then recommends one. With --accumulate, zero2_custom is among them, which shards the gradients that are
-held between micro-batches. Activations are not counted: leave room for them.
+Creates the module of a LightningCLI configuration without memory for its parameters (on the meta device). Shows what
+each rank holds and sends, and whether it fits, under ddp, ddp_tuned, zero1_custom and zero3_custom, in fp32 and in
+16 bits; then recommends one: of those that fit, the one that shards least. With --accumulate, zero2_custom is among
+them, which shards the gradients that are held between micro-batches. zero3_custom is torch's FSDP2, with the units that
+it finds, or that the configuration's ZeRO3Strategy names. Activations are not counted: leave room for them (--reserve).
 
   lightning-parstrat plan --config c.yaml --world-size 16 --devices-per-node 8 --memory 80GB --bandwidth 100Gbit
 """
-_ADAM_STATES = 2
-# By name: importing both packages of Lightning's would take long, and only one may be installed.
-_LIGHTNING_MODULES = {f"{package}.core.module.LightningModule" for package in PACKAGES}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-class _Module(NamedTuple):
-    """The module to train: trainable parameters in fp32, states per element, and the optimizer this is known from."""
-
-    parameters: list[ParameterSpec]
-    fixed: int
-    """Elements of frozen parameters and of buffers, which every rank holds."""
-    states: float
-    optimizer: str
-    cut_anywhere: bool
 
 
 def make_parser() -> ArgumentParser:
@@ -84,7 +63,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError("plan runs no program: leave out what follows `--`, and give its configuration by --config.")
     cluster = _cluster(arguments)
     memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory")
-    module = _read_module(Path(arguments.config), arguments.model)
+    module = read_module(Path(arguments.config), arguments.model)
     groups = _shard_groups(arguments.shard_group, cluster)
     policy = ShardingPolicy(bucket_cap_mb=arguments.bucket_cap_mb or "auto")
     model_bytes = sum(one.numel * one.itemsize for one in module.parameters)
@@ -93,24 +72,38 @@ def run(arguments: Namespace, program: list[str]) -> int:
     estimates = _estimates(module, cluster, cap_bytes, groups.size, arguments.accumulate)
     room = None if memory is None else memory * (1 - arguments.reserve)
     choice, why = recommend(estimates, room, cluster, arguments.compute_seconds)
-    if choice is not None and choice.strategy != "ddp_tuned":
-        why += advice_on_groups(groups)
+    if choice is not None:
+        why += _more_of(choice, module, groups, arguments.compute_seconds)
+    left_out = _left_out(memory, arguments.reserve)
     if arguments.json:
-        print(json.dumps(_as_json(estimates, room, choice, why, arguments.compute_seconds)))
+        print(json.dumps({**_as_json(estimates, room, choice, why, arguments.compute_seconds), "left_out": left_out}))
     else:
         _print(estimates, module, cluster, room, arguments)
-        print(f"\n{why}")
+        print(f"\n{why}\n{left_out}")
     return 1 if choice is None else 0
+
+
+_FROM_LEAST_SHARDING = (
+    ("ddp_tuned", "32-true"),
+    ("zero1_custom", "32-true"),
+    ("zero2_custom", "32-true"),
+    ("zero1_custom", "bf16-true"),
+    ("zero2_custom", "bf16-true"),
+    ("zero3_custom", "32-true"),
+    ("zero3_custom", "bf16-mixed"),
+)
+"""What is recommended, in this order. Lightning's `ddp` is not: for the same results it holds more than `ddp_tuned`."""
 
 
 def recommend(
     estimates: Sequence[Estimate], room: float | None, cluster: Cluster, compute_seconds: float | None
 ) -> tuple[Estimate | None, str]:
-    """Recommends a strategy.
+    """Recommends a strategy: of those that fit, the one that shards least, unless another one is faster.
+
+    Where it is not known what fits, that is ``zero1_custom`` rather than ``ddp_tuned``: it leaves more room.
 
     Args:
-        estimates: Of ``ddp_tuned``, ``zero1_custom``, and ``zero1_custom`` in bf16; where gradients are accumulated, of
-            ``zero2_custom`` in both precisions, too.
+        estimates: Of any of the strategies.
         room: Bytes that a rank may hold; None where that is not known.
         cluster: Where the training runs.
         compute_seconds: See :meth:`Estimate.step_seconds`.
@@ -118,47 +111,99 @@ def recommend(
     Returns:
         The recommended estimate and why; None and what to do instead where none fits.
     """
-    ddp, zero1, zero1_bf16, *zero2s = estimates
-    least = min(estimates, key=lambda one: one.peak_bytes)
-    fitting = [one for one in estimates if room is None or one.peak_bytes <= room]
+    by_name = {(one.strategy, one.precision): one for one in estimates}
+    known = [by_name[name] for name in _FROM_LEAST_SHARDING if name in by_name]
+    fitting = [one for one in known if room is None or one.peak_bytes <= room]
     if not fitting:
+        least = min(known, key=lambda one: one.peak_bytes)
         return None, (
-            f"It fits under no strategy: even {least.strategy} in bf16 holds {amount(least.peak_bytes)} per rank, as"
-            " every rank holds all parameters. Shard these, too: by FSDP2 (Lightning's ModelParallelStrategy), with"
-            " tensor or pipeline parallelism where a single layer is too large. Or take more ranks, if it is mostly"
-            " optimizer state."
+            f"It fits under no strategy: even {least.strategy} in {least.precision} holds {amount(least.peak_bytes)} at"
+            f" most, {amount(least.held_bytes)} of it between steps. Take more ranks where most of it is held"
+            " between steps; else smaller units (`wrap` of zero3_custom), and tensor or pipeline parallelism"
+            " (Lightning's ModelParallelStrategy) where a single layer is too large."
         )
     if cluster.world_size == 1:
         return fitting[0], "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
+    ddp, zero1 = by_name["ddp_tuned", "32-true"], by_name["zero1_custom", "32-true"]
     if ddp in fitting and zero1 in fitting:
-        saved = 1 - zero1.held_bytes / ddp.held_bytes
-        times = _times(compute_seconds, ddp, zero1)
-        # Closer than 2 % the model does not predict: then the memory decides.
-        if times is not None and times[1] > 1.02 * times[0]:
-            return ddp, f"Recommended: strategy=ddp_tuned. Both fit, and it is faster by {1 - times[0] / times[1]:.0%}."
-        faster = "" if times is None or times[0] <= times[1] else f" and a step {1 - times[1] / times[0]:.0%} less time"
-        return zero1, (
-            f"Recommended: strategy=zero1_custom. Both fit; it holds {saved:.0%} less than DDP{faster}, with the same"
-            " results. Where it matters, measure both: only one word differs."
+        return _ddp_or_zero1(ddp, zero1, room is not None, compute_seconds)
+    return fitting[0], _why_not_less(fitting, zero1)
+
+
+def _ddp_or_zero1(ddp: Estimate, zero1: Estimate, least: bool, compute_seconds: float | None) -> tuple[Estimate, str]:
+    saved = 1 - zero1.held_bytes / ddp.held_bytes
+    times = _times(compute_seconds, ddp, zero1)
+    # Closer than 2 % the model does not predict.
+    if times is not None and times[1] > 1.02 * times[0]:
+        return ddp, f"Recommended: strategy=ddp_tuned. Both fit, and it is faster by {1 - times[0] / times[1]:.0%}."
+    if least and (times is None or times[0] <= 1.02 * times[1]):
+        return ddp, (
+            "Recommended: strategy=ddp_tuned. Both fit, and it shards nothing; zero1_custom would hold"
+            f" {saved:.0%} less, with the same results."
         )
-    if zero1 in fitting:
-        return zero1, "Recommended: strategy=zero1_custom. DDP does not fit; the results are the same."
-    if ddp in fitting:
-        return ddp, "Recommended: strategy=ddp_tuned. It fits, and zero1_custom does not."
-    if zero2s and zero2s[0] in fitting:
-        return zero2s[0], (
-            "Recommended: strategy=zero2_custom. Only with gradients sharded between micro-batches it fits; it sends"
-            f" {zero2s[0].sent_bytes / max(zero1.sent_bytes, 1):.1f} times as much per step as zero1_custom, with the"
-            " same results."
+    faster = "" if times is None or times[0] <= times[1] else f" and a step {1 - times[1] / times[0]:.0%} less time"
+    return zero1, (
+        f"Recommended: strategy=zero1_custom. Both fit; it holds {saved:.0%} less than DDP{faster}, with the same"
+        " results. Where it matters, measure both: only one word differs."
+    )
+
+
+def _why_not_less(fitting: Sequence[Estimate], zero1: Estimate) -> str:
+    """Why the first of ``fitting`` is recommended, where ``ddp_tuned`` and ``zero1_custom`` do not both fit."""
+    choice = fitting[0]
+    sends = f"{choice.sent_bytes / max(zero1.sent_bytes, 1):.1f} times as much per step as zero1_custom"
+    in_fp32 = next((one.strategy for one in fitting if one.precision == "32-true"), None)
+    also = f" In fp32 it would fit under {in_fp32} alone." if in_fp32 else ""
+    reasons = {
+        ("ddp_tuned", "32-true"): "It fits, and zero1_custom does not.",
+        ("zero1_custom", "32-true"): "DDP does not fit; the results are the same.",
+        ("zero2_custom", "32-true"): (
+            f"Only with gradients sharded between micro-batches it fits; it sends {sends}, with the same results."
+        ),
+        ("zero1_custom", "bf16-true"): (
+            "In fp32 it fits under neither; in bf16 the sharded fp32 master weights keep updates that bf16 would lose."
+            f"{also}"
+        ),
+        ("zero2_custom", "bf16-true"): (
+            "Only with gradients sharded between micro-batches it fits; the sharded fp32 master weights keep updates"
+            f" that bf16 would lose.{also}"
+        ),
+        ("zero3_custom", "32-true"): (
+            f"Only with parameters sharded, too, it fits; it sends {sends}, with the same results. It is torch's FSDP2:"
+            " between steps parameters are DTensors, and some things are refused (docs/limits.md)."
+        ),
+        ("zero3_custom", "bf16-mixed"): (
+            'Only with parameters sharded and gathered in 16 bits (gather_dtype="bf16") it fits; each rank steps its'
+            " part in fp32. It is torch's FSDP2: some things are refused (docs/limits.md)."
+        ),
+    }
+    precision = "" if choice.precision == "32-true" else f" with precision={choice.precision}"
+    return f"Recommended: strategy={choice.strategy}{precision}. {reasons[choice.strategy, choice.precision]}"
+
+
+def _more_of(choice: Estimate, module: PlannedModule, groups: ShardGroups, compute_seconds: float | None) -> str:
+    """What else there is to know of the recommended strategy."""
+    more = ""
+    times = _times(compute_seconds, choice)
+    if times is not None:
+        more += f" A step is predicted to take {times[0]:.3g} s."
+    if choice.strategy == "zero3_custom" and not module.cut_anywhere:
+        more += (
+            " It tries the optimizer on small sharded parameters first, and refuses those that look at whole matrices,"
+            " such as Muon."
         )
-    if zero1_bf16 not in fitting:
-        return zero2s[1], (
-            "Recommended: strategy=zero2_custom with precision=bf16-true. Only with gradients sharded between"
-            " micro-batches it fits; the sharded fp32 master weights keep updates that bf16 would lose."
+    return more + (advice_on_groups(groups) if choice.strategy.startswith(("zero1", "zero2")) else "")
+
+
+def _left_out(memory: float | None, reserve: float) -> str:
+    if memory is None:
+        return (
+            "Left out: activations, which depend on the batch and are the same under every strategy, and what"
+            " optimizers and kernels need for a moment."
         )
-    return zero1_bf16, (
-        "Recommended: strategy=zero1_custom with precision=bf16-true. In fp32 it fits under neither; in bf16 the"
-        " sharded fp32 master weights keep updates that bf16 would lose."
+    return (
+        f"Left out: activations, which depend on the batch; {amount(reserve * memory)} of {amount(memory)} are kept for"
+        f" them, and for what optimizers and kernels need for a moment (--reserve {reserve:g})."
     )
 
 
@@ -191,7 +236,7 @@ def _times(compute_seconds: float | None, *estimates: Estimate) -> list[float] |
 
 
 def _estimates(
-    module: _Module, cluster: Cluster, bucket_cap_bytes: int, shard_ranks: int, micro_batches: int
+    module: PlannedModule, cluster: Cluster, bucket_cap_bytes: int, shard_ranks: int, micro_batches: int
 ) -> list[Estimate]:
     narrow = [_in_bf16(one) for one in module.parameters]
     states = 4 * module.states
@@ -204,17 +249,29 @@ def _estimates(
         shard_ranks=shard_ranks,
         micro_batches=micro_batches,
     )
-    estimates = [estimate_ddp(module.parameters, states, cluster, "32-true", micro_batches)]
+    of_ddp = partial(estimate_ddp, module.parameters, states, cluster, "32-true", micro_batches)
+    estimates = [of_ddp(gradients_in_buckets=False), of_ddp()]
     for shard_gradients in (False, True) if micro_batches > 1 else (False,):
         estimates += [
             of_zero(module.parameters, precision="32-true", shard_gradients=shard_gradients),
             of_zero(narrow, precision="bf16-true", has_master_weights=True, shard_gradients=shard_gradients),
         ]
-    return [_with_fixed(one, (2 if one.precision == "bf16-true" else 4) * module.fixed) for one in estimates]
+    fixed = module.frozen + module.buffers
+    estimates = [_with_fixed(one, (2 if one.precision == "bf16-true" else 4) * fixed) for one in estimates]
+    sharded = module.fully_sharded(cluster.world_size)
+    # What it cannot shard, every rank holds: with gradients and state, or as it is.
+    trained, others = module.whole
+    fixed_bytes = round((8 + states) * trained) + 4 * (others + module.buffers)
+    for precision, itemsize in (("32-true", 4), ("bf16-mixed", 2)):
+        of_zero3 = estimate_zero3(
+            sharded, states, cluster, precision, gathered_itemsize=itemsize, micro_batches=micro_batches
+        )
+        estimates.append(_with_fixed(of_zero3, fixed_bytes))
+    return estimates
 
 
 def _with_fixed(one: Estimate, nbytes: int) -> Estimate:
-    """With what no strategy shards."""
+    """With what the strategy does not shard."""
     return one._replace(
         held_bytes=one.held_bytes + nbytes,
         peak_bytes=one.peak_bytes + nbytes,
@@ -270,123 +327,6 @@ def _bytes(text: str, option: str) -> float:
         raise UsageError(f"{option} {text!r}: write a number and a unit, such as 80GB, 24GiB or 100Gbit.") from None
 
 
-def _read_module(path: Path, class_path: str | None) -> _Module:
-    """Creates the configuration's module on the meta device, and asks it for its optimizers.
-
-    Raises:
-        UsageError: The file cannot be read, or the module cannot be created; the message says what is missing.
-    """
-    try:
-        config = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"--config {path}: {error}") from error
-    section = _model_section(config)
-    # The paths that Python would search if the configuration's program had been started here.
-    sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
-    given, init_args, more = class_path, section, None
-    if isinstance(section, str):
-        given, init_args = section, {}
-    elif "class_path" in section:
-        given, init_args, more = section["class_path"], section.get("init_args"), section.get("dict_kwargs")
-    if given is None:
-        raise UsageError(
-            f"{path} has the arguments of a module, but not its class. Add --model with the class that the program"
-            " passes to LightningCLI, such as --model my_package.model.MyModule."
-        )
-    # Modules may print; standard output is for the result alone, which may be JSON.
-    with contextlib.redirect_stdout(sys.stderr):
-        module = _make(import_class(given), dict(init_args or {}), dict(more or {}), given)
-    trainable = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-    if not trainable:
-        raise UsageError(f"{given} has no trainable parameters before training starts: there is nothing to plan.")
-    parameters = [
-        ParameterSpec(name=name, shape=tuple(one.shape), dtype="torch.float32", itemsize=4, group="torch.float32")
-        for name, one in trainable
-    ]
-    fixed = sum(one.numel() for one in module.parameters() if not one.requires_grad)
-    fixed += sum(one.numel() for one in module.buffers())
-    optimizers = _configured_optimizer(config, [one for _, one in trainable]) or _optimizers(module)
-    return _Module(parameters, fixed, *_states(optimizers))
-
-
-def _model_section(config: Any) -> Any:
-    for within in (config, *(config or {}).values()) if isinstance(config, Mapping) else ():
-        if isinstance(within, Mapping) and isinstance(within.get("model"), (Mapping, str)):
-            return within["model"]
-    return {}
-
-
-def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str) -> nn.Module:
-    if _LIGHTNING_MODULES.isdisjoint(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__):
-        raise UsageError(f"{name} is not a LightningModule.")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(cls, "model", instantiate=False)
-    try:
-        # Older versions of jsonargparse only have the second name.
-        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-        found = instantiate(parser.parse_object({"model": init_args} if init_args else {})).get("model", {})
-        arguments = {**(vars(found) if isinstance(found, Namespace) else found), **more}
-    except Exception as error:
-        raise UsageError(f"{name}: its arguments cannot be read: {error}") from error
-    try:
-        with torch.device("meta"):
-            return cls(**arguments)
-    except Exception as error:
-        # It reads values of its tensors, which on the meta device have none.
-        print(f"{name} is created with memory for its parameters: it needs their values ({error}).", file=sys.stderr)
-    try:
-        return cls(**arguments)
-    except Exception as error:
-        raise UsageError(f"{name} cannot be created: {error}") from error
-
-
-def _configured_optimizer(config: Any, parameters: list[Any]) -> list[Optimizer] | None:
-    """The optimizer of the configuration's own section, which LightningCLI uses instead of the module's."""
-    within = [config, *(config or {}).values()] if isinstance(config, Mapping) else []
-    section = next((one["optimizer"] for one in within if isinstance(one, Mapping) and "optimizer" in one), None)
-    if not isinstance(section, Mapping) or "class_path" not in section:
-        return None
-    try:
-        return [import_class(section["class_path"])(parameters, **(section.get("init_args") or {}))]
-    except Exception as error:
-        raise UsageError(f"The configuration's optimizer cannot be created: {error}") from error
-
-
-def _optimizers(module: nn.Module) -> list[Optimizer] | None:
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            configured: Any = module.configure_optimizers()
-    except Exception:
-        # It needs the trainer or the data, neither of which exists here: AdamW is a fair guess.
-        return None
-    found: list[Optimizer] = []
-
-    def collect(value: Any) -> None:
-        if isinstance(value, Optimizer):
-            found.append(value)
-        elif isinstance(value, Mapping):
-            collect(value.get("optimizer"))
-        elif isinstance(value, (list, tuple)):
-            for one in value:
-                collect(one)
-
-    collect(configured)
-    return found or None
-
-
-def _states(optimizers: list[Optimizer] | None) -> tuple[float, str, bool]:
-    """States per element, the optimizer's name, and whether shards may be cut anywhere."""
-    if optimizers is None:
-        return _ADAM_STATES, "taken for AdamW: its own could not be created without a trainer", True
-    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
-    ratios = [state_bytes_per_parameter_byte(optimizer) for optimizer in optimizers]
-    sizes = [sum(p.numel() for group in one.param_groups for p in group["params"]) for one in optimizers]
-    if None in ratios:
-        return _ADAM_STATES, f"{names}, whose state is taken to be as large as AdamW's", False
-    mean = sum(ratio * size for ratio, size in zip(ratios, sizes, strict=True)) / max(1, sum(sizes))  # type: ignore[operator]
-    return mean, names, all(type(optimizer) in ELEMENTWISE_OPTIMIZERS for optimizer in optimizers)
-
-
 def _as_json(
     estimates: Sequence[Estimate], room: float | None, choice: Estimate | None, why: str, seconds: float | None
 ) -> dict[str, Any]:
@@ -403,10 +343,11 @@ def _as_json(
 
 
 def _print(
-    estimates: Sequence[Estimate], module: _Module, cluster: Cluster, room: float | None, arguments: Namespace
+    estimates: Sequence[Estimate], module: PlannedModule, cluster: Cluster, room: float | None, arguments: Namespace
 ) -> None:
     count = sum(one.numel for one in module.parameters)
-    frozen = f" and {module.fixed / 1e6:,.1f} M elements that are not trained" if module.fixed else ""
+    fixed = module.frozen + module.buffers
+    frozen = f" and {fixed / 1e6:,.1f} M elements that are not trained" if fixed else ""
     print(f"{count / 1e6:,.1f} M trainable parameters{frozen}; optimizer: {module.optimizer}")
     ranks, nodes = counted(cluster.world_size, "rank"), counted(cluster.nodes, "node")
     size = _shard_groups(arguments.shard_group, cluster).size

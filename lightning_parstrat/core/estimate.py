@@ -1,12 +1,13 @@
 """What a training will hold and send under each strategy, estimated before it starts.
 
-Activations are not counted: they depend on the batch, and are the same under both strategies.
+Activations are not counted: they depend on the batch, and are the same under all strategies.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_parstrat.core.full_sharding import FullySharded, ItemSizes
 from lightning_parstrat.core.layout import BucketLayout, LayoutPolicy, ParameterSpec, Partition, plan_buckets
 from lightning_parstrat.core.memory import BucketMemory, held_between_micro_batches, held_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
@@ -53,12 +54,14 @@ class Estimate(NamedTuple):
         strategy: Its flag.
         precision: The Trainer's.
         held_bytes: Between two steps: parameters, optimizer state, and gradients that are kept.
-        peak_bytes: The maximum while backward runs, without activations.
+        peak_bytes: The maximum within a step, without activations.
         sent_bytes: Handed to collectives per optimizer step.
         wire_seconds: How long a node's link needs for that; None where its bandwidth is not known.
         accumulating_bytes: Held between two micro-batches of a step.
         micro_batches: Of a step.
         reductions: How often a step reduces gradients.
+        forwards: How many forwards of a step something is sent behind.
+        forward_share: Of what is sent, the part that is sent behind forwards.
     """
 
     strategy: str
@@ -70,6 +73,8 @@ class Estimate(NamedTuple):
     accumulating_bytes: int = 0
     micro_batches: int = 1
     reductions: int = 1
+    forwards: int = 1
+    forward_share: float = 0.0
 
     def step_seconds(self, compute_seconds: float) -> float | None:
         """A step's time, if all communication that can hide behind computation does.
@@ -85,12 +90,12 @@ class Estimate(NamedTuple):
         # Of one micro-batch.
         backward = _BACKWARD * compute_seconds / self.micro_batches
         forward = compute_seconds / self.micro_batches - backward
-        # DDP's all-reduce can hide behind the last backward alone. ZeRO sends as much in two halves: the all-gather
-        # hides behind the next forward; every reduction behind its own backward.
-        if self.strategy.startswith("ddp"):
-            return compute_seconds + max(0.0, self.wire_seconds - backward)
-        phase = self.wire_seconds / (self.reductions + 1)
-        return compute_seconds + self.reductions * max(0.0, phase - backward) + max(0.0, phase - forward)
+        # DDP's all-reduce can hide behind the last backward alone. ZeRO-1 sends as much in two halves: the all-gather
+        # hides behind the next forward; every reduction behind its own backward. ZeRO-3 gathers in both.
+        behind_forward = self.forward_share * self.wire_seconds / self.forwards
+        behind_backward = (1 - self.forward_share) * self.wire_seconds / self.reductions
+        exposed = self.forwards * max(0.0, behind_forward - forward)
+        return compute_seconds + exposed + self.reductions * max(0.0, behind_backward - backward)
 
 
 def estimate_ddp(
@@ -99,8 +104,9 @@ def estimate_ddp(
     cluster: Cluster,
     precision: str,
     micro_batches: int = 1,
+    gradients_in_buckets: bool = True,
 ) -> Estimate:
-    """What a rank needs under ``ddp_tuned``, whose gradients stay in its buckets.
+    """What a rank needs under ``ddp_tuned``, whose gradients stay in its buckets; or under ``ddp``.
 
     Args:
         parameters: The trainable ones.
@@ -108,13 +114,15 @@ def estimate_ddp(
         cluster: Where the training runs.
         precision: The Trainer's; copied to the result.
         micro_batches: Of a step.
+        gradients_in_buckets: Whether it is ``ddp_tuned``; Lightning's ``ddp`` copies gradients into buckets.
     """
     parameter_bytes = sum(one.numel * one.itemsize for one in parameters)
     state = round(state_per_element * sum(one.numel for one in parameters))
     ring = 2 * (cluster.world_size - 1) / cluster.world_size * parameter_bytes
-    # Twice: with `gradient_as_bucket_view`, gradients live in the buckets, which DDP never frees.
-    held = 2 * parameter_bytes + state
-    return Estimate("ddp_tuned", precision, held, held, round(ring), _seconds(ring, cluster), held, micro_batches)
+    # DDP never frees its buckets; with `gradient_as_bucket_view`, gradients live in them.
+    held = (2 if gradients_in_buckets else 3) * parameter_bytes + state
+    flag = "ddp_tuned" if gradients_in_buckets else "ddp"
+    return Estimate(flag, precision, held, held, round(ring), _seconds(ring, cluster), held, micro_batches)
 
 
 def estimate_zero1(
@@ -173,6 +181,48 @@ def estimate_zero1(
         between_micro_batches,
         micro_batches,
         reductions,
+        forward_share=1 / (reductions + 1),
+    )
+
+
+def estimate_zero3(
+    sharded: FullySharded,
+    state_per_element: float,
+    cluster: Cluster,
+    precision: str,
+    *,
+    gathered_itemsize: int = 4,
+    micro_batches: int = 1,
+) -> Estimate:
+    """What the rank that needs most needs under ``zero3_custom``, which steps in fp32.
+
+    Args:
+        sharded: The module's parameters, by unit, over all ranks.
+        state_per_element: Bytes of optimizer state for each element that is stepped.
+        cluster: Where the training runs.
+        precision: The Trainer's; copied to the result.
+        gathered_itemsize: Bytes of an element of what is gathered: 2 with ``gather_dtype="bf16"``.
+        micro_batches: Of a step, each of which gathers and reduces.
+    """
+    sizes = ItemSizes(gathered=gathered_itemsize)
+    # It has whole rows; of the others, the last ones may have fewer.
+    held = sharded.held_bytes(0, sizes.sharded, state_per_element)
+    peak = sharded.peak_bytes(held, sizes, accumulates=micro_batches > 1)
+    per_micro_batch = sharded.sent_bytes(sizes)
+    # Around a ring of all ranks, as NCCL's: as much leaves a node as a rank.
+    sent = micro_batches * sum(per_micro_batch)
+    return Estimate(
+        "zero3_custom",
+        precision,
+        held.total,
+        peak,
+        round(sent),
+        _seconds(sent, cluster),
+        held.total,
+        micro_batches,
+        reductions=micro_batches,
+        forwards=micro_batches,
+        forward_share=per_micro_batch.forward / max(1.0, sum(per_micro_batch)),
     )
 
 

@@ -86,6 +86,17 @@ def test_a_healthy_allocation(tmp_path: Path) -> None:
     assert look_in_job(tmp_path, SLURM_STEP_ID="0", CUDA_VISIBLE_DEVICES="0,1,2,3") == []
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp_zero1", "zero2_custom", "ddp_zero2_fork", "zero3_custom", "ddp_zero3", "ddp_tuned_spawn", "ZeRO3Strategy"],
+)
+def test_every_stage_is_known(tmp_path: Path, strategy: str) -> None:
+    assert look_in_job(tmp_path, strategy) == []
+    assert look_in_job(tmp_path, strategy, TORCHELASTIC_RUN_ID="1") == []
+    # Of others the same job is not healthy.
+    assert look_in_job(tmp_path, "fsdp", TORCHELASTIC_RUN_ID="1") != []
+
+
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_an_allocation_that_is_not(tmp_path: Path, name: str) -> None:
     changed, issue, change = ENVIRONMENTS[name]

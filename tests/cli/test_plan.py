@@ -12,7 +12,8 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_parstrat.cli.main import main
-from lightning_parstrat.core.estimate import Cluster, estimate_ddp, estimate_zero1
+from lightning_parstrat.core.estimate import Cluster, estimate_ddp, estimate_zero1, estimate_zero3
+from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit
 from lightning_parstrat.core.layout import ParameterSpec
 
 WIDTH = 1024
@@ -49,10 +50,20 @@ def plan(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> dict
     return result
 
 
+def rows(result: dict[str, Any], *wanted: str) -> list[dict[str, Any]]:
+    """Of each strategy in ``wanted`` its estimate; in 16 bits where ``/16`` follows its name."""
+    found = {one["strategy"] + ("" if one["precision"] == "32-true" else "/16"): one for one in result["estimates"]}
+    return [found[name] for name in wanted]
+
+
+def ddp_of(result: dict[str, Any]) -> dict[str, Any]:
+    return rows(result, "ddp_tuned")[0]
+
+
 def test_bytes_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ("--world-size", "16", "--devices-per-node", "8", "--bandwidth", "8Gbit", "--compute-seconds", "0.03")
     result = plan(capsys, 0, "--config", write(tmp_path), *size)
-    ddp, zero1, narrow = result["estimates"]
+    ddp, zero1, narrow = rows(result, "ddp_tuned", "zero1_custom", "zero1_custom/16")
     count = 9 * MATRIX
     assert ddp["held_bytes"] == 16 * count + 4 * MATRIX
     assert zero1["held_bytes"] == (4 + 12 / 16) * count + 4 * MATRIX
@@ -70,8 +81,9 @@ def test_bytes_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_accumulated_gradients_of_each_strategy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     size = ("--world-size", "16", "--devices-per-node", "8", "--bandwidth", "8Gbit", "--compute-seconds", "0.3")
     result = plan(capsys, 0, "--config", write(tmp_path), *size, "--accumulate", "3")
-    ddp, zero1, narrow, zero2, zero2_narrow = result["estimates"]
-    assert [one["strategy"] for one in (zero2, zero2_narrow)] == ["zero2_custom"] * 2
+    names = ("ddp_tuned", "zero1_custom", "zero1_custom/16", "zero2_custom", "zero2_custom/16")
+    ddp, zero1, narrow, zero2, zero2_narrow = rows(result, *names)
+    assert len(result["estimates"]) == len(names) + len(("ddp", "zero3_custom", "zero3_custom/16"))
     count, frozen = 9 * MATRIX, 4 * MATRIX
     assert ddp["accumulating_bytes"] == ddp["held_bytes"]
     assert zero1["accumulating_bytes"] == (4 + 8 / 16 + 4) * count + frozen
@@ -103,6 +115,139 @@ def test_sharded_accumulation_is_recommended_where_nothing_else_fits(
     assert "between micro-batches" in printed and result["why"] in printed
 
 
+def test_bytes_of_everything_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--world-size", "16", "--devices-per-node", "8", "--bandwidth", "8Gbit", "--compute-seconds", "0.03")
+    zero1, zero3, narrow = rows(
+        plan(capsys, 0, "--config", write(tmp_path), *size), "zero1_custom", "zero3_custom", "zero3_custom/16"
+    )
+    trained, frozen = 9 * MATRIX, MATRIX
+    assert zero3["held_bytes"] == narrow["held_bytes"] == (16 * trained + 4 * frozen) / 16
+    assert zero3["accumulating_bytes"] == zero3["held_bytes"]
+    # While the second unit of backward runs: two units' parameters, its gradients, and those that are on their way.
+    after_gradients = zero3["held_bytes"] - 4 * trained / 16
+    assert after_gradients + 4 * 4 * MATRIX <= zero3["peak_bytes"] <= zero3["held_bytes"] + 4 * 4 * MATRIX
+    assert narrow["peak_bytes"] < zero3["peak_bytes"]
+    # Parameters twice, frozen ones, too, and gradients once.
+    assert zero3["sent_bytes"] == 15 / 16 * 4 * (2 * 10 * MATRIX + trained)
+    assert narrow["sent_bytes"] == 15 / 16 * (2 * 2 * 10 * MATRIX + 4 * trained)
+    # A ring, which crosses each node's link with all but a rank's part.
+    assert zero3["wire_seconds"] == pytest.approx(zero3["sent_bytes"] / 1e9)
+    forward, backward = 15 / 16 * 4 * 10 * MATRIX / 1e9, 15 / 16 * 4 * (10 * MATRIX + trained) / 1e9
+    assert zero3["step_seconds"] == pytest.approx(0.03 + forward - 0.01 + backward - 0.02)
+    assert zero3["sent_bytes"] > 1.5 * zero1["sent_bytes"]
+
+
+def test_every_micro_batch_gathers_and_reduces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--world-size", "4", "--bandwidth", "8Gbit", "--compute-seconds", "0.03", "--config", write(tmp_path))
+    (once,) = rows(plan(capsys, 0, *size), "zero3_custom")
+    (thrice,) = rows(plan(capsys, 0, *size, "--accumulate", "3"), "zero3_custom")
+    assert thrice["sent_bytes"] == 3 * once["sent_bytes"]
+    assert thrice["accumulating_bytes"] == once["held_bytes"]
+    # Gradients of earlier micro-batches are there in backward, where there were none.
+    assert once["peak_bytes"] < thrice["peak_bytes"] <= once["peak_bytes"] + 4 * 9 * MATRIX / 4
+    # All that is computed hides behind what is sent.
+    assert once["step_seconds"] == pytest.approx(once["wire_seconds"])
+    assert thrice["step_seconds"] == pytest.approx(3 * once["wire_seconds"])
+
+
+@pytest.mark.parametrize(
+    ("init_args", "units"),
+    [({}, 0), ({"wrap": ["Linear"]}, 10), ({"min_num_params": 10}, 10), ({"wrap": ["Other"]}, None)],
+)
+def test_units_are_those_of_the_configurations_strategy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], init_args: dict[str, Any], units: int | None
+) -> None:
+    path = Path(write(tmp_path, width=64))
+    config = yaml.safe_load(path.read_text())
+    config["trainer"]["strategy"] = {"class_path": "lightning_parstrat.ZeRO3Strategy", "init_args": init_args}
+    path.write_text(yaml.safe_dump(config))
+    if units is None:
+        assert main(["plan", "--config", str(path), "--world-size", "4"]) == 2
+        assert "Other" in capsys.readouterr().err
+        return
+    (zero3,) = rows(plan(capsys, 0, "--config", str(path), "--world-size", "4"), "zero3_custom")
+    matrix = 64 * 64
+    # What is gathered for itself is gathered twice.
+    assert zero3["sent_bytes"] == 3 / 4 * 4 * matrix * ((20 if units else 10) + 9)
+    assert (zero3["peak_bytes"] < zero3["held_bytes"] + 5 * 4 * matrix) == bool(units)
+
+
+class Odd(LightningModule):
+    """A scalar, which cannot be sharded, a buffer, and layers too small for units."""
+
+    def __init__(self, automatic: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.scale = nn.Parameter(torch.zeros(()))
+        self.vector = nn.Parameter(torch.zeros(4))
+        self.register_buffer("mean", torch.zeros(100))
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("automatic", "whole"), [(True, 1), (False, 5)])
+def test_what_cannot_be_sharded_is_counted_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], automatic: bool, whole: int
+) -> None:
+    path = tmp_path / "c.yaml"
+    model = {"class_path": f"{__name__}.Odd", "init_args": {"automatic": automatic}}
+    path.write_text(yaml.safe_dump({"model": model}))
+    (zero3,) = rows(plan(capsys, 0, "--config", str(path), "--world-size", "4"), "zero3_custom")
+    # In manual optimization nothing gathers what the module itself has.
+    assert zero3["held_bytes"] == 8 * (3 * 64 + 5 - whole) / 4 + 8 * whole + 4 * 100
+
+
+def test_ddp_holds_what_was_measured() -> None:
+    measured = json.loads((Path(__file__).parents[2] / "benchmarks/results/memory.json").read_text())
+    parameters = [
+        ParameterSpec(name="all", shape=(measured["parameters"],), dtype="torch.float32", itemsize=4, group="a")
+    ]
+    estimate = estimate_ddp(parameters, 8, Cluster(nodes=1, devices=2), "32-true", gradients_in_buckets=False)
+    assert estimate.held_bytes == pytest.approx(measured["memory"]["ddp"]["held_growth"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("link", "recommended"),
+    [
+        # By Ethernet, half of what is sent hides behind the next forward; between GPUs everything hides anyway.
+        (("--bandwidth", "8Gbit"), "zero1_custom"),
+        (("--bandwidth", "8000Gbit"), "ddp_tuned"),
+    ],
+)
+def test_of_two_that_fit_the_faster_one_is_recommended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], link: tuple[str, str], recommended: str
+) -> None:
+    size = ("--world-size", "8", "--devices-per-node", "4", "--memory", "10GB", "--compute-seconds", "0.05")
+    result = plan(capsys, 0, "--config", write(tmp_path), *size, *link)
+    assert result["recommended"]["strategy"] == recommended
+    seconds = rows(result, recommended)[0]["step_seconds"]
+    assert f"A step is predicted to take {seconds:.3g} s." in result["why"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((), "which depend on the batch"), (("--memory", "10GB", "--reserve", "0.3"), "3 GB of 10 GB are kept for them")],
+)
+def test_what_is_left_out_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    size = ("--config", write(tmp_path), "--world-size", "8", *arguments)
+    left_out = plan(capsys, 0, *size)["left_out"]
+    assert "activations" in left_out and said in left_out
+    assert main(["plan", *size]) == 0
+    assert left_out in capsys.readouterr().out
+
+
+def test_zero3_says_that_it_tries_the_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ("--world-size", "8", "--memory", "45MB", "--reserve", "0")
+    for optimizer, says in (("AdamW", False), ("Muon", True)):
+        result = plan(capsys, 0, "--config", write(tmp_path, optimizer=optimizer), *size)
+        assert result["recommended"]["strategy"] == "zero3_custom"
+        assert ("refuses those that look at whole matrices" in result["why"]) == says
+
+
 class PlannedElsewhere(pytorch_lightning.LightningModule):
     """A module of the other package that Lightning is published as."""
 
@@ -114,7 +259,7 @@ class PlannedElsewhere(pytorch_lightning.LightningModule):
 def test_a_module_of_pytorch_lightning_is_planned_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({"model": f"{__name__}.PlannedElsewhere"}))
-    ddp, *_ = plan(capsys, 0, "--config", str(path), "--world-size", "2")["estimates"]
+    ddp = ddp_of(plan(capsys, 0, "--config", str(path), "--world-size", "2"))
     assert ddp["held_bytes"] == 16 * 8 * 8
 
 
@@ -123,7 +268,7 @@ def test_the_optimizers_own_state_is_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, per_parameter: int
 ) -> None:
     result = plan(capsys, 0, "--config", write(tmp_path, optimizer=optimizer), "--world-size", "2")
-    assert result["estimates"][0]["held_bytes"] == per_parameter * 9 * MATRIX + 4 * MATRIX
+    assert ddp_of(result)["held_bytes"] == per_parameter * 9 * MATRIX + 4 * MATRIX
 
 
 def test_an_optimizer_of_the_configuration_goes_over_the_modules(
@@ -134,7 +279,7 @@ def test_an_optimizer_of_the_configuration_goes_over_the_modules(
     config["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
     path.write_text(yaml.safe_dump(config))
     result = plan(capsys, 0, "--config", str(path), "--world-size", "2")
-    assert result["estimates"][0]["held_bytes"] == 8 * 9 * MATRIX + 4 * MATRIX
+    assert ddp_of(result)["held_bytes"] == 8 * 9 * MATRIX + 4 * MATRIX
 
 
 class Talking(LightningModule):
@@ -155,7 +300,7 @@ def test_modules_that_print_and_look_at_small_tensors(tmp_path: Path, capsys: py
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump({"model": {"class_path": f"{__name__}.Talking", "dict_kwargs": {"width": 8}}}))
     result = plan(capsys, 0, "--config", str(path), "--world-size", "2")
-    assert result["estimates"][0]["held_bytes"] == 8 * (8 * 4 + 4)
+    assert ddp_of(result)["held_bytes"] == 8 * (8 * 4 + 4)
 
 
 @pytest.mark.parametrize(
@@ -163,17 +308,20 @@ def test_modules_that_print_and_look_at_small_tensors(tmp_path: Path, capsys: py
 )
 def test_bandwidths(tmp_path: Path, capsys: pytest.CaptureFixture[str], bandwidth: str, rate: float) -> None:
     size = ("--world-size", "2", "--devices-per-node", "1", "--bandwidth", bandwidth)
-    (_, zero1, _) = plan(capsys, 0, "--config", write(tmp_path), *size)["estimates"]
+    (zero1,) = rows(plan(capsys, 0, "--config", write(tmp_path), *size), "zero1_custom")
     assert zero1["wire_seconds"] == pytest.approx(4 * 9 * MATRIX / rate)
 
 
 @pytest.mark.parametrize(
     ("memory", "code", "recommended", "why"),
     [
-        ("10GB", 0, ("zero1_custom", "32-true"), "Both fit"),
+        ("10GB", 0, ("ddp_tuned", "32-true"), "Both fit, and it shards nothing"),
         ("140MB", 0, ("zero1_custom", "32-true"), "DDP does not fit"),
         ("80MB", 0, ("zero1_custom", "bf16-true"), "In fp32 it fits under neither"),
-        ("40MB", 1, None, "FSDP2"),
+        ("80MB", 0, ("zero1_custom", "bf16-true"), "In fp32 it would fit under zero3_custom alone"),
+        ("45MB", 0, ("zero3_custom", "32-true"), "FSDP2"),
+        ("34MB", 0, ("zero3_custom", "bf16-mixed"), 'gather_dtype="bf16"'),
+        ("20MB", 1, None, "Take more ranks"),
     ],
 )
 def test_what_fits(
@@ -286,7 +434,7 @@ def test_several_optimizers(
     model = {"class_path": f"{__name__}.TwoOptimizers", "init_args": {"unknown": unknown}}
     path.write_text(yaml.safe_dump({"model": model}))
     result = plan(capsys, 0, "--config", str(path), "--world-size", "2")
-    assert result["estimates"][0]["held_bytes"] == per_parameter * 2 * 64
+    assert ddp_of(result)["held_bytes"] == per_parameter * 2 * 64
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 7, 16])
@@ -297,10 +445,15 @@ def test_estimates_at_any_world_size(world_size: int) -> None:
     cluster = Cluster(nodes=1, devices=world_size)
     ddp = estimate_ddp(parameters, 8, cluster, "32-true")
     zero1 = estimate_zero1(parameters, 8, cluster, "32-true", bucket_cap_bytes=2**14)
+    units = [GatheredUnit([one.shape]) for one in parameters]
+    zero3 = estimate_zero3(FullySharded(GatheredUnit([]), units, world_size), 8, cluster, "32-true")
+    assert zero3.peak_bytes > zero3.held_bytes
     if world_size == 1:
-        assert ddp.sent_bytes == zero1.sent_bytes == 0 and ddp.wire_seconds == 0
+        assert ddp.sent_bytes == zero1.sent_bytes == zero3.sent_bytes == 0 and ddp.wire_seconds == 0
+        assert zero3.held_bytes == ddp.held_bytes
     else:
-        assert zero1.held_bytes < ddp.held_bytes and zero1.wire_seconds is None
+        assert zero3.held_bytes < zero1.held_bytes < ddp.held_bytes and zero1.wire_seconds is None
+        assert zero3.step_seconds(1.0) is None
 
 
 @pytest.mark.parametrize(("shard_group", "size", "between"), [("node", 8, 0.0), ("16", 16, 1.0), ("4", 4, 0.0)])
@@ -309,7 +462,7 @@ def test_shard_groups_hold_a_copy_each(
 ) -> None:
     cluster = ("--world-size", "32", "--devices-per-node", "8", "--bandwidth", "8Gbit")
     result = plan(capsys, 0, "--config", write(tmp_path), *cluster, "--shard-group", shard_group)
-    _, zero1, narrow = result["estimates"]
+    zero1, narrow = rows(result, "zero1_custom", "zero1_custom/16")
     count, copies = 9 * MATRIX, 32 // size
     assert zero1["held_bytes"] == (4 + 12 / size) * count + 4 * MATRIX
     assert narrow["held_bytes"] == (2 + 16 / size) * count + 2 * MATRIX
