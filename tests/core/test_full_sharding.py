@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from benchmarks.live_bytes import LiveBytes
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes, SentBytes
 from lightning_parstrat.core.memory import HeldBytes
+from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -54,10 +55,10 @@ class Sent:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        gather, reduce = dist.all_gather_single, dist.reduce_scatter_single
+        gather, reduce = dist.all_gather_single, ExchangedReduceScatter.__call__
         with (
             mock.patch.object(dist, "all_gather_single", self._counted(gather, "output_tensor")),
-            mock.patch.object(dist, "reduce_scatter_single", self._counted(reduce, "input")),
+            mock.patch.object(ExchangedReduceScatter, "__call__", self._counted(reduce, "input_tensor")),
         ):
             yield
 
