@@ -17,11 +17,17 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import FullShardingPolicy, WireDtype
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
+from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
+from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
@@ -90,11 +96,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         )
         self._sharded: ShardedModule | None = None
         super().__init__(**kwargs)
-        if self._saves_sharded:
-            raise ValueError(
-                "checkpoint_format='sharded' is not available under zero3_custom. Leave it out: a full checkpoint is"
-                " gathered tensor by tensor, and only rank 0 holds it as a whole, in host memory."
-            )
 
     @property
     @override
@@ -148,6 +149,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             gather_dtype=narrow[self._policy.gather_dtype],
             reduce_dtype=narrow[self._policy.reduce_dtype],
         )
+        if self._saves_sharded:
+            check_cut_in_rows(module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -248,7 +251,10 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most."""
+        """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most.
+
+        For a sharded checkpoint nothing is gathered: each rank has its shards.
+        """
         # By the module: it stays sharded when the training has ended.
         if not is_sharded_module(self._training_module):
             return super().lightning_module_state_dict()
@@ -260,6 +266,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 if self._absent:
                     return {}
             self._wait_for_all()
+            if self._saves_sharded:
+                return self._training_module.state_dict()
             return gather_module_state(self._training_module, self.is_global_zero)
 
     @override
@@ -274,18 +282,45 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective."""
+        """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective.
+
+        For a sharded checkpoint placeholders take the place of what is sharded.
+        """
         optimizer = unwrapped(optimizer)
         if self._absent:
             return {"state": {}, "param_groups": []}
         with missing_ranks_named(self._liveness, "Gathering the optimizer's state"), watching(_SAVE, _SAVE_ON_ALL):
             self._wait_for_all()
-            return gather_optimizer_state(optimizer, self.is_global_zero)
+            state = optimizer.state_dict()
+            if self._saves_sharded:
+                state = with_placeholders_for_state(state, optimizer, self._position_of(optimizer), self._placeholders)
+            return gather_optimizer_state(state, self.is_global_zero)
 
     @override
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        whole = super()._own_part(optimizer, state) if self._loaded is not None else state
-        return shard_optimizer_state(optimizer, whole)
+        # Nobody steps master weights here; they would be read as a whole.
+        own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
+        return shard_optimizer_state(optimizer, own if self._loaded is None else super()._own_part(optimizer, own))
+
+    @override
+    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
+        return cuts_in_rows(self._training_module.parameters())
+
+    @override
+    def _cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
+        return cuts_in_rows(grouped_parameters(optimizer))
+
+    @override
+    def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
+        # Before its setup a module is whole, and takes whole weights.
+        weights, module = super()._own_weights(loaded), self._training_module
+        if not is_sharded_module(module):
+            return weights
+        self._reshard()
+        named = module.named_parameters(remove_duplicate=False)
+        cuts = self._cuts_of_parameters()
+        by_name = {name: cuts[parameter] for name, parameter in named if parameter in cuts}
+        return shard_module_state(module, loaded.own_weights(weights, by_name))
 
     @property
     @override

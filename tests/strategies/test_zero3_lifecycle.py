@@ -219,7 +219,6 @@ def test_a_learning_rate_is_found(pool: RankPool, tmp_path: Path) -> None:
         ({"wrap": "Block"}, "Invalid wrap: 'Block'. Must be a list"),
         ({"min_num_params": -1}, "Invalid min_num_params: -1"),
         ({"gather_dtype": "fp16"}, "Invalid gather_dtype: 'fp16'"),
-        ({"checkpoint_format": "sharded"}, "not available under zero3_custom"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
