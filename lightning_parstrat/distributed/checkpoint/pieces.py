@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -26,8 +26,8 @@ class TensorSource(NamedTuple):
     """Which tensor it is, the same on all ranks.
 
     Attributes:
-        optimizer: Position of the optimizer whose state it belongs to; None for a parameter of the module.
-        parameter: Position of the parameter in the optimizer, or its name in the module.
+        optimizer: Position of the optimizer whose state it belongs to; None for a parameter.
+        parameter: Position of the parameter in the optimizer, or its name.
         entry: Key in the parameter's state; empty for the parameter itself.
     """
 
@@ -82,7 +82,7 @@ class CheckpointPieces:
     one rank.
 
     Args:
-        module: Sources name its parameters.
+        parameters: What sources that are no optimizer's name; the same names on all ranks.
         optimizers: Sources give positions in this sequence.
         cuts: By the position of the optimizer whose state it is, and None for parameters themselves: how they are cut.
             Of what is not in it, every rank has the whole.
@@ -91,18 +91,18 @@ class CheckpointPieces:
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer],
         cuts: Mapping[int | None, Mapping[Tensor, Cut]],
         groups: Sequence[Sequence[int]],
     ) -> None:
-        self._parameters = dict(module.named_parameters())
+        self._parameters = parameters
         self._optimizers = optimizers
         self._cuts = cuts
         self._groups = groups
 
     def with_placeholders(self, tree: Any, placeholders: Placeholders) -> Any:
-        """A copy of a tree in which placeholders stand for the module's parameters, wherever they are found."""
+        """A copy of a tree in which placeholders stand for parameters, wherever they are found."""
         # By memory, not by identity: a state dict holds detached views. Empty tensors have no memory to tell them
         # apart.
         names = {_memory(parameter): name for name, parameter in self._parameters.items() if parameter.numel()}

@@ -1,5 +1,6 @@
 """Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.comm.agreement import all_have_same
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.zero1.state_dict import OwnPart
 
 
@@ -79,6 +82,37 @@ def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, An
     return {**saved, "state": state}
 
 
+@torch.no_grad()
+def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
+    """A copy of a tree in which sharded tensors are whole, on the host, where it is kept. Collective.
+
+    Args:
+        tree: With sharded tensors in the same places on all ranks.
+        keep: Whether this rank wants it; elsewhere they are None.
+        control: Compares these places: one small reduction.
+
+    Raises:
+        ValueError: Ranks have sharded tensors in different places; raised on all of them.
+    """
+    names = [leaf.name for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
+    digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
+    if not all_have_same(digest, control):
+        raise ValueError(
+            "A hook has put shards of parameters into the checkpoint on some ranks only, or in other places. Put them"
+            " in on all ranks, or `full_tensor()` of them, which all ranks call."
+        )
+    gathered: dict[int, Any] = {}
+
+    def whole(tensor: Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = gather(tensor, keep)
+        return gathered[id(tensor)]
+
+    return replace_leaves(tree, whole)
+
+
 def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor, sharded as a parameter is; of one that stays whole, a copy. Not collective.
 
@@ -88,7 +122,7 @@ def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
     """
     if isinstance(value, OwnPart):
         return _with_own_part(value.elements, parameter)
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value.clone()
     whole = value.to(parameter.device)
     # Every rank has the whole: nothing is sent. A copy, so that what is not this rank's can go.
@@ -107,6 +141,32 @@ def _with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+@torch.no_grad()
+def shard_copy(copy: nn.Module, module: nn.Module) -> None:
+    """Gives a copy of a module shards where the module has them, of rank 0's values. Collective.
+
+    Parameters that are one stay one. The copy then keeps weights, and cannot be called. A scatter for each of them.
+
+    Args:
+        copy: Made before the module was sharded; what is sharded already stays.
+        module: Sharded by FSDP2.
+    """
+    made: dict[Tensor, nn.Parameter] = {}
+    for name, part in copy.named_modules():
+        sharded = dict(module.get_submodule(name).named_parameters(recurse=False))
+        for own, whole in list(part.named_parameters(recurse=False)):
+            parameter = sharded[own]
+            if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if whole not in made:
+                scattered = distribute_tensor(
+                    whole.detach().to(parameter.device), parameter.device_mesh, parameter.placements
+                )
+                shard = _with_own_part(scattered.to_local().clone(), parameter)
+                made[whole] = nn.Parameter(shard, whole.requires_grad)
+            setattr(part, own, made[whole])
 
 
 def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,11 +200,21 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
         if parameter is None or not isinstance(entries, Mapping):
             sharded[identifier] = replace_leaves(entries, torch.clone)
             continue
-        sharded[identifier] = {
-            key: shard_like(value, parameter) if _fits(value, parameter) else replace_leaves(value, torch.clone)
-            for key, value in entries.items()
-        }
+        sharded[identifier] = shard_entries(entries, parameter)
     return {**state, "state": sharded}
+
+
+def shard_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """What is kept of one parameter, with this rank's parts of what has its shape; copies. Not collective.
+
+    Args:
+        entries: Of whole tensors, of this rank's parts of them, or of shards.
+        parameter: Sharded or not.
+    """
+    return {
+        key: shard_like(value, parameter) if _fits(value, parameter) else replace_leaves(value, torch.clone)
+        for key, value in entries.items()
+    }
 
 
 def _fits(value: Any, parameter: Tensor) -> bool:

@@ -171,10 +171,8 @@ class CheckpointingStrategy(RanksStrategy):
         with missing_ranks_named(self._liveness, what), watching(_SAVE, _SAVE_ON_ALL):
             # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
             self._wait_for_all()
-            if not self._saves_sharded:
-                return gather_state_dict(optimizer, destination=0)
-            stand_in = self._placeholders.for_slots(self._position_of(optimizer))
-            return gather_state_dict(optimizer, destination=0, stand_in=stand_in)
+            issue = self._placeholders.for_slots(self._position_of(optimizer)) if self._saves_sharded else None
+            return gather_state_dict(optimizer, destination=0, stand_in=issue)
 
     @override
     def save_checkpoint(
@@ -239,7 +237,7 @@ class CheckpointingStrategy(RanksStrategy):
         checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self.world_size))
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         cuts = {None: self._cuts_of_parameters(), **{n: self._cuts_of(one) for n, one in enumerate(optimizers)}}
-        pieces = CheckpointPieces(self._training_module, optimizers, cuts, self._groups_with_a_copy)
+        pieces = CheckpointPieces(self._written_parameters(), optimizers, cuts, self._groups_with_a_copy)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
         # Before and after training, nothing would wait for the save to end.
@@ -303,8 +301,12 @@ class CheckpointingStrategy(RanksStrategy):
         """The checkpoint with tensors whose storage holds nothing else."""
         return checkpoint
 
+    def _written_parameters(self) -> Mapping[str, Tensor]:
+        """Parameters that all ranks have, or have a part of, and write together; their names are the same on all."""
+        return dict(self._training_module.named_parameters())
+
     def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
-        """How ranks share out the module's parameters, where that is given; of each they own the same elements."""
+        """How ranks share these out, where that is given."""
         return {}
 
     def _cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
@@ -404,8 +406,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
         """The checkpoint's weights, with what this rank has read of them apart from others."""
-        weights: dict[str, Any] = loaded.skeleton["state_dict"]
-        return weights
+        return loaded.skeleton["state_dict"]
 
     def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
         """This package's entries with what ranks have said alone. Collective: all ranks succeed, or none."""
@@ -482,8 +483,7 @@ class CheckpointingStrategy(RanksStrategy):
         if self._loaded is not None:
             loaded, what, cuts = self._loaded, "reading its part", self._cuts_of(optimizer)
             with watching("loading an optimizer's state"):
-                own: dict[str, Any] = self._all_or_none(lambda: loaded.own_parts(optimizer, state, cuts), what)
-            return own
+                return self._all_or_none(lambda: loaded.own_parts(optimizer, state, cuts), what)
         if is_sharded(optimizer):
             return state
         # Mapped tensors would be stepped in place: each page copied on its first write, and the file kept open.

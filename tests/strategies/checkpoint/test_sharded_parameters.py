@@ -239,6 +239,29 @@ def test_a_module_made_on_the_meta_device_reads_its_own_rows(pool: RankPool, tmp
     assert sum(nbytes for nbytes, _ in found) == total
 
 
+class CountsLoads(zoo.MLP):
+    loads = 0
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loads += 1
+
+
+def count_loads(path: str, kind: str) -> list[int]:
+    """How often a checkpoint is loaded: into a module as it was made, in a second training of it, in an evaluation."""
+    train(zoo.MLP, KINDS[kind]()).trainer.save_checkpoint(path)
+    module, counted = CountsLoads(), []
+    for _ in range(2):
+        make_trainer(KINDS[kind](), max_epochs=2).fit(module, zoo.loader(40, 4), ckpt_path=path)
+        counted.append(module.loads)
+    make_trainer(KINDS[kind]()).validate(module, zoo.loader(8, 4), ckpt_path=path, verbose=False)
+    return [*counted, module.loads]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero3 sharded"])
+def test_it_is_loaded_once(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    assert pool.run(2, count_loads, str(tmp_path / "a.ckpt"), kind) == [[1, 2, 3]] * 2
+
+
 class CopiesWeights(zoo.MLP):
     """Its hook copies shards, which would be written as if they were all there is."""
 
