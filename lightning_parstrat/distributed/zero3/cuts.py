@@ -16,7 +16,7 @@ class CutInRows:
     As its elements lie row by row, each part is one run of them.
 
     Args:
-        parameter: Of the whole one's shape.
+        parameter: Over all ranks, in their order; of the whole one's shape.
     """
 
     def __init__(self, parameter: DTensor) -> None:
@@ -29,7 +29,7 @@ class CutInRows:
         length = -(-rows // ranks) * (self.numel // rows)
         self.bounds: Sequence[int] = range(0, length * ranks + 1, length)
         self.key: Hashable = self.bounds
-        begin = min(parameter.device_mesh.get_local_rank() * length, self.numel)
+        begin = min(dist.get_rank() * length, self.numel)
         self.own: slice | None = slice(begin, begin + local(parameter).numel())
 
     def of_parameter(self, elements: slice) -> Tensor:

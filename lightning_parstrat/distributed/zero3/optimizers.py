@@ -72,6 +72,10 @@ class StateOfShards(defaultdict[Any, Any]):
 
 
 def take_whole_state(optimizer: Optimizer) -> None:
-    """Lets users set an optimizer's state by whole tensors, until a state is loaded. Not collective."""
-    state: defaultdict[Tensor, Any] = StateOfShards(dict, optimizer.state)
-    optimizer.state = state
+    """Lets users set an optimizer's state by whole tensors, until a state is loaded. Not collective.
+
+    Torch's own element-wise ones alone: others may have theirs in common with an optimizer that they wrap.
+    """
+    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+        state: defaultdict[Tensor, Any] = StateOfShards(dict, optimizer.state)
+        optimizer.state = state
