@@ -27,6 +27,10 @@ Used through this file: what for | what happens without it.
         saves what `ckpt_path='last'` finds | a training that SIGTERM ends fails instead of saving
     lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates
         what that save may be named after | a training that SIGTERM ends fails instead of saving
+    lightning.pytorch.callbacks.WeightAveraging._average_model
+        the copy that it keeps averages in, which is sharded as the module is | zero3_custom fails with that callback
+    lightning.pytorch.callbacks.StochasticWeightAveraging._average_model
+        as that of WeightAveraging | zero3_custom fails with that callback
     lightning.pytorch.trainer.Trainer._checkpoint_connector
         names the checkpoint from which a Slurm job goes on when it runs again | a Slurm job that is preempted fails
         instead of saving
@@ -117,13 +121,14 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
 from lightning_parstrat.distributed.zero1.optimizer import lend_methods
@@ -270,6 +275,16 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Saves what the callback calls the last checkpoint, unless it has after this step. Collective."""
     if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
         callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+
+
+AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+"""Callbacks that average weights in a copy of the module, which they make when a training begins."""
+
+
+def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:
+    """The copies of the module in which callbacks keep averages of its weights."""
+    averages = (callback._average_model for callback in trainer.callbacks if isinstance(callback, AVERAGING))
+    return [one.module if isinstance(one, AveragedModel) else one for one in averages if one is not None]
 
 
 def path_for_slurm_job(trainer: Trainer) -> str:

@@ -26,10 +26,10 @@ from lightning_parstrat.core.policy import (
     WireDtype,
 )
 from lightning_parstrat.core.topology import Node
+from lightning_parstrat.distributed.checkpoint.cuts import Cut, cuts_in_buckets
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.gradients.loss_weights import weightless
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
     observers_of_gradients,
@@ -372,8 +372,8 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         return saved
 
     @override
-    def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
-        return {} if self._engine is None else self._engine.slots
+    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
+        return {} if self._engine is None else cuts_in_buckets(self._engine.slots)
 
     def _close_engine(self) -> None:
         if self._engine is not None:

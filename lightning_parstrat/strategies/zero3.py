@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -17,22 +16,30 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import FullShardingPolicy, WireDtype
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
+from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
-from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
+from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
+from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
+from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
     gather_module_state,
     gather_optimizer_state,
+    gather_rest,
+    shard_copy,
     shard_module_state,
     shard_optimizer_state,
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
 from lightning_parstrat.strategies.gradients.observers import users_own
-from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped
+from lightning_parstrat.strategies.lightning_compat import AVERAGING, averaged_copies, stands_for_none, unwrapped
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
@@ -89,23 +96,41 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             gather_dtype=gather_dtype,
         )
         self._sharded: ShardedModule | None = None
+        self._loads_after_setup: bool | None = None
         super().__init__(**kwargs)
-        if self._saves_sharded:
-            raise ValueError(
-                "checkpoint_format='sharded' is not available under zero3_custom. Leave it out: a full checkpoint is"
-                " gathered tensor by tensor, and only rank 0 holds it as a whole, in host memory."
-            )
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded when there is something to load them into: not before, on the meta device."""
+        """Whether weights are loaded after setup: where the module is sharded already, or on the meta device."""
+        # Asked before and after it, and by then every module is sharded: it would be loaded twice.
+        if self._loads_after_setup is not None:
+            return self._loads_after_setup
         module = self.lightning_module
         return module is not None and (is_sharded_module(module) or any(p.is_meta for p in module.parameters()))
 
     @override
+    def setup_environment(self) -> None:
+        """Connects the ranks.
+
+        Raises:
+            MisconfigurationException: A callback is going to copy a module that is sharded already.
+        """
+        self._loads_after_setup = None
+        super().setup_environment()
+        module = self._training_module
+        averages = any(isinstance(callback, AVERAGING) for callback in module.trainer.callbacks)
+        if averages and module.trainer.state.fn == TrainerFn.FITTING and is_sharded_module(module):
+            raise MisconfigurationException(
+                "A callback that averages weights copies the module when a training begins, and FSDP2 lets no module be"
+                " copied that it has sharded, as it has done in an earlier training of this one. Make the module anew,"
+                " and load its weights."
+            )
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Shards the module, for evaluation as for training. Collective."""
+        self._loads_after_setup = self.restore_checkpoint_after_setup
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -125,11 +150,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     def configure_ddp(self) -> None:
         """Shards the module in place; there is no wrapper around it. Collective."""
         module = self._training_module
-        if any(isinstance(callback, WeightAveraging) for callback in module.trainer.callbacks):
-            raise MisconfigurationException(
-                "`WeightAveraging` keeps a whole copy of the module, and cannot average shards into it. Use"
-                " strategy='zero1_custom', or an average of your own over `self.parameters()`, which are shards here."
-            )
         self._close()
         if not is_sharded_module(module):
             check_same_module(module, self._groups.control)
@@ -148,6 +168,10 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             gather_dtype=narrow[self._policy.gather_dtype],
             reduce_dtype=narrow[self._policy.reduce_dtype],
         )
+        for copy in averaged_copies(module.trainer):
+            shard_copy(copy, module)
+        if self._saves_sharded:
+            check_cut_in_rows(module)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -161,6 +185,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._sharded is not None:
             self._sharded.check_belongs(optimizers)
             check_optimizers(optimizers, self._control)
+            for optimizer in optimizers:
+                take_whole_state(optimizer)
 
     @property
     @override
@@ -248,7 +274,10 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most."""
+        """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most.
+
+        For a sharded checkpoint nothing is gathered: each rank has its shards.
+        """
         # By the module: it stays sharded when the training has ended.
         if not is_sharded_module(self._training_module):
             return super().lightning_module_state_dict()
@@ -260,6 +289,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 if self._absent:
                     return {}
             self._wait_for_all()
+            if self._saves_sharded:
+                return self._training_module.state_dict()
             return gather_module_state(self._training_module, self.is_global_zero)
 
     @override
@@ -274,18 +305,64 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective."""
+        """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective.
+
+        For a sharded checkpoint placeholders take the place of what is sharded.
+        """
         optimizer = unwrapped(optimizer)
         if self._absent:
             return {"state": {}, "param_groups": []}
         with missing_ranks_named(self._liveness, "Gathering the optimizer's state"), watching(_SAVE, _SAVE_ON_ALL):
             self._wait_for_all()
-            return gather_optimizer_state(optimizer, self.is_global_zero)
+            state = optimizer.state_dict()
+            if self._saves_sharded:
+                state = with_placeholders_for_state(state, optimizer, self._position_of(optimizer), self._placeholders)
+            return gather_optimizer_state(state, self.is_global_zero)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Gives each optimizer its state, of which each rank keeps its part."""
+        super().load_optimizer_state_dict(checkpoint)
+        for optimizer in map(unwrapped, self.optimizers):
+            take_whole_state(optimizer)
 
     @override
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        whole = super()._own_part(optimizer, state) if self._loaded is not None else state
-        return shard_optimizer_state(optimizer, whole)
+        # Nobody steps master weights here; they would be read as a whole.
+        own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
+        return shard_optimizer_state(optimizer, own if self._loaded is None else super()._own_part(optimizer, own))
+
+    @override
+    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
+        return cuts_in_rows(self._written_parameters().values())
+
+    @override
+    def _cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
+        return cuts_in_rows(grouped_parameters(optimizer))
+
+    @override
+    def _written_parameters(self) -> Mapping[str, Tensor]:
+        # Averages are cut as the module is.
+        copies = enumerate(averaged_copies(self._training_module.trainer))
+        averages = {f"average {n}/{name}": one for n, copy in copies for name, one in copy.named_parameters()}
+        return {**super()._written_parameters(), **averages}
+
+    @override
+    def _completed(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        # What hooks have put into it.
+        return super()._completed(gather_rest(checkpoint, self.is_global_zero, self._control))
+
+    @override
+    def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
+        # Before its setup a module is whole, and takes whole weights.
+        weights, module = super()._own_weights(loaded), self._training_module
+        if not is_sharded_module(module):
+            return weights
+        self._reshard()
+        named = module.named_parameters(remove_duplicate=False)
+        cuts = self._cuts_of_parameters()
+        by_name = {name: cuts[parameter] for name, parameter in named if parameter in cuts}
+        return shard_module_state(module, loaded.own_weights(weights, by_name))
 
     @property
     @override

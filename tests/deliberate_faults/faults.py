@@ -270,9 +270,23 @@ FAULTS = (
     Fault(
         "a rank reads the part of another from a sharded checkpoint",
         "distributed/checkpoint/reading.py",
-        "runs[name] = Run(target, slot.shard_slice.parameter_start)",
+        "runs[name] = Run(target, cut.own.start)",
         "runs[name] = Run(target, 0)",
         ("tests/strategies/checkpoint/test_sharded_checkpoints.py::test_training_goes_on_at_another_world_size",),
+    ),
+    Fault(
+        "a rank takes the rows of a sharded parameter for others",
+        "distributed/zero3/cuts.py",
+        "begin = min(dist.get_rank() * length, self.numel)",
+        "begin = 0",
+        ("tests/distributed/zero3/test_cuts.py",),
+    ),
+    Fault(
+        "a checkpoint is loaded before parameters are sharded, and once more after",
+        "strategies/zero3.py",
+        "self._loads_after_setup = self.restore_checkpoint_after_setup",
+        "self._loads_after_setup = None",
+        ("tests/strategies/checkpoint/test_sharded_parameters.py::test_it_is_loaded_once",),
     ),
     Fault(
         "what a crash between two renames left is lost",

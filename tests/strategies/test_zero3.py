@@ -21,8 +21,6 @@ REFUSED = {
     "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
     "gradient penalty": "setStorage",
     "gradients hidden, gradient penalty": "setStorage",
-    "changes the optimizer's state": "mixed torch.Tensor and DTensor",
-    "changes the optimizer's state, whole parameters": "mixed torch.Tensor and DTensor",
 }
 # What no DTensor can do: its `data` cannot be exchanged; and ranks that run a backward more than others wait for them.
 LEFT_OUT = {"swapped data", "traded data", "inner backward", "inner backward, exposed"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BackboneFinetuning, Callback, WeightAveraging
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback
 from lightning.pytorch.tuner import Tuner
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -219,7 +219,6 @@ def test_a_learning_rate_is_found(pool: RankPool, tmp_path: Path) -> None:
         ({"wrap": "Block"}, "Invalid wrap: 'Block'. Must be a list"),
         ({"min_num_params": -1}, "Invalid min_num_params: -1"),
         ({"gather_dtype": "fp16"}, "Invalid gather_dtype: 'fp16'"),
-        ({"checkpoint_format": "sharded"}, "not available under zero3_custom"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -228,11 +227,10 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 
 
 def begin(case: str) -> str:
-    strategies = {"wrap": zero3(wrap=["Nothing"]), "adafactor": zero3(), "averaging": zero3()}
+    strategies = {"wrap": zero3(wrap=["Nothing"]), "adafactor": zero3()}
     module = zoo.Convolutional(adafactor) if case == "adafactor" else zoo.MLP()
-    callbacks = [WeightAveraging()] if case == "averaging" else []
     with pytest.raises(Exception) as raised:
-        train(lambda: module, strategies[case], callbacks=callbacks)
+        train(lambda: module, strategies[case])
     return str(raised.value)
 
 
@@ -241,7 +239,6 @@ def begin(case: str) -> str:
     [
         ("wrap", "No module within MLP is of such a class"),
         ("adafactor", "strategy='zero1_custom'"),
-        ("averaging", "strategy='zero1_custom'"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_training(pool: RankPool, case: str, message: str) -> None:

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, SplitBounds, StoredTensor
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
-from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero1.state_dict import StandIn, grouped_parameters
 
 _BYTES_WORTH_SPLITTING = 2**22
 
@@ -26,8 +26,8 @@ class TensorSource(NamedTuple):
     """Which tensor it is, the same on all ranks.
 
     Attributes:
-        optimizer: Position of the optimizer whose state it belongs to; None for a parameter of the module.
-        parameter: Position of the parameter in the optimizer, or its name in the module.
+        optimizer: Position of the optimizer whose state it belongs to; None for a parameter.
+        parameter: Position of the parameter in the optimizer, or its name.
         entry: Key in the parameter's state; empty for the parameter itself.
     """
 
@@ -56,6 +56,18 @@ class Placeholders:
         self._issued[id(placeholder)] = placeholder, source
         return placeholder
 
+    def for_slots(self, optimizer: int) -> StandIn:
+        """Issues them for the state of an optimizer that is cut in buckets.
+
+        Args:
+            optimizer: Its position.
+        """
+
+        def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
+            return self.issue(slot.parameter.shape, slot.strides, dtype, TensorSource(optimizer, position, entry))
+
+        return stand_in
+
     def source_of(self, tensor: Tensor) -> TensorSource | None:
         """What a tensor stands for; None where it is an ordinary one."""
         return self._issued[id(tensor)][1] if id(tensor) in self._issued else None
@@ -70,26 +82,27 @@ class CheckpointPieces:
     one rank.
 
     Args:
-        module: Sources name its parameters.
+        parameters: What sources that are no optimizer's name; the same names on all ranks.
         optimizers: Sources give positions in this sequence.
-        slots: Slots of the parameters that are sharded now.
+        cuts: By the position of the optimizer whose state it is, and None for parameters themselves: how they are cut.
+            Of what is not in it, every rank has the whole.
         groups: Of each copy of what is sharded the ranks that together hold it, in the order of their shards.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Mapping[str, Tensor],
         optimizers: Sequence[Optimizer],
-        slots: Mapping[Tensor, ParameterSlot],
+        cuts: Mapping[int | None, Mapping[Tensor, Cut]],
         groups: Sequence[Sequence[int]],
     ) -> None:
-        self._parameters = dict(module.named_parameters())
+        self._parameters = parameters
         self._optimizers = optimizers
-        self._slots = slots
+        self._cuts = cuts
         self._groups = groups
 
     def with_placeholders(self, tree: Any, placeholders: Placeholders) -> Any:
-        """A copy of a tree in which placeholders stand for the module's parameters, wherever they are found."""
+        """A copy of a tree in which placeholders stand for parameters, wherever they are found."""
         # By memory, not by identity: a state dict holds detached views. Empty tensors have no memory to tell them
         # apart.
         names = {_memory(parameter): name for name, parameter in self._parameters.items() if parameter.numel()}
@@ -111,14 +124,14 @@ class CheckpointPieces:
         cuts: dict[Any, tuple[int, Sequence[int]]] = {}
         tensors = []
         for name, (source, dtype) in named.items():
-            parameter, slot = self._find(source)
-            if slot is None:
+            parameter, cut = self._find(source)
+            if cut is None:
                 numel, offset = self._whole(source, parameter).numel(), 0
                 key: Any = self._shares(source, numel, numel * dtype.itemsize)
                 bounds: Sequence[int] = key
             else:
-                numel, offset, key = slot.place.numel, slot.place.offset, id(slot.bucket)
-                bounds, copies = slot.bucket.layout.bounds, len(self._groups)
+                numel, offset, key = cut.numel, cut.offset, cut.key
+                bounds, copies = cut.bounds, len(self._groups)
                 bounds = bounds if copies == 1 else SplitBounds(bounds, copies)
             number, _ = cuts.setdefault(key, (len(cuts), bounds))
             tensors.append(StoredTensor(name, dtype, numel, number, offset))
@@ -126,20 +139,15 @@ class CheckpointPieces:
 
     def part(self, named: Named, start: int, numel: int) -> Tensor:
         """Elements of a tensor that this rank writes: 1-D, in storage order, a view where that is possible."""
-        source = named.source
-        parameter, slot = self._find(source)
-        if slot is None:
-            return in_storage_order(self._whole(source, parameter))[start : start + numel]
+        source, elements = named.source, slice(start, start + numel)
+        parameter, cut = self._find(source)
+        if cut is None:
+            return in_storage_order(self._whole(source, parameter))[elements]
         if source.optimizer is None:
-            return slot.storage_order(parameter.detach())[start : start + numel]
-        if slot.shard is None or slot.shard_slice is None:
-            raise AssertionError("a part of a state was asked for on a rank that owns nothing of it")
-        state = self._state_of(source, slot.shard)
-        if state is None:
-            # As before a first step: other ranks may keep what this one does not.
-            return torch.zeros(numel, dtype=named.dtype)
-        begin = start - slot.shard_slice.parameter_start
-        return in_storage_order(state)[begin : begin + numel]
+            return cut.of_parameter(elements)
+        state = cut.of_state(self._optimizers[source.optimizer], source.entry, elements)
+        # As before a first step: other ranks may keep what this one does not.
+        return torch.zeros(numel, dtype=named.dtype) if state is None else state
 
     def _shares(self, source: TensorSource, numel: int, nbytes: int) -> range:
         """How what all ranks have is shared out among them."""
@@ -151,13 +159,12 @@ class CheckpointPieces:
         own = zlib.crc32(repr(source).encode()) % number
         return range(-own * numel, (number - own) * numel + 1, max(numel, 1))
 
-    def _find(self, source: TensorSource) -> tuple[Tensor, ParameterSlot | None]:
+    def _find(self, source: TensorSource) -> tuple[Tensor, Cut | None]:
         if source.optimizer is None:
             parameter: Tensor = self._parameters[str(source.parameter)]
-            return parameter, self._slots.get(parameter)
-        optimizer = self._optimizers[source.optimizer]
-        parameter = grouped_parameters(optimizer)[int(source.parameter)]
-        return parameter, sharding_of(optimizer).slots.get(parameter) if is_sharded(optimizer) else None
+        else:
+            parameter = grouped_parameters(self._optimizers[source.optimizer])[int(source.parameter)]
+        return parameter, self._cuts[source.optimizer].get(parameter)
 
     def _whole(self, source: TensorSource, parameter: Tensor) -> Tensor:
         if source.optimizer is None:
@@ -165,27 +172,19 @@ class CheckpointPieces:
         value: Tensor = self._optimizers[source.optimizer].state[parameter][source.entry]
         return value.detach()
 
-    def _state_of(self, source: TensorSource, shard: Tensor) -> Tensor | None:
-        if source.entry == MASTER_WEIGHTS:
-            return shard.detach()
-        if source.optimizer is None:
-            raise AssertionError(f"{source} is no state of an optimizer")
-        value: Tensor | None = self._optimizers[source.optimizer].state.get(shard, {}).get(source.entry)
-        return None if value is None else value.detach()
-
     def _strides(self, source: TensorSource) -> Sequence[int]:
-        parameter, slot = self._find(source)
-        return strides_in_storage(parameter) if slot is None else slot.strides
+        parameter, cut = self._find(source)
+        return strides_in_storage(parameter) if cut is None else cut.strides
 
 
 def with_placeholders_for_state(
     state_dict: dict[str, Any], optimizer: Optimizer, position: int, placeholders: Placeholders
 ) -> dict[str, Any]:
-    """A copy of a replicated state dict, with placeholders for tensors of their parameter's shape.
+    """A copy of a state dict, with placeholders for tensors of their parameter's shape.
 
     Args:
-        state_dict: Of ``optimizer``, in torch's own format.
-        optimizer: Its optimizer, which is not sharded.
+        state_dict: Of ``optimizer``, in torch's own format: with tensors that are whole on every rank, or DTensors.
+        optimizer: Its optimizer, which steps parameters, not shards in buckets.
         position: Position of the optimizer among those of the training.
         placeholders: Issues the placeholders.
     """
@@ -231,8 +230,11 @@ def sources_in(tree: Any, placeholders: Placeholders) -> dict[str, Named]:
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape and value.numel() > 0
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+        return False
+    return value.dim() > 0 and value.shape == parameter.shape and value.numel() > 0
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return here.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device

@@ -1,5 +1,6 @@
 """Reads a checkpoint that all ranks have written together, at any world size."""
 
+import copy
 import io
 import pickle
 import zipfile
@@ -14,13 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, OF_ANOTHER_JOB, SKELETON, CheckpointDamagedError
 from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, StoredPiece, file_of
 from lightning_parstrat.distributed.checkpoint.zipped import elements_in
 from lightning_parstrat.distributed.durable_files import recover
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import OwnPart, StateDict
+from lightning_parstrat.distributed.zero1.state_dict import OwnPart, StateDict, grouped_parameters
 from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
 
 
@@ -168,50 +168,80 @@ class ShardedCheckpoint:
         else:
             _read_together(self, list(_blocks(runs)), self._group)
 
-    def own_parts(self, optimizer: Optimizer, state_dict: StateDict) -> StateDict:
-        """A state dict of the skeleton with this rank's parts where the optimizer shards, otherwise with uncut tensors.
+    def own_weights(self, state_dict: dict[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
+        """A module's state of the skeleton with this rank's parts of what is cut; the rest stays as it is.
+
+        Not collective: each reads its own parts, tied ones once.
+
+        Args:
+            state_dict: From the skeleton.
+            cuts: How weights are cut, by their names.
+        """
+        found: dict[str, Any] = {}
+        runs: dict[str, Run] = {}
+        for name, value in state_dict.items():
+            part = self._part(value, cuts.get(name), runs)
+            found[name] = value if part is None else part
+        self.read(runs)
+        # It has more than its items: the versions of modules.
+        own = copy.copy(state_dict)
+        own.update(found)
+        return own
+
+    def own_parts(self, optimizer: Optimizer, state_dict: StateDict, cuts: Mapping[Tensor, Cut]) -> StateDict:
+        """A state dict of the skeleton with this rank's parts of what is cut, otherwise with uncut tensors.
 
         Where ranks read together it is collective, see :meth:`filled`; of a shard each reads its own part.
 
         Args:
             optimizer: The optimizer that will load it.
             state_dict: From the skeleton.
+            cuts: How the state of its parameters is cut.
 
         Raises:
             ValueError: A tensor has another shape than the parameter it belongs to.
         """
-        slots: Mapping[Tensor, ParameterSlot] = sharding_of(optimizer).slots if is_sharded(optimizer) else {}
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         identifiers = (identifier for group in state_dict["param_groups"] for identifier in group["params"])
-        placed = {i: slots[p] for i, p in zip(identifiers, parameters, strict=False) if p in slots}
+        parameters = grouped_parameters(optimizer)
+        placed = {i: cuts[p] for i, p in zip(identifiers, parameters, strict=False) if p in cuts}
         new: dict[str, StateDict] = {"state": {}, MASTER_WEIGHTS: {}}
         runs: dict[str, Run] = {}
         uncut: dict[str, Tensor] = {}
         for identifier, entries in state_dict["state"].items():
             new["state"][identifier] = self._parts(entries, placed.get(identifier), runs, uncut)
         for identifier, master in state_dict.get(MASTER_WEIGHTS, {}).items():
-            slot = placed.get(identifier)
-            new[MASTER_WEIGHTS].update(self._parts({identifier: master}, slot, runs, uncut) if slot is not None else {})
+            cut = placed.get(identifier)
+            new[MASTER_WEIGHTS].update(self._parts({identifier: master}, cut, runs, uncut) if cut is not None else {})
         self._read_uncut(uncut)
         self.read(runs)
         return {**state_dict, **{key: value for key, value in new.items() if value or key == "state"}}
 
-    def _parts(
-        self, entries: StateDict, slot: ParameterSlot | None, runs: dict[str, Run], uncut: dict[str, Tensor]
-    ) -> StateDict:
+    def _parts(self, entries: StateDict, cut: Cut | None, runs: dict[str, Run], uncut: dict[str, Tensor]) -> StateDict:
         """Replaces the tensors of one parameter's state by what will be read of them."""
         parts: StateDict = {}
         for key, value in entries.items():
-            name = self.name_of(value) if isinstance(value, Tensor) else None
-            if slot is not None and name is not None and _lies_like(value, slot):
-                if slot.shard_slice is not None:
-                    target = torch.empty(slot.shard_slice.numel, dtype=value.dtype)
-                    runs[name] = Run(target, slot.shard_slice.parameter_start)
-                    parts[key] = OwnPart(target)
-            else:
-                # Of other strides or shape a run is no shard slice. The optimizer cuts it when it loads it.
-                parts[key] = self._with_room(value, uncut)
+            if cut is not None and cut.own is None and self._lies_like(value, cut):
+                continue
+            part = self._part(value, cut, runs)
+            # Of other strides or shape a run is no shard slice. The optimizer cuts it when it loads it.
+            parts[key] = self._with_room(value, uncut) if part is None else part
         return parts
+
+    def _part(self, value: Any, cut: Cut | None, runs: dict[str, Run]) -> OwnPart | None:
+        """What will be read of a tensor, by ``runs``; None where it is not cut, or cannot be read in parts."""
+        if cut is None or cut.own is None or not self._lies_like(value, cut):
+            return None
+        name = str(self.name_of(value))
+        if name not in runs:
+            target = torch.empty(cut.own.stop - cut.own.start, dtype=value.dtype)
+            runs[name] = Run(target, cut.own.start)
+        return OwnPart(runs[name].target)
+
+    def _lies_like(self, value: Any, cut: Cut) -> bool:
+        """Whether a tensor is one of the files', whose elements lie as those of what is cut."""
+        if not isinstance(value, Tensor) or self.name_of(value) is None:
+            return False
+        return value.shape == cut.shape and value.stride() == tuple(cut.strides)
 
     def _checked_index(self) -> Index:
         missing = [name for name in (METADATA, SKELETON) if not (self.folder / name).exists()]
@@ -420,10 +450,6 @@ def _buffer_for(block: Sequence[_InBlock]) -> Tensor:
 
 def _view(one: _InBlock, buffer: Tensor) -> Tensor:
     return buffer[one.place : one.place + one.target.nbytes].view(one.target.dtype)
-
-
-def _lies_like(tensor: Tensor, slot: ParameterSlot) -> bool:
-    return tensor.shape == slot.parameter.shape and tensor.stride() == slot.strides
 
 
 def _size(path: Path) -> int | None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON, CheckpointNotSavedError
@@ -281,10 +282,10 @@ def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: 
     path.parent.mkdir(parents=True, exist_ok=True)
     check_may_be_replaced(path)
     remove_left_behind(path.parent)
-    copied = [leaf.name for leaf in leaves(checkpoint) if _has_no_elements(leaf.tensor, placeholders)]
+    copied = [leaf.name for leaf in leaves(checkpoint) if _lacks_elements(leaf.tensor, placeholders)]
     if copied:
         raise ValueError(
-            f"In a sharded checkpoint the optimizers' tensors are placeholders until all ranks write them. A hook has"
+            f"In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them. A hook has"
             f" copied or changed {', '.join(copied[:3])}: leave them as they are, or use checkpoint_format='full'."
         )
     # Into memory, and now: what cannot be pickled fails before gigabytes have been written; and training may go on, and
@@ -293,8 +294,9 @@ def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: 
     return Outline(str(temporary_name(path.parent)), sources_in(checkpoint, placeholders))
 
 
-def _has_no_elements(tensor: Tensor, placeholders: Placeholders) -> bool:
-    return tensor.device.type == "meta" and placeholders.source_of(tensor) is None
+def _lacks_elements(tensor: Tensor, placeholders: Placeholders) -> bool:
+    is_part = tensor.device.type == "meta" or isinstance(tensor, DTensor)
+    return is_part and placeholders.source_of(tensor) is None
 
 
 def _pickled(own: Any) -> bytes:

@@ -1,5 +1,6 @@
 """Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
 
+import hashlib
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -8,7 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.comm.agreement import all_have_same
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.zero1.state_dict import OwnPart
 
 
 def gather(value: Any, keep: bool) -> Any:
@@ -25,7 +29,8 @@ def gather(value: Any, keep: bool) -> Any:
     """
     if not isinstance(value, DTensor):
         # A copy, as the others are: a file's tensors do not change while it is written.
-        return value.detach().cpu().clone() if isinstance(value, Tensor) and keep else value
+        is_here = isinstance(value, Tensor) and not value.is_meta
+        return value.detach().cpu().clone() if is_here and keep else value
     whole = cast(DTensor, value.detach()).full_tensor()
     return whole.cpu() if keep else None
 
@@ -54,16 +59,15 @@ def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def gather_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
-    """The optimizer's state in torch's own format with whole tensors on the host; without any where it is not kept.
+def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """An optimizer's state in torch's own format with whole tensors on the host; without any where it is not kept.
 
-    Collective; as :func:`gather_module_state`.
+    Collective; as :func:`gather_module_state`. What stands for tensors, on the meta device, stays.
 
     Args:
-        optimizer: Of a sharded module.
+        saved: What ``state_dict`` of an optimizer of a sharded module returns.
         keep: Whether this rank wants it.
     """
-    saved = optimizer.state_dict()
     state: dict[Any, Any] = {}
     # In one order on all ranks, whoever made which state first: by number, as torch counts parameters.
     for number in sorted(saved["state"], key=lambda key: (isinstance(key, str), key)):
@@ -78,39 +82,115 @@ def gather_optimizer_state(optimizer: Optimizer, keep: bool) -> dict[str, Any]:
     return {**saved, "state": state}
 
 
-def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded as a parameter is; of one that is whole, a copy. Not collective."""
-    if not isinstance(parameter, DTensor):
+@torch.no_grad()
+def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
+    """A copy of a tree in which sharded tensors are whole, on the host, where it is kept. Collective.
+
+    Args:
+        tree: With sharded tensors in the same places on all ranks.
+        keep: Whether this rank wants it; elsewhere they are None.
+        control: Compares these places: one small reduction.
+
+    Raises:
+        ValueError: Ranks have sharded tensors in different places; raised on all of them.
+    """
+    names = [leaf.name for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
+    digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
+    if not all_have_same(digest, control):
+        raise ValueError(
+            "A hook has put shards of parameters into the checkpoint on some ranks only, or in other places. Put them"
+            " in on all ranks, or `full_tensor()` of them, which all ranks call."
+        )
+    gathered: dict[int, Any] = {}
+
+    def whole(tensor: Tensor) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = gather(tensor, keep)
+        return gathered[id(tensor)]
+
+    return replace_leaves(tree, whole)
+
+
+def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded as a parameter is; of one that stays whole, a copy. Not collective.
+
+    Args:
+        value: The whole tensor, or this rank's part of it.
+        parameter: Of the whole tensor's shape.
+    """
+    if isinstance(value, OwnPart):
+        return _with_own_part(value.elements, parameter)
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value.clone()
     whole = value.to(parameter.device)
     # Every rank has the whole: nothing is sent. A copy, so that what is not this rank's can go.
     part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return _with_own_part(part.to_local().clone(), parameter)
+
+
+def _with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        raise AssertionError("a part was given of a parameter that is not sharded")
     return DTensor.from_local(
-        part.to_local().clone(),
+        elements.view(parameter.to_local().shape).to(parameter.device),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
-        shape=whole.shape,
-        stride=whole.contiguous().stride(),
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
-def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict`` of whole tensors with this rank's parts of those that the module has sharded. Not collective.
+@torch.no_grad()
+def shard_copy(copy: nn.Module, module: nn.Module) -> None:
+    """Gives a copy of a module shards where the module has them, of rank 0's values. Collective.
 
-    Tensors of another shape stay as they are: loading says so.
+    Parameters that are one stay one. The copy then keeps weights, and cannot be called. A scatter for each of them.
+
+    Args:
+        copy: Made before the module was sharded; what is sharded already stays.
+        module: Sharded by FSDP2.
+    """
+    made: dict[Tensor, nn.Parameter] = {}
+    for name, part in copy.named_modules():
+        sharded = dict(module.get_submodule(name).named_parameters(recurse=False))
+        for own, whole in list(part.named_parameters(recurse=False)):
+            parameter = sharded[own]
+            if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if whole not in made:
+                scattered = distribute_tensor(
+                    whole.detach().to(parameter.device), parameter.device_mesh, parameter.placements
+                )
+                shard = _with_own_part(scattered.to_local().clone(), parameter)
+                made[whole] = nn.Parameter(shard, whole.requires_grad)
+            setattr(part, own, made[whole])
+
+
+def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``state_dict`` with this rank's parts of those tensors that the module has sharded. Not collective.
+
+    Args:
+        module: Sharded by FSDP2.
+        state: Of whole tensors, or of this rank's parts of them. Tensors of another shape stay as they are: loading
+            says so.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     sharded = {}
     for name, value in state.items():
         parameter = parameters.get(name)
-        fits = isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape
-        sharded[name] = shard_like(value, parameter) if fits and parameter is not None else value
+        is_cut = isinstance(parameter, DTensor) and _fits(value, parameter) and not isinstance(value, DTensor)
+        sharded[name] = shard_like(value, cast(Tensor, parameter)) if is_cut else value
     return sharded
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of whole tensors with this rank's parts of those that have their parameter's shape. Not collective."""
+    """A state of whole tensors, or of this rank's parts, with this rank's parts of what has its parameter's shape.
+
+    Not collective.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     identifiers = [identifier for group in state["param_groups"] for identifier in group["params"]]
     by_identifier = dict(zip(identifiers, parameters, strict=False))
@@ -120,10 +200,24 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
         if parameter is None or not isinstance(entries, Mapping):
             sharded[identifier] = replace_leaves(entries, torch.clone)
             continue
-        sharded[identifier] = {
-            key: shard_like(value, parameter)
-            if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-            else replace_leaves(value, torch.clone)
-            for key, value in entries.items()
-        }
+        sharded[identifier] = shard_entries(entries, parameter)
     return {**state, "state": sharded}
+
+
+def shard_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """What is kept of one parameter, with this rank's parts of what has its shape; copies. Not collective.
+
+    Args:
+        entries: Of whole tensors, of this rank's parts of them, or of shards.
+        parameter: Sharded or not.
+    """
+    return {
+        key: shard_like(value, parameter) if _fits(value, parameter) else replace_leaves(value, torch.clone)
+        for key, value in entries.items()
+    }
+
+
+def _fits(value: Any, parameter: Tensor) -> bool:
+    if isinstance(value, OwnPart):
+        return True
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -21,17 +21,13 @@ from typing_extensions import override
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.checkpoint.cuts import Cut, cuts_in_buckets
 from lightning_parstrat.distributed.checkpoint.folder import (
     OF_ANOTHER_JOB,
     CheckpointNotSavedError,
     is_sharded_checkpoint,
 )
-from lightning_parstrat.distributed.checkpoint.pieces import (
-    CheckpointPieces,
-    Placeholders,
-    TensorSource,
-    with_placeholders_for_state,
-)
+from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Placeholders, with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import (
@@ -47,7 +43,6 @@ from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, na
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group, control_group
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
@@ -176,15 +171,8 @@ class CheckpointingStrategy(RanksStrategy):
         with missing_ranks_named(self._liveness, what), watching(_SAVE, _SAVE_ON_ALL):
             # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
             self._wait_for_all()
-            if not self._saves_sharded:
-                return gather_state_dict(optimizer, destination=0)
-            number = self._position_of(optimizer)
-
-            def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
-                source = TensorSource(number, position, entry)
-                return self._placeholders.issue(slot.parameter.shape, slot.strides, dtype, source)
-
-            return gather_state_dict(optimizer, destination=0, stand_in=stand_in)
+            issue = self._placeholders.for_slots(self._position_of(optimizer)) if self._saves_sharded else None
+            return gather_state_dict(optimizer, destination=0, stand_in=issue)
 
     @override
     def save_checkpoint(
@@ -247,9 +235,9 @@ class CheckpointingStrategy(RanksStrategy):
         self.wait_for_saves()
         resumes = self._gather_resume_states(None, any_rank(_goes_on(checkpoint), self._control))
         checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self.world_size))
-        slots = self._sharded_slots()
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
-        pieces = CheckpointPieces(self._training_module, optimizers, slots, self._groups_with_a_copy)
+        cuts = {None: self._cuts_of_parameters(), **{n: self._cuts_of(one) for n, one in enumerate(optimizers)}}
+        pieces = CheckpointPieces(self._written_parameters(), optimizers, cuts, self._groups_with_a_copy)
         if self.is_global_zero:
             checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
         # Before and after training, nothing would wait for the save to end.
@@ -313,9 +301,17 @@ class CheckpointingStrategy(RanksStrategy):
         """The checkpoint with tensors whose storage holds nothing else."""
         return checkpoint
 
-    def _sharded_slots(self) -> Mapping[Tensor, ParameterSlot]:
-        """Slots of the module's sharded parameters."""
+    def _written_parameters(self) -> Mapping[str, Tensor]:
+        """Parameters that all ranks have, or have a part of, and write together; their names are the same on all."""
+        return dict(self._training_module.named_parameters())
+
+    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
+        """How ranks share these out, where that is given."""
         return {}
+
+    def _cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
+        """How an optimizer's state of its parameters is cut; of the rest, every rank has the whole."""
+        return cuts_in_buckets(sharding_of(optimizer).slots) if is_sharded(optimizer) else {}
 
     @property
     def _groups_with_a_copy(self) -> Sequence[Sequence[int]]:
@@ -403,10 +399,14 @@ class CheckpointingStrategy(RanksStrategy):
     def _filled(self) -> dict[str, Any]:
         if self._loaded is None:
             raise AssertionError("a sharded checkpoint was to be read before it was opened")
-        skeleton = self._loaded.skeleton
+        skeleton = {**self._loaded.skeleton, "state_dict": self._own_weights(self._loaded)}
         states = {key: value for key, value in skeleton.items() if key == "optimizer_states"}
         filled = self._loaded.filled({key: value for key, value in skeleton.items() if key not in states})
         return {**filled, **states}
+
+    def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
+        """The checkpoint's weights, with what this rank has read of them apart from others."""
+        return loaded.skeleton["state_dict"]
 
     def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
         """This package's entries with what ranks have said alone. Collective: all ranks succeed, or none."""
@@ -481,10 +481,9 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         if self._loaded is not None:
-            loaded, what = self._loaded, "reading its part"
+            loaded, what, cuts = self._loaded, "reading its part", self._cuts_of(optimizer)
             with watching("loading an optimizer's state"):
-                own: dict[str, Any] = self._all_or_none(lambda: loaded.own_parts(optimizer, state), what)
-            return own
+                return self._all_or_none(lambda: loaded.own_parts(optimizer, state, cuts), what)
         if is_sharded(optimizer):
             return state
         # Mapped tensors would be stepped in place: each page copied on its first write, and the file kept open.

@@ -1,7 +1,9 @@
 """What saving and loading hold in host memory."""
 
 import ctypes
+import functools
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +82,14 @@ class Saves(Callback):
             self.growth.append(status("VmHWM") - before)
 
 
-def growth_of_saving(path: str, arguments: dict[str, Any]) -> int:
+# On a busy machine buckets that are planned by what was measured may be larger, and messages with them.
+BY_BUCKETS = functools.partial(lightning_parstrat.ZeRO1Strategy, bucket_cap_mb=8.0)
+
+
+def growth_of_saving(path: str, arguments: dict[str, Any], make: Callable[..., Any] = BY_BUCKETS) -> int:
     free_at_once()
     saves = Saves(path)
-    # On a busy machine buckets that are planned by what was measured may be larger, and messages with them.
-    strategy = lightning_parstrat.ZeRO1Strategy(bucket_cap_mb=8.0, **arguments)
-    trainer = make_trainer(strategy, callbacks=[saves])
+    trainer = make_trainer(make(**arguments), callbacks=[saves])
     trainer.fit(Large(), batches())
     return saves.growth[-1]
 
@@ -112,6 +116,28 @@ def test_the_peak_of_saving(
 ) -> None:
     first, second = own_pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments)
     assert first < of_rank_0 + SLACK and second < of_others + SLACK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_a_rank"),
+    [
+        # The elements of one shard on their way to the file.
+        ({"checkpoint_format": "sharded"}, TENSOR_BYTES),
+        # Copies of half of the parameters and of the state.
+        pytest.param(
+            {"checkpoint_format": "sharded", "async_save": True},
+            3 / 2 * PARAMETER_BYTES + TENSOR_BYTES,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["sharded", "async"],
+)
+def test_the_peak_of_saving_sharded_parameters(
+    own_pool: RankPool, tmp_path: Path, arguments: dict[str, Any], of_a_rank: float
+) -> None:
+    make = lightning_parstrat.ZeRO3Strategy
+    for growth in own_pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments, make):
+        assert growth < of_a_rank + SLACK
 
 
 class LoadsMapped(lightning_parstrat.ZeRO1Strategy):
