@@ -48,6 +48,9 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped
         is what loggers count by; and is set back in a checkpoint of an earlier batch | GradNormMonitor fails; a
         checkpoint saved within an accumulation window fails
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx
+        tells whether a training that resumes after an epoch's last batch ends that epoch first | a training that
+        resumes fails at its begin
     lightning.fabric.utilities.distributed._init_dist_connection
         joins ranks over a given store, with Lightning's messages | strategies cannot be imported
     lightning.fabric.utilities.distributed._set_num_threads_if_needed
@@ -256,6 +259,22 @@ def mode_of_loaders(trainer: Trainer) -> str:
     """How the loaders that are trained on are put together: "min_size", "max_size_cycle" or "max_size"."""
     combined = trainer.fit_loop._combined_loader
     return "min_size" if combined is None else combined._mode
+
+
+def ends_epoch_first(trainer: Trainer) -> bool:
+    """Whether a training that resumes ends an epoch before it trains, and then makes the loaders' iterators anew.
+
+    That is so after a save that followed the validation after an epoch's last batch.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    is_over = progress.is_last_batch or progress.current.ready == trainer.num_training_batches
+    return bool(
+        loop.restarting
+        and loop.restarted_on_last
+        and is_over
+        and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+    )
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:

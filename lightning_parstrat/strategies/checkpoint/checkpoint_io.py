@@ -149,3 +149,18 @@ def _others(path: Path) -> str:
     if not others:
         return "Copy it again, or start without it."
     return f"Copy it again, or resume from another; the newest beside it is {others[0]}."
+
+
+def local_path_of_folder(filepath: str | Path) -> Path:
+    """Where a sharded checkpoint is saved.
+
+    Raises:
+        MisconfigurationException: That is elsewhere.
+    """
+    local = local_path(filepath)
+    if local is None:
+        raise MisconfigurationException(
+            f"checkpoint_format='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
+            " a local `dirpath`, or checkpoint_format='full'."
+        )
+    return local

@@ -45,14 +45,20 @@ from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
-from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO, check_is_checkpoint, local_path
-from lightning_parstrat.strategies.checkpoint.pending_save import FileExists, PendingSave
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
+    DurableCheckpointIO,
+    check_is_checkpoint,
+    local_path,
+    local_path_of_folder,
+)
+from lightning_parstrat.strategies.checkpoint.pending_save import FileExists, PendingSave, prepare_callbacks
 from lightning_parstrat.strategies.checkpoint.resume import (
     RNG,
     RandomNumbers,
     ResumePoints,
+    can_be_resumed,
     from_which_training_goes_on,
-    is_within_epoch,
+    pass_over_validation,
     stateful_loaders,
 )
 from lightning_parstrat.strategies.checkpoint.states_in_files import (
@@ -64,7 +70,13 @@ from lightning_parstrat.strategies.checkpoint.states_in_files import (
 from lightning_parstrat.strategies.data.positions import LOADERS, LoaderPositions
 from lightning_parstrat.strategies.data.random_numbers import rng_state
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
-from lightning_parstrat.strategies.lightning_compat import lacks_inner_io, optimizer_to_device, trainer_of, unwrapped
+from lightning_parstrat.strategies.lightning_compat import (
+    iterators_in_training,
+    lacks_inner_io,
+    optimizer_to_device,
+    trainer_of,
+    unwrapped,
+)
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
@@ -108,6 +120,7 @@ class CheckpointingStrategy(RanksStrategy):
         self._resume_points = ResumePoints(self._positions.now)
         self._absent: list[int] = []
         self._loaded_loaders: list[Any] | None = None
+        self._goes_on = False
         self._trains = False
         super().__init__(**kwargs)
 
@@ -132,6 +145,7 @@ class CheckpointingStrategy(RanksStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and all process groups that their training will use: not in the first save."""
+        self._goes_on = False
         if self.world_size > 1:
             control_group(self._timeout)
             if self._saves_sharded:
@@ -142,6 +156,7 @@ class CheckpointingStrategy(RanksStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state. Collective after an exception: ranks wait a few seconds for each other."""
         self._absent = []
+        self._go_on()
         # Lightning asks for this first when it saves. After an exception, which may be one rank's alone, find out here
         # which ranks take part, before anything waits for the others.
         if self._is_interrupted and self.world_size > 1:
@@ -203,7 +218,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _save_alone(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if self._can_save_alone:
-            resumes = self._gather_resume_states(None, _goes_on(checkpoint))
+            resumes = self._gather_resume_states(None, can_be_resumed(checkpoint))
             loaders = resumes[LOADERS]
             # A place for each rank: of one alone, a training among several would take the rest for all that is left.
             absent = [[None] * len(of_rank) for of_rank in loaders["ranks"]] * (self.world_size - 1)
@@ -231,9 +246,9 @@ class CheckpointingStrategy(RanksStrategy):
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if storage_options is not None:
             raise TypeError("`storage_options` do not apply to a sharded checkpoint: leave them out.")
-        path = _local(filepath)
+        path = local_path_of_folder(filepath)
         self.wait_for_saves()
-        resumes = self._gather_resume_states(None, any_rank(_goes_on(checkpoint), self._control))
+        resumes = self._gather_resume_states(None, any_rank(can_be_resumed(checkpoint), self._control))
         checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self.world_size))
         optimizers = [unwrapped(optimizer) for optimizer in self.optimizers]
         cuts = {None: self._cuts_of_parameters(), **{n: self._cuts_of(one) for n, one in enumerate(optimizers)}}
@@ -254,13 +269,13 @@ class CheckpointingStrategy(RanksStrategy):
     def _completed(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Adds this package's entries, and sets it back to where training can resume. Collective."""
         # Agreed, as a user's hook may have changed the checkpoint on some ranks only.
-        goes_on = any_rank(_goes_on(checkpoint), self._control)
+        goes_on = any_rank(can_be_resumed(checkpoint), self._control)
         return self._with_own_entries(checkpoint, self._gather_resume_states(self._control, goes_on))
 
     def _with_own_entries(self, checkpoint: dict[str, Any], resumes: Mapping[str, Any]) -> dict[str, Any]:
         # By the number of the save, ranks that load find out whether they read the same one.
         own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **self._own_entries()}
-        if _goes_on(checkpoint):
+        if can_be_resumed(checkpoint):
             own.update(resumes)
             trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
             checkpoint = from_which_training_goes_on(checkpoint, trainer, point, self._resume_points.epoch_has_ended)
@@ -276,7 +291,7 @@ class CheckpointingStrategy(RanksStrategy):
             goes_on: Whether the checkpoint keeps them; otherwise loaders are not asked, which draws from some samplers.
         """
         trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
-        within_epoch = is_within_epoch(trainer, point)
+        within_epoch = self._resume_points.has_iterators if point is None else point.has_iterators
         moments = self._positions.now(trainer) if point is None else point.positions
         if not goes_on:
             moments = ()
@@ -504,22 +519,22 @@ class CheckpointingStrategy(RanksStrategy):
         super().on_train_start()
         trainer = self._training_module.trainer
         if self._checkpoint_policy.async_save:
-            self._prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)])
-        self._random.before_training()
-        self._positions.begin_training(trainer)
-        self._resume_points.note(trainer, self._loaded_loaders)
-        self._loaded_loaders = None
-        self._trains = True
+            prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)], self._pending)
+        self._go_on()
+        self._random, self._trains = RandomNumbers(), True
 
-    def _prepare_callbacks(self, callbacks: list[ModelCheckpoint]) -> None:
-        if any(callback.save_last == "link" for callback in callbacks):
-            raise MisconfigurationException(
-                "`ModelCheckpoint(save_last='link')` would link to a checkpoint that async_save=True is still writing."
-                " Use `save_last=True`."
-            )
-        for callback in callbacks:
-            if "file_exists" not in vars(callback):
-                callback.file_exists = FileExists(callback, self._pending)
+    def _go_on(self) -> None:
+        """Begins where a checkpoint was saved: when training starts, or before a callback saves then."""
+        trainer = trainer_of(self.lightning_module)
+        if self._trains or trainer is None or not trainer.training or not iterators_in_training(trainer):
+            return
+        # Each time: what callbacks draw meanwhile was not drawn before.
+        self._random.before_training(trainer)
+        if not self._goes_on:
+            pass_over_validation(trainer)
+            self._positions.begin_training(trainer)
+            self._resume_points.begin_training(trainer, self._loaded_loaders)
+            self._goes_on, self._loaded_loaders = True, None
 
     @override
     def on_train_end(self) -> None:
@@ -572,11 +587,6 @@ class CheckpointingStrategy(RanksStrategy):
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
 
 
-def _goes_on(checkpoint: Mapping[str, Any]) -> bool:
-    """Whether a training can go on from a checkpoint, of which weights alone would do for other purposes."""
-    return "optimizer_states" in checkpoint and "loops" in checkpoint
-
-
 def _check_readable(checkpoint: Any, path: str | Path) -> None:
     """Refuses what was not written by a Trainer, or by a newer version."""
     check_is_checkpoint(checkpoint, path)
@@ -586,13 +596,3 @@ def _check_readable(checkpoint: Any, path: str | Path) -> None:
             f"{path} was saved by a newer lightning-parstrat (its format is {found}, this version reads {FORMAT})."
             " Upgrade it: `pip install -U lightning-parstrat`."
         )
-
-
-def _local(filepath: str | Path) -> Path:
-    local = local_path(filepath)
-    if local is None:
-        raise MisconfigurationException(
-            f"checkpoint_format='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
-            " a local `dirpath`, or checkpoint_format='full'."
-        )
-    return local

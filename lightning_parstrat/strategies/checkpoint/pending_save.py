@@ -5,6 +5,7 @@ from pathlib import Path
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointNotSavedError
@@ -97,3 +98,19 @@ class FileExists:
             return True
         will_be = trainer.is_global_zero and self._pending.will_make(str(filepath))
         return trainer.strategy.reduce_boolean_decision(will_be, all=False)
+
+
+def prepare_callbacks(callbacks: list[ModelCheckpoint], pending: PendingSave) -> None:
+    """Has callbacks know of checkpoints that are being written.
+
+    Raises:
+        MisconfigurationException: One links to the latest.
+    """
+    if any(callback.save_last == "link" for callback in callbacks):
+        raise MisconfigurationException(
+            "`ModelCheckpoint(save_last='link')` would link to a checkpoint that async_save=True is still writing."
+            " Use `save_last=True`."
+        )
+    for callback in callbacks:
+        if "file_exists" not in vars(callback):
+            callback.file_exists = FileExists(callback, pending)

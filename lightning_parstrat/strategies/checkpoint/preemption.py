@@ -180,7 +180,7 @@ class SavesWhenPreempted(BetweenBatches):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the end of an epoch, before other callbacks save."""
-        self._resume_points.epoch_has_ended = True
+        self._resume_points.end_epoch()
 
     @override
     def on_train_batch_end(
@@ -208,7 +208,7 @@ class SavesWhenPreempted(BetweenBatches):
         """
         # Not in the next batch: see `BetweenBatches`.
         self.on_train_batch_start = None  # type: ignore[assignment]
-        self._resume_points.epoch_has_ended = False
+        self._resume_points.begin_batch()
         asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
         if asked_to:
             # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.

@@ -1,6 +1,7 @@
 """Where a training resumes: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.strategies.data.positions import Moments
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
-from lightning_parstrat.strategies.lightning_compat import count_one_step_less
+from lightning_parstrat.strategies.lightning_compat import count_one_step_less, ends_epoch_first
 
 RNG = "rng"
 """The key of the states of random number generators, among this package's entries of a checkpoint."""
@@ -50,18 +51,38 @@ class ResumePoints:
         """Whether a checkpoint is to be set back to the last point even if nothing has been trained since."""
         self.epoch_has_ended = False
         """Whether no batch has begun since an epoch ended, be it because training did."""
+        self._has_iterators = False
+        self._begins = False
         self._positions = positions
         self._point: ResumePoint | None = None
+
+    def begin_training(self, trainer: Trainer, loaders: list[Any] | None) -> None:
+        """Notes the start of a training, or where it goes on; see :meth:`note`."""
+        self._has_iterators = not ends_epoch_first(trainer)
+        self._begins = True
+        self.note(trainer, loaders)
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Notes the start of an epoch."""
         loop = trainer.fit_loop
         # Lightning makes the first iterators of a training before, and those of a later epoch from here on.
-        has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
-        self._point = ResumePoint(rng_state(), None, self._positions(trainer), has_iterators)
+        self._has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
+        self._begins = True
+        self._point = ResumePoint(rng_state(), None, self._positions(trainer), self._has_iterators)
+
+    def begin_batch(self) -> None:
+        """Notes that the first batch of an epoch, or of what is left of it, has been fetched."""
+        self.epoch_has_ended = self._begins = False
+        self._has_iterators = True
+
+    def end_epoch(self) -> None:
+        """Notes the end of an epoch, before other callbacks save."""
+        self.epoch_has_ended = True
+        self._has_iterators = False
 
     def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Notes the end of a window, or counts a batch in it, before other callbacks save."""
+        self._has_iterators = not _epoch_is_over(trainer)
         if not window_is_open:
             self._point = None
             # Copying the loaders' states costs time; without accumulation no save falls into a window.
@@ -79,10 +100,18 @@ class ResumePoints:
         """
         if loaders is None:
             loaders = copy.deepcopy(stateful_loaders(trainer))
-        self._point = ResumePoint(rng_state(), loaders, self._positions(trainer))
+        self._point = ResumePoint(rng_state(), loaders, self._positions(trainer), self._has_iterators)
+
+    @property
+    def has_iterators(self) -> bool:
+        """Whether the iterators have been made that the next batches come from, or else are made anew."""
+        return self._has_iterators
 
     def point_of_save(self) -> ResumePoint | None:
         """The point that a checkpoint saved now is to be set back to; None where this moment is right."""
+        if self._point is not None and self._begins:
+            # What hooks have drawn since is not drawn again.
+            return self._point._replace(rng=rng_state())
         if self._point is None or not (self._point.micro_batches or self.fetched_too_much):
             return None
         return self._point
@@ -100,15 +129,21 @@ def from_which_training_goes_on(
             are left out: at their end, they would give the next epoch no batches.
         epoch_has_ended: Whether this moment is after an epoch, also one that the end of training has cut short.
     """
-    is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    progress, is_over = trainer.fit_loop.epoch_loop.batch_progress, _epoch_is_over(trainer)
     loops = copy.deepcopy(checkpoint["loops"])
     fit_loop = loops["fit_loop"]
-    if not (is_last or epoch_has_ended) and trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+    if progress.is_last_batch and not is_over:
+        # Of an epoch whose length it does not know, Lightning would take the last batch for trained.
+        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+    epochs = trainer.fit_loop.epoch_progress.total
+    if is_over and epochs.ready > epochs.started:
+        _begin_next_epoch(fit_loop)
+    if not (is_over or epoch_has_ended) and progress.current.ready:
         # After a resume at the last batch of an epoch, Lightning has not counted the next epoch as begun.
         for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
             begun = counted["processed"] + 1
             counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
-    if point is None and not is_last:
+    if point is None and not is_over:
         return {**checkpoint, "loops": loops}
     fit_loop["state_dict"].pop("combined_loader", None)
     if point is not None and point.loaders:
@@ -124,18 +159,68 @@ def from_which_training_goes_on(
     return {**checkpoint, "loops": loops}
 
 
+def _begin_next_epoch(fit_loop: dict[str, Any]) -> None:
+    """Has Lightning begin an epoch again that had no batch yet, and not take the one before for it."""
+    for counters in ("total", "current"):
+        fit_loop["epoch_progress"][counters]["ready"] = fit_loop["epoch_progress"][counters]["started"]
+    batches = fit_loop["epoch_loop.batch_progress"]
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+
+
+def pass_over_validation(trainer: Trainer) -> None:
+    """Has a training that resumes draw what the validation that it leaves out has drawn, and no more.
+
+    Lightning passes over a validation that was due after the batch that was saved after, which makes the iterators of
+    its loaders. It asks by the batches of the epoch that goes on: at its begin, that is not the one that was saved in;
+    and when a batch has begun, the validation before it has been.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress
+    ended = loop.restarted_on_train_batch_end and progress.is_last_batch
+    # Lightning counts the batch that was saved after as completed when it begins.
+    is_within = loop.restarted_on_train_batch_end and progress.current.completed + 1 > 0 and not ended
+    if not loop.restarting or is_within:
+        return
+    pass_over = loop.val_loop.increment_progress_to_evaluation_end
+    if ended and _was_validated_after(trainer):
+        trainer.validating = True
+        pass_over()
+        trainer.training = True
+
+    def pass_over_nothing() -> None:
+        vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
+
+    # On the instance, not on the class, and once: other Trainers of this process keep theirs.
+    loop.val_loop.increment_progress_to_evaluation_end = pass_over_nothing
+
+
+def _was_validated_after(trainer: Trainer) -> bool:
+    """Whether a validation was due after the epoch that has ended; the next one is the Trainer's."""
+    every, batches = trainer.check_val_every_n_epoch, trainer.num_training_batches
+    if not trainer.enable_validation or trainer.val_check_batch is None:
+        return False
+    if every is None:
+        return trainer.fit_loop.total_batch_idx % trainer.val_check_batch == trainer.val_check_batch - 1
+    at_the_end = math.isinf(batches) or batches % trainer.val_check_batch == 0
+    return at_the_end and trainer.current_epoch % every == 0
+
+
 def stateful_loaders(trainer: Trainer) -> list[Any]:
     """States of this rank's loaders that have one, as Lightning saves them."""
     states: list[Any] = trainer.fit_loop.on_save_checkpoint().get("combined_loader", [])
     return states
 
 
-def is_within_epoch(trainer: Trainer, point: ResumePoint | None) -> bool:
-    """Whether a training that resumes at a point, or else at this moment, goes on when its loaders have drawn."""
-    if point is not None:
-        return point.has_iterators
+def can_be_resumed(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a training can go on from a checkpoint, of which weights alone would do for other purposes."""
+    return "optimizer_states" in checkpoint and "loops" in checkpoint
+
+
+def _epoch_is_over(trainer: Trainer) -> bool:
+    """Whether the last batch of an epoch was trained on, which may have been fetched before."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(progress.current.ready) and not progress.is_last_batch
+    return bool(progress.is_last_batch) and progress.current.processed == progress.current.ready
 
 
 class RandomNumbers:
@@ -165,8 +250,8 @@ class RandomNumbers:
         if self._loaded is not None:
             set_rng_state(self._loaded["state"])
 
-    def before_training(self) -> None:
-        """Sets the generators again where training resumes when its loaders had drawn before the save."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None and loaded["within_epoch"]:
+    def before_training(self, trainer: Trainer) -> None:
+        """Sets the generators again, where loaders had drawn before the save or will draw once more for this epoch."""
+        loaded = self._loaded
+        if loaded is not None and (loaded["within_epoch"] or ends_epoch_first(trainer)):
             set_rng_state(loaded["state"])

@@ -36,6 +36,7 @@ from lightning_parstrat.strategies.data.streams import (
 )
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched_ahead,
+    ends_epoch_first,
     iterators_in_training,
     mode_of_loaders,
 )
@@ -183,6 +184,7 @@ class LoaderPositions:
         if self._within_epoch and None not in self.now(trainer):
             self._hide_lightnings_warning()
         self._saved, self._warned = None, False
+        self._leave_passes(ends_epoch_first(trainer))
         _begin_epoch_without_length(trainer)
         shifted, self._shifted = self._shifted, False
         if not shifted:
@@ -198,6 +200,14 @@ class LoaderPositions:
         difference = batch - progress.processed
         for counter in ("ready", "started", "processed", "completed"):
             setattr(progress, counter, getattr(progress, counter) + difference)
+
+    def _leave_passes(self, are_left: bool) -> None:
+        """Forgets what was saved; nothing was drawn for iterators that are left for others."""
+        for sampler in (positioned_sampler(reference()) for reference in self._loaders):
+            if sampler is not None:
+                if are_left:
+                    sampler.undo_pass()
+                sampler.forget_save()
 
     def _hide_lightnings_warning(self) -> None:
         known = list(warnings.filters)

@@ -97,6 +97,7 @@ _OWN_NAMES = frozenset(
     {
         "_before_seed",
         "_generators",
+        "_generators_of_save",
         "_name",
         "_own",
         "_resumed",
@@ -129,6 +130,7 @@ class PositionedSampler:
         self._stream_begins = Snapshot((None,) * self._workers, 0)
         self.latest: Pass | None = None
         self._generators = _generators_of(dataloader, self._own, self.source)
+        self._generators_of_save: list[Tensor] = []
         self._saved_generators: list[Tensor] = []
         self._resumed: Callable[[], Pass] | None = None
         self._undoes_seed = False
@@ -214,9 +216,18 @@ class PositionedSampler:
             states: Of the generators.
             iterated: Whether the loader's iterator had been made: then they are set when the next has been made, too.
         """
-        self._saved_generators = states
+        self._saved_generators = self._generators_of_save = states
         if not iterated:
             self._set_generators()
+
+    def undo_pass(self) -> None:
+        """Sets the generators again as they were when saved: the pass that was begun is left for another one."""
+        self._saved_generators = self._generators_of_save
+        self._set_generators()
+
+    def forget_save(self) -> None:
+        """Lets go of what was saved, when training has begun."""
+        self._generators_of_save = []
 
     def undo_workers_seed(self) -> None:
         """Has the next pass draw nothing for workers: those of the training that was saved had lived on."""

@@ -1,0 +1,177 @@
+"""A checkpoint may be saved in any hook: the training that goes on from it is the one that did not stop, to the bit."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.comparing import distance
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies.data.rows import BATCH, OWN, Row, Stream, loader, own_generator
+from tests.strategies.data.test_positions import Training, fit
+
+START = "on_train_start"
+ENDS = ("on_validation_end", "on_train_epoch_end")
+BEGINS = (START, "on_train_epoch_start")
+BATCHES = ("on_train_batch_start", "on_train_batch_end")
+
+
+class SavesInHooks(Callback):
+    """Saves whenever Lightning calls one of some hooks, and notes how many batches were trained on by then.
+
+    Args:
+        folder: Where to.
+        hooks: In which.
+    """
+
+    def __init__(self, folder: str, hooks: tuple[str, ...]) -> None:
+        self.folder = folder
+        self.saved: dict[str, int] = {}
+        for hook in hooks:
+            setattr(self, hook, self._saving_in(hook))
+
+    def _saving_in(self, hook: str) -> Callable[..., None]:
+        def save(trainer: Trainer, module: Any, *_: Any) -> None:
+            if not trainer.sanity_checking:
+                name = f"{hook} {sum(one.startswith(hook) for one in self.saved)}"
+                self.saved[name] = len(module.seen)
+                trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
+
+        return save
+
+
+def differences(
+    folder: str, kind: str, row: Row, expected: Training, saved: Mapping[str, int], *callbacks: Callback
+) -> dict[str, Any]:
+    """For each save: what differs between the training that went on from it and the one that never stopped."""
+    found = {}
+    window = row.arguments.get("accumulate_grad_batches", 1)
+    for name, batches in saved.items():
+        actual = fit(kind, row, 99 + dist.get_rank(), *callbacks, path=f"{folder}/{name}.ckpt")
+        begun = len(expected.seen) - len(actual.seen)
+        same = batches - window < begun <= batches and actual.seen == expected.seen[begun:]
+        difference = distance(actual.parameters, expected.parameters)
+        if not same or difference != 0:
+            found[name] = (batches, begun, same, difference)
+    return found
+
+
+def resumed(folder: str, kind: str, row: Row, hooks: tuple[str, ...]) -> dict[str, Any]:
+    """What differs; nothing is expected to."""
+    expected = fit(kind, row, 0)
+    saving = SavesInHooks(folder, hooks)
+    saved = fit(kind, row, 0, saving)
+    assert saved.seen == expected.seen and distance(saved.parameters, expected.parameters) == 0
+    assert saving.saved
+    return differences(folder, kind, row, expected, saving.saved)
+
+
+class Case(NamedTuple):
+    """A training that is saved in some hooks.
+
+    Attributes:
+        make: Makes its loader: five batches on each rank, shuffled where it can be.
+        hooks: In which.
+        arguments: The Trainer's, beside those that validate after every epoch.
+    """
+
+    make: Callable[[], Any]
+    hooks: tuple[str, ...]
+    arguments: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def row(self) -> Row:
+        return Row(self.make, {**OWN, "max_epochs": 3, "val_check_interval": 1.0, **self.arguments})
+
+
+def shuffled(**arguments: Any) -> Any:
+    return loader(20, **arguments)
+
+
+def stream() -> Any:
+    return DataLoader(Stream(14), batch_size=BATCH)
+
+
+CASES = {
+    "shuffled": Case(shuffled, (*BEGINS, *ENDS, *BATCHES)),
+    "distributed": Case(shuffled, ENDS, {"use_distributed_sampler": True}),
+    "generator": Case(lambda: shuffled(generator=own_generator()), (*ENDS, BATCHES[1])),
+    "every other epoch": Case(shuffled, (*ENDS, *BATCHES), {"check_val_every_n_epoch": 2}),
+    "twice an epoch": Case(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}),
+    "accumulated": Case(shuffled, (*BEGINS, *ENDS, BATCHES[1]), {"accumulate_grad_batches": 2}),
+    "stream": Case(stream, (*BEGINS, *ENDS, BATCHES[1])),
+    "workers": Case(lambda: shuffled(num_workers=1), ENDS),
+    "workers, generator": Case(lambda: shuffled(num_workers=1, generator=own_generator()), ENDS),
+    "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
+}
+
+
+def resumed_case(folder: str, kind: str, name: str, hooks: tuple[str, ...]) -> dict[str, Any]:
+    return resumed(folder, kind, CASES[name].row, hooks)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    slow_unless(
+        lambda name, kind: (name, kind) in (("distributed", "TunedDDPStrategy"), ("generator", "ZeRO1Strategy")),
+        [(name, kind) for name in CASES for kind in ("ZeRO1Strategy", "TunedDDPStrategy")],
+    ),
+)
+def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
+    found = pool.run(2, resumed_case, str(tmp_path), kind, name, CASES[name].hooks, timeout=300)
+    assert found == [{}, {}]
+
+
+def saved_by_checkpoints(folder: str, kind: str, at_train_end: bool) -> dict[str, Any]:
+    """Saved by Lightning's own callback, after the validation or after that at the end of the epoch."""
+    row = CASES["shuffled"].row
+    saving = ModelCheckpoint(
+        folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=at_train_end, enable_version_counter=False
+    )
+    expected = fit(kind, row, 0, saving, enable_checkpointing=True)
+    return differences(folder, kind, row, expected, {"epoch=0": 5, "epoch=1": 10})
+
+
+@pytest.mark.parametrize("at_train_end", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["ZeRO1Strategy", "TunedDDPStrategy"])
+def test_a_checkpoint_of_every_validated_epoch_goes_on(
+    pool: RankPool, tmp_path: Any, kind: str, at_train_end: bool
+) -> None:
+    assert pool.run(2, saved_by_checkpoints, str(tmp_path), kind, at_train_end) == [{}, {}]
+
+
+def resumed_twice(folder: str, name: str, hooks: tuple[str, ...]) -> dict[str, Any]:
+    """Resumes from every save, saves when that training starts, and resumes from there."""
+    row, kind = CASES[name].row, "ZeRO1Strategy"
+    saving = SavesInHooks(folder, hooks)
+    expected = fit(kind, row, 0, saving)
+    found = {}
+    for save, batches in saving.saved.items():
+        # In a training that has come to its end, nothing starts.
+        if batches < len(expected.seen):
+            again = SavesInHooks(f"{folder}/from {save}", (START,))
+            fit(kind, row, 50, again, path=f"{folder}/{save}.ckpt")
+            assert list(again.saved) == [f"{START} 0"]
+            different = differences(again.folder, kind, row, expected, dict.fromkeys(again.saved, batches))
+            if different:
+                found[save] = different
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "hooks"),
+    slow_unless(
+        lambda name, hooks: (name, hooks) == ("generator", ENDS),
+        [("generator", ENDS), *((name, (BATCHES[1],)) for name in ("shuffled", "accumulated", "stream"))],
+    ),
+)
+def test_a_resumed_training_may_be_saved_when_it_starts(
+    pool: RankPool, tmp_path: Any, name: str, hooks: tuple[str, ...]
+) -> None:
+    assert pool.run(2, resumed_twice, str(tmp_path), name, hooks, timeout=300) == [{}, {}]
