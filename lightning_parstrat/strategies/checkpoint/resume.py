@@ -177,6 +177,8 @@ def pass_over_validation(trainer: Trainer) -> None:
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
+    # Of an earlier training by this Trainer, which may not have come to ask.
+    vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
     ended = loop.restarted_on_train_batch_end and progress.is_last_batch
     # Lightning counts the batch that was saved after as completed when it begins.
     is_within = loop.restarted_on_train_batch_end and progress.current.completed + 1 > 0 and not ended
