@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -70,7 +71,7 @@ class RankPool:
             self._rendezvous += 1
         rendezvous = self._folder / f"rendezvous-{self._rendezvous}"
         for _, connection in self._ranks[:world_size]:
-            connection.send((world_size, str(rendezvous), function, args))
+            connection.send((world_size, str(rendezvous), function, args, timeout))
         results = self._collect(world_size, timeout)
         failed = {rank: error for rank, (error, _) in results.items() if error is not None}
         if failed:
@@ -104,6 +105,8 @@ class RankPool:
         process, _ = self._ranks[rank]
         path = self._folder / f"stack-{rank}"
         if process.is_alive() and path.exists():
+            if dumped := path.read_text():
+                return dumped
             before = _states(process.pid)
             os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.3)
@@ -158,13 +161,19 @@ def _serve(rank: int, connection: Connection, folder: str, device: str, backend:
     joined = None
     while True:
         try:
-            world_size, rendezvous, function, args = connection.recv()
+            world_size, rendezvous, function, args, timeout = connection.recv()
         except EOFError:
             return
+        stack.seek(0)
+        stack.truncate()
+        # By a thread: a Trainer that is done resets the handlers of all signals, and the signal would end the process.
+        # Before collectives time out, after which ranks are elsewhere.
+        faulthandler.dump_traceback_later(timeout / 2, file=stack)
         try:
             if joined != rendezvous:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                    _forget_meshes()
                 devices.become(device, rank)
                 chosen = backend or devices.backend()
                 dist.init_process_group(
@@ -180,4 +189,13 @@ def _serve(rank: int, connection: Connection, folder: str, device: str, backend:
             result: tuple[str | None, Any] = (None, function(*args))
         except BaseException:
             result = (traceback.format_exc(), None)
+        faulthandler.cancel_dump_traceback_later()
         connection.send(result)
+
+
+def _forget_meshes() -> None:
+    """Operators on DTensors are cached with the mesh that they were first called on: its groups have been destroyed."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
