@@ -26,9 +26,10 @@ from lightning_parstrat.core.policy import (
     WireDtype,
 )
 from lightning_parstrat.core.topology import Node
-from lightning_parstrat.distributed.checkpoint.cuts import Cut, cuts_in_buckets
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.gradients.loss_weights import weightless
+from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,

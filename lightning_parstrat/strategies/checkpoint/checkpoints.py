@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_parstrat.core.policy import CheckpointFormat, CheckpointPolicy
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.checkpoint.cuts import Cut, cuts_in_buckets
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.folder import (
     OF_ANOTHER_JOB,
     CheckpointNotSavedError,
@@ -43,6 +43,7 @@ from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, na
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group, control_group
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
+from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
