@@ -127,7 +127,7 @@ class Collectives(ABC):
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def connect(self, device: torch.device, reduces: bool = True) -> None:
-        """Connects this rank with all that it will exchange equal chunks with. Collective; sends them a number each.
+        """Connects this rank with all that it will exchange equal chunks with. Collective; sends them a byte each.
 
         Else they would be connected when they first have something to send, within a backward: and one that waits there
         for a rank that has ended since waits for five timeouts, where the end of a connection is noticed at once.

@@ -44,6 +44,18 @@ class PairwiseCollectives(Collectives):
         # Found when it is asked for: a control group, which asks for none, is looked up in every save and load.
         return self._schedule(range(self.world_size))
 
+    def _schedules_of(self, reduces: bool) -> Sequence["Schedule"]:
+        """All that this rank goes through to sum a bucket up, or to gather it."""
+        return [self._all]
+
+    @override
+    def connect(self, device: torch.device, reduces: bool = True) -> None:
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        meetings = [meeting for schedule in self._schedules_of(reduces) for meeting in schedule]
+        transfers = [ChunkTransfer(False, torch.empty_like(byte), meeting.source) for meeting in meetings]
+        transfers += [ChunkTransfer(True, byte, meeting.target) for meeting in meetings]
+        Transfers(self._start(transfers, 0)).wait()
+
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         chunks = split(buffer, bounds)

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, Schedule, split, sum_in_order
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
 
@@ -41,6 +41,10 @@ class GroupedExchange(PairwiseCollectives):
         self._holders = groups.holders(self.rank)
         self._with_mates, self._with_holders = map(self._schedule, (self.mates, self._holders))
         self._between = ExchangeThread("sum of shards between groups")
+
+    @override
+    def _schedules_of(self, reduces: bool) -> Sequence[Schedule]:
+        return [self._with_mates, self._with_holders] if reduces else [self._with_mates]
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:

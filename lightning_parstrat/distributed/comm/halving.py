@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.halving import halving_plan
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, Schedule, split, sum_in_order
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work
 
 
@@ -34,6 +34,10 @@ class HalvingCollectives(PairwiseCollectives):
         numbers = range(len(self._rounds))
         self._halving = [ExchangeThread(f"sums of round {number}") for number in numbers]
         self._doubling = [ExchangeThread(f"gathers of round {number}") for number in numbers]
+
+    @override
+    def _schedules_of(self, reduces: bool) -> Sequence[Schedule]:
+        return self._schedules
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:

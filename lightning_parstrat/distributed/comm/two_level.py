@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, Schedule, split, sum_in_order
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work
 
 _SECOND_LEVEL_OF_REDUCTION, _SECOND_LEVEL_OF_GATHER = 1, 2
@@ -39,6 +39,10 @@ class TwoLevelCollectives(PairwiseCollectives):
         # within. And one thread launches all exchanges of a tag, in the order of the caller's.
         self._within = ExchangeThread("exchange within nodes")
         self._between = ExchangeThread("exchange between nodes")
+
+    @override
+    def _schedules_of(self, reduces: bool) -> Sequence[Schedule]:
+        return [self._with_mates, self._with_counterparts]
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
