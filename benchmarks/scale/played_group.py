@@ -61,7 +61,6 @@ class PlayedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._recorder, self._rank, self._size, self._factor = recorder, rank, size, factor
         self.number = recorder.add_group()
-        self._rooms: dict[tuple[int, int, int], Tensor] = {}
         self.options = _Options()
 
     @property
@@ -151,7 +150,7 @@ class PlayedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> PlayedWork:
         """A message leaves. Where this rank has begun to receive a small one as long, the other says the same."""
-        room = self._rooms.pop((peer, tag, tensors[0].nbytes), None)
+        room = self._recorder.rooms.pop((self._messages_of, peer, tag, tensors[0].nbytes), None)
         if room is not None:
             room.copy_(tensors[0])
         return self._launch("send", tensors[0], tensors[0].nbytes, tensors, 0, peer)
@@ -160,7 +159,7 @@ class PlayedGroup(dist.ProcessGroup):
         """A message arrives: of zeros, unless this rank sends one of the same length to the other."""
         tensors[0].zero_()
         if not _is_of_the_model(tensors[0]) and not self._is_packed(tensors[0]):
-            self._rooms[peer, tag, tensors[0].nbytes] = tensors[0]
+            self._recorder.rooms[self._messages_of, peer, tag, tensors[0].nbytes] = tensors[0]
         return self._launch("recv", tensors[0], tensors[0].nbytes, tensors, tensors[0].nbytes, peer)
 
     def barrier(self, opts: Any = None) -> PlayedWork:
@@ -191,6 +190,12 @@ class PlayedGroup(dist.ProcessGroup):
             self.number, kind, nbytes * factor, arrives * factor, self._rank, self._size, peer
         )
         return PlayedWork(self._recorder, number, result)
+
+    @property
+    def _messages_of(self) -> str:
+        """What those who take turns with this group are for: what one of them receives answers what another sends."""
+        name = self._recorder.groups[self.number]
+        return {"parameters": "gradients", "checkpoint": "control"}.get(name, name)
 
     def _is_packed(self, tensor: Tensor) -> bool:
         """Whether it is what moves to other owners, packed as bytes; so are messages of control."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
+
 import lightning_parstrat
 from benchmarks.scale.events import Compute, Event, Kind, Launch, Phase, Wait
 from benchmarks.scale.wires import Wire, gloo_hops, gloo_messages, gloo_peers
@@ -91,6 +93,8 @@ class Recorder:
         self.peers: defaultdict[str, set[int]] = defaultdict(set)
         self.groups: list[str] = []
         """What each group is for, by its number."""
+        self.rooms: dict[tuple[str, int, int, int], Tensor] = {}
+        """Where this rank has begun to receive small messages, by group, peer, tag and bytes."""
         self.keeps_events = True
         self.seconds = 0.0
         self._wire = wire

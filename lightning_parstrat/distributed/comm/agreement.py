@@ -139,7 +139,9 @@ def wait_for_all(control: Collectives) -> None:
     """
     here = torch.zeros(1, dtype=torch.uint8)
     with marked("lightning_parstrat: wait for all ranks"):
-        RoundsExchange(control.group, control.rounds, here, lambda messages: messages[0], _TAG_OF_WAITING).wait()
+        RoundsExchange(
+            control.point_to_point, control.rounds, here, lambda messages: messages[0], _TAG_OF_WAITING
+        ).wait()
 
 
 _TAG_OF_WAITING = 30

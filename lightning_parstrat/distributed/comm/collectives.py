@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
+from lightning_parstrat.distributed.comm.process_groups import PointToPoint
 from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange, Together
 from lightning_parstrat.distributed.comm.work import DONE, Work, as_work
 
@@ -81,6 +82,8 @@ class Collectives(ABC):
         self.place = self.shard_groups.place(self.rank)
         self.mates = self.shard_groups.mates(self.rank)
         self.shard_count = len(self.mates)
+        self.point_to_point = PointToPoint(group)
+        """Carries what lies on the host from one rank to another."""
         self.rounds = exchange_rounds(self.rank, self.world_size)
         """Who exchanges small messages with whom."""
         self._small_reductions = _SMALL_REDUCTIONS.setdefault(group, _Counter())
@@ -166,7 +169,9 @@ class Collectives(ABC):
             return DONE
         self.count_small_reduction()
         if tensor.device.type == "cpu":
-            return _SmallReduction(RoundsExchange(self.group, self.rounds, tensor, _TOGETHER[op], _TAG), tensor)
+            return _SmallReduction(
+                RoundsExchange(self.point_to_point, self.rounds, tensor, _TOGETHER[op], _TAG), tensor
+            )
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
         # What `dist.all_reduce` comes to, after six times as many calls of Python.

@@ -94,7 +94,11 @@ class ControlMessages:
         said = Said(flags, number, True, self.signal, self.weigh())
         with marked("lightning_parstrat: send control message"):
             exchange = RoundsExchange(
-                self.control.group, self.control.rounds, _written(said), partial(_together, len(flags)), self._tag
+                self.control.point_to_point,
+                self.control.rounds,
+                _written(said),
+                partial(_together, len(flags)),
+                self._tag,
             )
             self._latest = ControlMessage(exchange, len(flags), self._thread)
         return self._latest

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
+from lightning_parstrat.distributed.comm.process_groups import Message
 from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work, as_work
 
 Chunks = Callable[[int], Sequence[Tensor]]
@@ -51,10 +52,11 @@ class PairwiseCollectives(Collectives):
     @override
     def connect(self, device: torch.device, reduces: bool = True) -> None:
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        meetings = [meeting for schedule in self._schedules_of(reduces) for meeting in schedule]
-        transfers = [ChunkTransfer(False, torch.empty_like(byte), meeting.source) for meeting in meetings]
-        transfers += [ChunkTransfer(True, byte, meeting.target) for meeting in meetings]
-        Transfers(self._start(transfers, 0)).wait()
+        messages: list[Message] = []
+        for schedule in self._schedules_of(reduces):
+            for target, _, source in schedule:
+                messages += [Message(False, torch.empty_like(byte), source), Message(True, byte, target)]
+        Transfers(self.point_to_point.launch(messages, 0)).wait()
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
@@ -108,26 +110,20 @@ class PairwiseCollectives(Collectives):
             counted_as: The counter of ``traffic`` that what is sent is added to.
             tag: All exchanges of one tag are launched by one thread, so that both sides launch them in the same order.
         """
-        transfers: list[ChunkTransfer] = []
+        messages: list[Message] = []
         sent = between_nodes = 0
         for target, is_near, source in schedule:
-            # Receives go first: a message that finds its receive posted needs no intermediate buffer. Both sides know
-            # the sizes, so both leave out the same empty chunks.
+            # Both sides know the sizes, so both leave out the same empty chunks.
             for chunk in incoming(source):
                 if chunk.numel():
-                    transfers.append(ChunkTransfer(False, real_view(chunk), source))
+                    messages.append(Message(False, real_view(chunk), source))
             for chunk in outgoing(target):
                 if chunk.numel():
                     sent += chunk.nbytes
                     between_nodes += 0 if is_near else chunk.nbytes
-                    transfers.append(ChunkTransfer(True, real_view(chunk), target))
+                    messages.append(Message(True, real_view(chunk), target))
         self._count(counted_as, sent, between_nodes)
-        return self._start(transfers, tag)
-
-    def _start(self, transfers: Sequence["ChunkTransfer"], tag: int) -> list[Work]:
-        group = self.group
-        # What `dist.isend` and `dist.irecv` come to, after ten times as many calls of Python.
-        return [as_work((group.send if sends else group.recv)([chunk], peer, tag)) for sends, chunk, peer in transfers]
+        return self.point_to_point.launch(messages, tag)
 
     def _count(self, counter: str, sent: int, between_nodes: int) -> None:
         # A thread may launch the second level of one exchange while the main thread launches the first of the next.
@@ -151,14 +147,6 @@ class Meeting(NamedTuple):
 
 Schedule = Sequence[Meeting]
 """In which order a rank exchanges chunks with others; found once, not for each bucket."""
-
-
-class ChunkTransfer(NamedTuple):
-    """A chunk that goes to another rank, or comes from it."""
-
-    sends: bool
-    chunk: Tensor
-    peer: int
 
 
 class SummedChunks:

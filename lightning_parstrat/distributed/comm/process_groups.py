@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parstrat.distributed.comm.work import Work, as_work
 
 
 class ProcessGroups(NamedTuple):
@@ -73,7 +76,10 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The group of control messages alone; see :func:`process_groups`. Collective on first use."""
-    return _process_group(_Purpose("control", timeout), backend="gloo")
+    control = _process_group(_Purpose("control", timeout), backend="gloo")
+    # Its way back: whether there is one must not change while messages are on their way.
+    checkpoint_group(timeout)
+    return control
 
 
 def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -131,6 +137,75 @@ def known_groups() -> dict[str, dist.ProcessGroup]:
         if purpose.members is None and purpose.name != "checkpoint" and known.world() is world and group is not None:
             found[purpose.name] = group
     return found
+
+
+class Message(NamedTuple):
+    """A tensor that goes to another rank, or comes from it; contiguous, on the host."""
+
+    sends: bool
+    tensor: Tensor
+    peer: int
+
+
+class PointToPoint:
+    """Messages between two ranks over Gloo, by one connection to the higher of them and by another one to the lower.
+
+    Gloo locks a connection while somebody writes to it, and its thread, which reads, asks again and again until it gets
+    the lock. Where both ranks write to one connection at once, as in an exchange, each one's reader so keeps a core
+    busy until the write has ended; and if all cores are, the writer does not run. Where nothing arrives by the
+    connection that something leaves by, nobody asks. Process groups have connections of their own: two of sharded
+    training's take turns, one's messages up by its own connections and down by the other's.
+
+    Args:
+        group: What the messages are for; see :func:`process_groups`. Of other groups, messages go by one connection.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank = dist.get_rank(group)
+        # Weak, so that torch alone keeps the groups alive; see `_KnownGroup`.
+        self._upward, self._downward = weakref.ref(group), weakref.ref(_way_back(group))
+
+    def launch(self, messages: Sequence[Message], tag: int) -> list[Work]:
+        """Begins to send and to receive, first what goes to higher ranks, then what goes to lower ones.
+
+        Where two ranks have exchanged nothing yet, one may wait here for the other to come to a message between them.
+        So of either way, messages must be in an order in which no ranks wait for each other in a circle: for instance
+        in that of the ranks.
+
+        Args:
+            messages: They must be neither touched nor freed until they have been waited for.
+            tag: Of two ranks, messages of one tag arrive in the order in which both launch them.
+
+        Returns:
+            A work of each message.
+        """
+        upward = [message for message in messages if message.sends == (message.peer > self._rank)]
+        downward = [message for message in messages if message.sends != (message.peer > self._rank)]
+        return [*_launched(upward, self._upward, tag), *_launched(downward, self._downward, tag)]
+
+
+def _launched(messages: list[Message], by: "weakref.ref[dist.ProcessGroup]", tag: int) -> list[Work]:
+    if not messages:
+        return []
+    group = by()
+    if group is None:
+        raise RuntimeError("The process group that ranks exchange messages by has been destroyed.")
+    # What `dist.isend` and `dist.irecv` come to, after ten times as many calls of Python.
+    return [as_work((group.send if sends else group.recv)([tensor], peer, tag)) for sends, tensor, peer in messages]
+
+
+def _way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group by which messages to lower ranks go: what it is for itself then goes by ``group``."""
+    for purpose, known in _PROCESS_GROUPS.items():
+        if known.group() is group and purpose.name in _WAYS_BACK:
+            back = _PROCESS_GROUPS.get(purpose._replace(name=_WAYS_BACK[purpose.name]))
+            other = None if back is None or back.world() is not known.world() else back.group()
+            return other or group
+    return group
+
+
+_WAYS_BACK = {"gradients": "parameters", "parameters": "gradients", "control": "checkpoint", "checkpoint": "control"}
+"""Who takes turns with whom: one of them is at work while the other is not, or both send little, as checkpoints do."""
 
 
 @contextmanager

@@ -3,15 +3,15 @@
 A ring, as Gloo's all-reduce is one, takes two latencies for each rank: milliseconds from a hundred ranks on.
 """
 
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.core.rounds import Rounds
-from lightning_parstrat.distributed.comm.work import Transfers, as_work
+from lightning_parstrat.distributed.comm.process_groups import Message, PointToPoint
+from lightning_parstrat.distributed.comm.work import Transfers
 
 Together = Callable[[Sequence[Tensor]], Tensor]
 """Makes one message of several, in the order of the ranks that they come from."""
@@ -24,7 +24,7 @@ class RoundsExchange:
     by this thread or by another.
 
     Args:
-        group: A group that sends what lies on the host.
+        point_to_point: Carries what lies on the host.
         rounds: Of this rank.
         own: This rank's message: contiguous, and as long as everybody's. It must not be changed until the exchange has
             ended.
@@ -32,9 +32,8 @@ class RoundsExchange:
         tag: All exchanges of one tag are made by all ranks in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, rounds: Rounds, own: Tensor, together: Together, tag: int) -> None:
-        # Weak, so that torch alone keeps the group alive; see `_KnownGroup` in `process_groups.py`.
-        self._group = weakref.ref(group)
+    def __init__(self, point_to_point: PointToPoint, rounds: Rounds, own: Tensor, together: Together, tag: int) -> None:
+        self._point_to_point = point_to_point
         self._rounds = rounds
         self._together = together
         self._tag = tag
@@ -93,10 +92,7 @@ class RoundsExchange:
         return message
 
     def _transfers(self, message: Tensor, send_to: Iterable[int], receive: Mapping[int, Tensor]) -> Transfers:
-        group, tag = self._group(), self._tag
-        if group is None:
-            raise RuntimeError("The process group that ranks exchange messages by has been destroyed.")
-        # Receives go first: a message that finds its receive posted needs no intermediate buffer.
-        received = [as_work(group.recv([room], rank, tag)) for rank, room in receive.items()]
-        sent = [as_work(group.send([message], rank, tag)) for rank in send_to]
-        return Transfers([*received, *sent], message, *receive.values())
+        messages = [Message(False, room, rank) for rank, room in receive.items()]
+        messages += [Message(True, message, rank) for rank in send_to]
+        messages.sort(key=attrgetter("peer"))
+        return Transfers(self._point_to_point.launch(messages, self._tag), message, *receive.values())

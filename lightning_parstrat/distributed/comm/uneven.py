@@ -8,6 +8,7 @@ more at once than its length and its own part of it.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from typing_extensions import override
 from lightning_parstrat.core.layout import even_bounds, parts_of
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
-from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
+from lightning_parstrat.distributed.comm.process_groups import Message
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work
 
 _SUMS, _STEPPED = 29, 30
 """Tags: of sums on their way to their owners, which a thread sends, and of what owners send home, in the caller's."""
@@ -114,20 +116,20 @@ class UnevenCollectives(Collectives):
             wanted: Who wants what.
             tag: Of the messages.
         """
-        group, shard = self.group, self.place.shard
-        transfers = []
-        # Receives go first: a message that finds its receive posted needs no intermediate buffer.
+        shard = self.place.shard
+        messages = []
         for part in parts_of(had, wanted[shard], wanted[shard + 1]):
             place = target.part(part.start, part.stop)
             if part.shard != shard:
-                transfers.append(as_work(group.recv([real_view(place)], self.mates[part.shard], tag)))
+                messages.append(Message(False, real_view(place), self.mates[part.shard]))
             elif source.memory is not target.memory:
                 place.copy_(source.part(part.start, part.stop))
         for part in parts_of(wanted, had[shard], had[shard + 1]):
             if part.shard != shard:
                 leaving = real_view(source.part(part.start, part.stop))
-                transfers.append(as_work(group.send([leaving], self.mates[part.shard], tag)))
-        return Transfers(transfers, source.memory, target.memory)
+                messages.append(Message(True, leaving, self.mates[part.shard]))
+        messages.sort(key=attrgetter("peer"))
+        return Transfers(self.point_to_point.launch(messages, tag), source.memory, target.memory)
 
     def _count(self, counter: str, source: _Held, had: Sequence[int], wanted: Sequence[int]) -> None:
         size, shard = source.memory.element_size(), self.place.shard

@@ -149,8 +149,6 @@ class CheckpointingStrategy(RanksStrategy):
         self._goes_on = False
         if self.world_size > 1:
             control_group(self._timeout)
-            if self._saves_sharded:
-                checkpoint_group(self._timeout)
         super().setup_optimizers(trainer)
 
     @override
