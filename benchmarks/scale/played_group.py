@@ -149,17 +149,23 @@ class PlayedGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> PlayedWork:
-        """A message leaves. Where this rank has begun to receive a small one as long, the other says the same."""
-        room = self._recorder.rooms.pop((self._messages_of, peer, tag, tensors[0].nbytes), None)
+        """A message leaves. Where this rank receives a small one as long, now or before, the other says the same."""
+        room = self._recorder.rooms.pop(self._key(tensors[0], peer, tag), None)
         if room is not None:
             room.copy_(tensors[0])
+        elif self._is_small(tensors[0]):
+            self._recorder.said[self._key(tensors[0], peer, tag)] = tensors[0].clone()
         return self._launch("send", tensors[0], tensors[0].nbytes, tensors, 0, peer)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> PlayedWork:
         """A message arrives: of zeros, unless this rank sends one of the same length to the other."""
-        tensors[0].zero_()
-        if not _is_of_the_model(tensors[0]) and not self._is_packed(tensors[0]):
-            self._recorder.rooms[self._messages_of, peer, tag, tensors[0].nbytes] = tensors[0]
+        said = self._recorder.said.pop(self._key(tensors[0], peer, tag), None)
+        if said is not None:
+            tensors[0].copy_(said)
+        else:
+            tensors[0].zero_()
+            if self._is_small(tensors[0]):
+                self._recorder.rooms[self._key(tensors[0], peer, tag)] = tensors[0]
         return self._launch("recv", tensors[0], tensors[0].nbytes, tensors, tensors[0].nbytes, peer)
 
     def barrier(self, opts: Any = None) -> PlayedWork:
@@ -191,11 +197,11 @@ class PlayedGroup(dist.ProcessGroup):
         )
         return PlayedWork(self._recorder, number, result)
 
-    @property
-    def _messages_of(self) -> str:
-        """What those who take turns with this group are for: what one of them receives answers what another sends."""
-        name = self._recorder.groups[self.number]
-        return {"parameters": "gradients", "checkpoint": "control"}.get(name, name)
+    def _key(self, tensor: Tensor, peer: int, tag: int) -> tuple[str, int, int, int]:
+        return self._recorder.purpose_of(self.number), peer, tag, tensor.nbytes
+
+    def _is_small(self, tensor: Tensor) -> bool:
+        return not _is_of_the_model(tensor) and not self._is_packed(tensor)
 
     def _is_packed(self, tensor: Tensor) -> bool:
         """Whether it is what moves to other owners, packed as bytes; so are messages of control."""

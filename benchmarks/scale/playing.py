@@ -108,6 +108,8 @@ def naming_groups(recorder: Recorder, number_of: Callable[[Any], int]) -> list[A
     """
     functions = process_groups.process_groups, process_groups.control_group, process_groups.checkpoint_group
     found = [one for make in functions for one in _everywhere(make, _naming(recorder, make, number_of))]
+    launch = _launching_for(recorder, process_groups.PointToPoint.launch, number_of)
+    found.append(mock.patch.object(process_groups.PointToPoint, "launch", launch))
     return found + _everywhere(process_groups.subgroup, _naming_part(recorder, process_groups.subgroup, number_of))
 
 
@@ -203,6 +205,18 @@ def _naming_part(recorder: Recorder, make: Callable[..., Any], number_of: Callab
         return made
 
     return named
+
+
+def _launching_for(
+    recorder: Recorder, launch: Callable[..., Any], number_of: Callable[[Any], int]
+) -> Callable[..., Any]:
+    """Messages down go by another group's connections, and are for what those up are for."""
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with recorder.launching_for(number_of(self.group)):
+            return launch(self, *args, **kwargs)
+
+    return launched
 
 
 class _PlayedStreams(HostStreams):

@@ -94,7 +94,9 @@ class Recorder:
         self.groups: list[str] = []
         """What each group is for, by its number."""
         self.rooms: dict[tuple[str, int, int, int], Tensor] = {}
-        """Where this rank has begun to receive small messages, by group, peer, tag and bytes."""
+        """Where this rank has begun to receive small messages, by purpose, peer, tag and bytes."""
+        self.said: dict[tuple[str, int, int, int], Tensor] = {}
+        """Small messages that it has sent, and has not received an answer to, by the same."""
         self.keeps_events = True
         self.seconds = 0.0
         self._wire = wire
@@ -110,6 +112,7 @@ class Recorder:
         self._in_background = 0
         self._host = threading.get_ident()
         self._lock = threading.Lock()
+        self._launching = threading.local()
         self._heap_at_start = heap_bytes()
 
     @property
@@ -132,6 +135,20 @@ class Recorder:
         finally:
             self.phase = before
 
+    @contextmanager
+    def launching_for(self, group: int) -> Iterator[None]:
+        """Within it, what this thread launches by whatever group is what that group is for."""
+        self._launching.purpose = self.groups[group]
+        try:
+            yield
+        finally:
+            del self._launching.purpose
+
+    def purpose_of(self, group: int) -> str:
+        """What is launched by a group is for: mostly what the group is for."""
+        found: str = getattr(self._launching, "purpose", self.groups[group])
+        return found
+
     def add_group(self) -> int:
         """The number of a new process group."""
         self.counters[self._phase].groups += 1
@@ -150,7 +167,8 @@ class Recorder:
         number, self._launched = self._launched, self._launched + 1
         counters = self.counters[self._phase]
         name = self.groups[group]
-        counters.launches[f"{name} {kind}"] += 1
+        purpose = self.purpose_of(group)
+        counters.launches[f"{purpose} {kind}"] += 1
         messages = gloo_messages(kind, nbytes, rank, size, peer)
         if name in self._on_device:
             counters.device_messages += messages
@@ -165,9 +183,9 @@ class Recorder:
         operation.numbers.append(number)
         operation.received += received
         counters.largest_receive_bytes = max(counters.largest_receive_bytes, operation.received)
-        self._operation_of[number], self._groups_of[number] = operation, name
+        self._operation_of[number], self._groups_of[number] = operation, purpose
         self._estimates[number] = self._wire.seconds(kind, nbytes, size)
-        self._note(Launch(self._phase, name, kind, nbytes, peer, number))
+        self._note(Launch(self._phase, purpose, kind, nbytes, peer, number))
         return number
 
     def wait(self, number: int) -> None:

@@ -120,7 +120,7 @@ def test_setup(steps: dict[str, Any]) -> None:
                 assert launches["gradients reduce_scatter"] == launches["parameters reduce_scatter"] == 1
             for way in ("send", "recv") if plane == "gloo" else ():
                 assert launches[f"gradients {way}"] == launches[f"parameters {way}"] == chunks_sent(size)
-            assert counted["groups"] == 4 and counted["metadata_bytes"] == 0
+            assert counted["groups"] == 5 and counted["metadata_bytes"] == 0
             # Of who shares a node.
             assert counted["largest_receive_bytes"] == 16
     for plane in ("gloo", "nccl"):
@@ -209,12 +209,12 @@ def test_a_settled_step_in_shard_groups(steps_in_groups: dict[str, Any], rank: i
         }
 
 
-def test_ranks_of_other_groups_are_not_connected_for_parameters(steps_in_groups: dict[str, Any]) -> None:
+def test_ranks_are_connected_with_those_of_their_group_and_of_their_shard(steps_in_groups: dict[str, Any]) -> None:
     for one in steps_in_groups["gloo"]["played"]:
-        holders = one["size"] // SHARD_GROUP - 1
-        # Beside these, the module's first values go down a tree, and up to rank 0.
-        assert one["sockets"]["gradients"]["used"] >= SHARD_GROUP - 1 + holders
-        assert one["sockets"]["parameters"]["used"] <= SHARD_GROUP - 1 + math.log2(one["size"])
+        others = SHARD_GROUP - 1 + one["size"] // SHARD_GROUP - 1
+        for group in ("gradients", "parameters"):
+            # Beside these, the module's first values go down a tree, and up to rank 0.
+            assert others <= one["sockets"][group]["used"] <= others + math.log2(one["size"])
 
 
 def test_the_plan_that_was_wrong_was_replaced(steps: dict[str, Any]) -> None:

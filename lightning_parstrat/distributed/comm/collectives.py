@@ -73,8 +73,6 @@ class Collectives(ABC):
     def __init__(
         self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None
     ) -> None:
-        # Weak, so that torch alone keeps the group alive; see `_KnownGroup` in `process_groups.py`.
-        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.topology = topology or Topology.flat(self.world_size)
@@ -96,10 +94,7 @@ class Collectives(ABC):
         Raises:
             RuntimeError: It has been destroyed.
         """
-        group = self._group()
-        if group is None:
-            raise RuntimeError("The process group that this training communicated by has been destroyed.")
-        return group
+        return self.point_to_point.group
 
     def reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Sums ``buffer`` over all ranks and leaves this rank's shard of the sum in ``shard``.
