@@ -49,8 +49,11 @@ Used through this file: what for | what happens without it.
         is what loggers count by; and is set back in a checkpoint of an earlier batch | GradNormMonitor fails; a
         checkpoint saved within an accumulation window fails
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx
-        tells whether a training that resumes after an epoch's last batch ends that epoch first | a training that
-        resumes fails at its begin
+        tells whether a validation comes next, and whether a training that resumes after an epoch's last batch ends that
+        epoch first | a save after a batch, and a training that resumes at its begin, fail
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._restart_stage
+        has a training that resumes run a validation that was due | it is passed over, and what it draws shifts random
+        numbers
     lightning.fabric.utilities.distributed._init_dist_connection
         joins ranks over a given store, with Lightning's messages | strategies cannot be imported
     lightning.fabric.utilities.distributed._set_num_threads_if_needed
@@ -126,6 +129,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
@@ -275,6 +279,23 @@ def ends_epoch_first(trainer: Trainer) -> bool:
         and is_over
         and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     )
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether a validation comes next, after a batch that was trained on; not of one that is due by the clock."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress.current
+    is_after_batch = progress.completed < progress.processed == progress.ready
+    is_by_batches = trainer.val_check_batch is not None and not trainer.should_stop
+    return bool(is_after_batch and is_by_batches and loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+
+
+def validate_first(trainer: Trainer) -> None:
+    """Has a training that resumes after a batch validate, before it trains or ends the epoch."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    # As if it had been saved within that validation, which Lightning runs then, here from its begin.
+    loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+    loop.restarting = False
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:
