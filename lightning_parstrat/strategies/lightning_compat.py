@@ -68,6 +68,11 @@ Used through this file: what for | what happens without it.
         knows how many batches it has fetched ahead | a training fails at its begin
     lightning.pytorch.utilities.combined_loader.CombinedLoader._iterator
         the iterators of these loaders | a training fails at its begin
+    lightning.pytorch.utilities.combined_loader._MaxSizeCycle
+        knows iterators that begin loaders again | strategies cannot be imported
+    lightning.pytorch.utilities.combined_loader._MaxSizeCycle._consumed
+        which loaders have come to their end in the epoch | a training that resumes within an epoch fails at its begin
+        where loaders begin again
     lightning.pytorch.utilities.combined_loader.CombinedLoader._mode
         how they are put together | a checkpoint within an epoch cannot be saved
 
@@ -112,7 +117,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -133,6 +138,7 @@ from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -263,6 +269,20 @@ def mode_of_loaders(trainer: Trainer) -> str:
     """How the loaders that are trained on are put together: "min_size", "max_size_cycle" or "max_size"."""
     combined = trainer.fit_loop._combined_loader
     return "min_size" if combined is None else combined._mode
+
+
+def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:
+    """Has an epoch that goes on wait no more for the end of loaders that have come to it, and began again.
+
+    Args:
+        trainer: The Trainer.
+        ended: Of each loader that is trained on; may be shorter.
+    """
+    combined = trainer.fit_loop._combined_loader
+    iterator = None if combined is None else combined._iterator
+    if isinstance(iterator, _MaxSizeCycle):
+        for number, has_ended in enumerate(ended[: len(iterator._consumed)]):
+            iterator._consumed[number] |= has_ended
 
 
 def ends_epoch_first(trainer: Trainer) -> bool:

@@ -108,6 +108,7 @@ QUICK = [
     "accumulated own",
     "stream",
     "stream, short windows",
+    "cycled beside a stream",
 ]
 
 
