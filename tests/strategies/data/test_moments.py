@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies.data.rows import BATCH, OWN, Row, Stream, loader, own_generator
+from tests.strategies.data.rows import BATCH, OWN, Row, Stream, loader, own_generator, parts
 from tests.strategies.data.test_positions import Training, fit
 
 START = "on_train_start"
@@ -110,7 +110,9 @@ CASES = {
     "validated in windows": Case(
         shuffled, (ENDS[0], *BATCHES), {"accumulate_grad_batches": 2, "val_check_interval": 2}
     ),
-    "stream": Case(stream, (*BEGINS, *ENDS, BATCHES[1])),
+    "stream": Case(stream, (*BEGINS, *ENDS, *BATCHES)),
+    "stream, accumulated": Case(stream, BATCHES, {"accumulate_grad_batches": 2}),
+    "stream in workers": Case(lambda: parts(8, 6), BATCHES),
     "workers": Case(lambda: shuffled(num_workers=1), ENDS),
     "workers, generator": Case(lambda: shuffled(num_workers=1, generator=own_generator()), ENDS),
     "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
