@@ -49,8 +49,11 @@ Used through this file: what for | what happens without it.
         is what loggers count by; and is set back in a checkpoint of an earlier batch | GradNormMonitor fails; a
         checkpoint saved within an accumulation window fails
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx
-        tells whether a training that resumes after an epoch's last batch ends that epoch first | a training that
-        resumes fails at its begin
+        tells whether a validation comes next, and whether a training that resumes after an epoch's last batch ends that
+        epoch first | a save after a batch, and a training that resumes at its begin, fail
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._restart_stage
+        has a training that resumes run a validation that was due | it is passed over, and what it draws shifts random
+        numbers
     lightning.fabric.utilities.distributed._init_dist_connection
         joins ranks over a given store, with Lightning's messages | strategies cannot be imported
     lightning.fabric.utilities.distributed._set_num_threads_if_needed
@@ -65,6 +68,11 @@ Used through this file: what for | what happens without it.
         knows how many batches it has fetched ahead | a training fails at its begin
     lightning.pytorch.utilities.combined_loader.CombinedLoader._iterator
         the iterators of these loaders | a training fails at its begin
+    lightning.pytorch.utilities.combined_loader._MaxSizeCycle
+        knows iterators that begin loaders again | strategies cannot be imported
+    lightning.pytorch.utilities.combined_loader._MaxSizeCycle._consumed
+        which loaders have come to their end in the epoch | a training that resumes within an epoch fails at its begin
+        where loaders begin again
     lightning.pytorch.utilities.combined_loader.CombinedLoader._mode
         how they are put together | a checkpoint within an epoch cannot be saved
 
@@ -109,7 +117,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -126,9 +134,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -261,6 +271,20 @@ def mode_of_loaders(trainer: Trainer) -> str:
     return "min_size" if combined is None else combined._mode
 
 
+def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:
+    """Has an epoch that goes on wait no more for the end of loaders that have come to it, and began again.
+
+    Args:
+        trainer: The Trainer.
+        ended: Of each loader that is trained on; may be shorter.
+    """
+    combined = trainer.fit_loop._combined_loader
+    iterator = None if combined is None else combined._iterator
+    if isinstance(iterator, _MaxSizeCycle):
+        for number, has_ended in enumerate(ended[: len(iterator._consumed)]):
+            iterator._consumed[number] |= has_ended
+
+
 def ends_epoch_first(trainer: Trainer) -> bool:
     """Whether a training that resumes ends an epoch before it trains, and then makes the loaders' iterators anew.
 
@@ -275,6 +299,23 @@ def ends_epoch_first(trainer: Trainer) -> bool:
         and is_over
         and loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
     )
+
+
+def validation_is_due(trainer: Trainer) -> bool:
+    """Whether a validation comes next, after a batch that was trained on; not of one that is due by the clock."""
+    loop = trainer.fit_loop.epoch_loop
+    progress = loop.batch_progress.current
+    is_after_batch = progress.completed < progress.processed == progress.ready
+    is_by_batches = trainer.val_check_batch is not None and not trainer.should_stop
+    return bool(is_after_batch and is_by_batches and loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+
+
+def validate_first(trainer: Trainer) -> None:
+    """Has a training that resumes after a batch validate, before it trains or ends the epoch."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    # As if it had been saved within that validation, which Lightning runs then, here from its begin.
+    loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+    loop.restarting = False
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Durable checkpoints: saved by all ranks or by none, complete or absent, and read at any world size."""
 
-import copy
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -55,11 +54,12 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
 from lightning_parstrat.strategies.checkpoint.pending_save import FileExists, PendingSave, prepare_callbacks
 from lightning_parstrat.strategies.checkpoint.resume import (
     RNG,
+    VALIDATION_IS_DUE,
     RandomNumbers,
     ResumePoints,
     can_be_resumed,
     from_which_training_goes_on,
-    pass_over_validation,
+    loaders_of_rank,
     stateful_loaders,
 )
 from lightning_parstrat.strategies.checkpoint.states_in_files import (
@@ -275,8 +275,8 @@ class CheckpointingStrategy(RanksStrategy):
         # By the number of the save, ranks that load find out whether they read the same one.
         own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **self._own_entries()}
         if can_be_resumed(checkpoint):
-            own.update(resumes)
             trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
+            own.update(resumes, **{VALIDATION_IS_DUE: self._resume_points.validation_is_due(trainer)})
             checkpoint = from_which_training_goes_on(checkpoint, trainer, point, self._resume_points.epoch_has_ended)
         return {**checkpoint, CHECKPOINT_KEY: own}
 
@@ -376,14 +376,10 @@ class CheckpointingStrategy(RanksStrategy):
             raise MisconfigurationException(
                 f"Ranks have read different checkpoints at {checkpoint_path}: {OF_ANOTHER_JOB}"
             )
+        self._resume_points.load(checkpoint, own.get(VALIDATION_IS_DUE), trainer_of(self.lightning_module))
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
         self._positions.load(own.get(LOADERS))
-        state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-        stateful = own.get(LOADERS, {}).get("stateful", [])
-        if "combined_loader" in state and len(stateful) == self.world_size:
-            state["combined_loader"] = stateful[self.global_rank]
-        # A copy: Lightning hands the original to the loaders when it restores the loops.
-        self._loaded_loaders = copy.deepcopy(state.get("combined_loader"))
+        self._loaded_loaders = loaders_of_rank(checkpoint, own.get(LOADERS, {}), self.global_rank, self.world_size)
         # Hooks are given what stock strategies would give them.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
@@ -530,10 +526,15 @@ class CheckpointingStrategy(RanksStrategy):
         # Each time: what callbacks draw meanwhile was not drawn before.
         self._random.before_training(trainer)
         if not self._goes_on:
-            pass_over_validation(trainer)
             self._positions.begin_training(trainer)
             self._resume_points.begin_training(trainer, self._loaded_loaders)
             self._goes_on, self._loaded_loaders = True, None
+
+    @override
+    def on_validation_end(self) -> None:
+        """Notes what a validation has drawn."""
+        super().on_validation_end()
+        self._resume_points.end_validation()
 
     @override
     def on_train_end(self) -> None:

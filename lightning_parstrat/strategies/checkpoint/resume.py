@@ -1,7 +1,6 @@
 """Where a training resumes: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +10,18 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.strategies.data.positions import Moments
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
-from lightning_parstrat.strategies.lightning_compat import count_one_step_less, ends_epoch_first
+from lightning_parstrat.strategies.lightning_compat import (
+    count_one_step_less,
+    ends_epoch_first,
+    validate_first,
+    validation_is_due,
+)
 
 RNG = "rng"
 """The key of the states of random number generators, among this package's entries of a checkpoint."""
+
+VALIDATION_IS_DUE = "validation_is_due"
+"""The key of whether a training that resumes validates before it trains, among these entries."""
 
 
 class ResumePoint(NamedTuple):
@@ -26,6 +33,7 @@ class ResumePoint(NamedTuple):
         positions: Where the other loaders stand.
         has_iterators: Whether the epoch's iterators have been made, which draws random numbers.
         micro_batches: Number of batches trained since.
+        validation_is_due: Whether a validation comes next.
     """
 
     rng: dict[str, Any]
@@ -33,6 +41,7 @@ class ResumePoint(NamedTuple):
     positions: Moments
     has_iterators: bool = True
     micro_batches: int = 0
+    validation_is_due: bool = False
 
 
 class ResumePoints:
@@ -53,14 +62,23 @@ class ResumePoints:
         """Whether no batch has begun since an epoch ended, be it because training did."""
         self._has_iterators = False
         self._begins = False
+        self._loaded_is_due: bool | None = None
         self._positions = positions
         self._point: ResumePoint | None = None
 
+    def load(self, checkpoint: dict[str, Any], is_due: bool | None, trainer: Trainer | None) -> None:
+        """Takes over whether a validation comes next; of a checkpoint that does not say so, Lightning decides."""
+        self._loaded_is_due = is_due and trainer is not None and trainer.enable_validation
+        if self._loaded_is_due:
+            _complete_last_batch(checkpoint)
+
     def begin_training(self, trainer: Trainer, loaders: list[Any] | None) -> None:
-        """Notes the start of a training, or where it goes on; see :meth:`note`."""
+        """Notes the start of a training, or where it goes on; see :meth:`note`. There it validates first if it must."""
         self._has_iterators = not ends_epoch_first(trainer)
         self._begins = True
-        self.note(trainer, loaders)
+        is_due = self._loaded_is_due if trainer.fit_loop.epoch_loop.restarting else None
+        _validate_or_pass_over(trainer, is_due)
+        self.note(trainer, loaders, bool(is_due))
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Notes the start of an epoch."""
@@ -91,16 +109,28 @@ class ResumePoints:
         elif self._point is not None:
             self._point = self._point._replace(micro_batches=self._point.micro_batches + 1)
 
-    def note(self, trainer: Trainer, loaders: list[Any] | None = None) -> None:
+    def note(self, trainer: Trainer, loaders: list[Any] | None = None, is_due: bool | None = None) -> None:
         """Call where no window is open and the next batch has not been fetched.
 
         Args:
             trainer: The Trainer.
             loaders: The states of its loaders where these do not know them, as nothing was fetched from them yet.
+            is_due: Whether a validation comes next, where Lightning does not know it.
         """
         if loaders is None:
             loaders = copy.deepcopy(stateful_loaders(trainer))
-        self._point = ResumePoint(rng_state(), loaders, self._positions(trainer), self._has_iterators)
+        is_due = validation_is_due(trainer) if is_due is None else is_due
+        self._point = ResumePoint(rng_state(), loaders, self._positions(trainer), self._has_iterators, 0, is_due)
+
+    def end_validation(self) -> None:
+        """Notes that a validation has ended: a training that resumes does not draw again what it has drawn."""
+        if self._point is not None and not self._point.micro_batches:
+            self._point = self._point._replace(rng=rng_state(), validation_is_due=False)
+
+    def validation_is_due(self, trainer: Trainer) -> bool:
+        """Whether a training that resumes from what is saved now validates before it trains."""
+        point = self.point_of_save()
+        return validation_is_due(trainer) if point is None else point.validation_is_due and not trainer.validating
 
     @property
     def has_iterators(self) -> bool:
@@ -168,27 +198,24 @@ def _begin_next_epoch(fit_loop: dict[str, Any]) -> None:
     batches["is_last_batch"] = False
 
 
-def pass_over_validation(trainer: Trainer) -> None:
-    """Has a training that resumes draw what the validation that it leaves out has drawn, and no more.
+def _validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
+    """Has a training that resumes validate before it trains where that was to come next, and only there.
 
-    Lightning passes over a validation that was due after the batch that was saved after, which makes the iterators of
-    its loaders. It asks by the batches of the epoch that goes on: at its begin, that is not the one that was saved in;
-    and when a batch has begun, the validation before it has been.
+    Lightning passes over a validation that was due after the batch that was saved after. What it would have drawn,
+    and done to callbacks and learning rates, the training that was not interrupted goes on from.
+
+    Args:
+        trainer: The Trainer, whose loops have been restored.
+        is_due: Whether it comes next; None for a checkpoint that does not say so, which is left to Lightning.
     """
     loop = trainer.fit_loop.epoch_loop
-    progress = loop.batch_progress
     # Of an earlier training by this Trainer, which may not have come to ask.
     vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
-    ended = loop.restarted_on_train_batch_end and progress.is_last_batch
-    # Lightning counts the batch that was saved after as completed when it begins.
-    is_within = loop.restarted_on_train_batch_end and progress.current.completed + 1 > 0 and not ended
-    if not loop.restarting or is_within:
+    if is_due is None:
         return
-    pass_over = loop.val_loop.increment_progress_to_evaluation_end
-    if ended and _was_validated_after(trainer):
-        trainer.validating = True
-        pass_over()
-        trainer.training = True
+    if is_due:
+        validate_first(trainer)
+        return
 
     def pass_over_nothing() -> None:
         vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
@@ -197,15 +224,28 @@ def pass_over_validation(trainer: Trainer) -> None:
     loop.val_loop.increment_progress_to_evaluation_end = pass_over_nothing
 
 
-def _was_validated_after(trainer: Trainer) -> bool:
-    """Whether a validation was due after the epoch that has ended; the next one is the Trainer's."""
-    every, batches = trainer.check_val_every_n_epoch, trainer.num_training_batches
-    if not trainer.enable_validation or trainer.val_check_batch is None:
-        return False
-    if every is None:
-        return trainer.fit_loop.total_batch_idx % trainer.val_check_batch == trainer.val_check_batch - 1
-    at_the_end = math.isinf(batches) or batches % trainer.val_check_batch == 0
-    return at_the_end and trainer.current_epoch % every == 0
+def _complete_last_batch(checkpoint: dict[str, Any]) -> None:
+    """Has Lightning take the batch that was saved after for completed: what comes next is its validation."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counters in (progress["total"], progress["current"]):
+        counters["completed"] = counters["processed"]
+
+
+def loaders_of_rank(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], rank: int, ranks: int) -> Any:
+    """States of a rank's stateful loaders, which its part of a checkpoint gets; None where there are none.
+
+    Args:
+        checkpoint: As Lightning has it, with rank 0's.
+        saved: What this package's entries have of loaders.
+        rank: Which one.
+        ranks: How many there are now.
+    """
+    state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    stateful = saved.get("stateful", [])
+    if "combined_loader" in state and len(stateful) == ranks:
+        state["combined_loader"] = stateful[rank]
+    # A copy: Lightning hands the original to the loaders when it restores the loops.
+    return copy.deepcopy(state.get("combined_loader"))
 
 
 def stateful_loaders(trainer: Trainer) -> list[Any]:

@@ -36,6 +36,7 @@ from lightning_parstrat.strategies.data.streams import (
 )
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched_ahead,
+    count_as_ended,
     ends_epoch_first,
     iterators_in_training,
     mode_of_loaders,
@@ -183,11 +184,13 @@ class LoaderPositions:
         self._at_end = ()
         if self._within_epoch and None not in self.now(trainer):
             self._hide_lightnings_warning()
+        begun_again = self._begun_again(trainer)
         self._saved, self._warned = None, False
         self._leave_passes(ends_epoch_first(trainer))
         _begin_epoch_without_length(trainer)
         shifted, self._shifted = self._shifted, False
         if not shifted:
+            count_as_ended(trainer, begun_again)
             return
         loaders = iterators_in_training(trainer)
         sized = [(length, iterator) for loader, iterator in loaders if (length := sized_len(loader)) is not None]
@@ -200,6 +203,15 @@ class LoaderPositions:
         difference = batch - progress.processed
         for counter in ("ready", "started", "processed", "completed"):
             setattr(progress, counter, getattr(progress, counter) + difference)
+
+    def _begun_again(self, trainer: Trainer) -> list[bool]:
+        """Of each loader whether it had come to its end in the epoch: it has handed out fewer batches since."""
+        if self._saved is None or not self._within_epoch or len(self._saved["ranks"]) != trainer.world_size:
+            return []
+        trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        own = self._saved["ranks"][trainer.global_rank]
+        positions = [None if state is None else state["position"] for state in own]
+        return [position is not None and position["batches"] < trained for position in positions]
 
     def _leave_passes(self, are_left: bool) -> None:
         """Forgets what was saved; nothing was drawn for iterators that are left for others."""

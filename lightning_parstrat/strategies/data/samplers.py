@@ -188,7 +188,8 @@ class PositionedSampler:
             order = StreamedInWorkers(self.source, workers, self._set_back, position)
             self._stream_begins = order.begin
         else:
-            self._stream.load_state_dict(copy.deepcopy(position["stream"]))
+            if position["stream"] is not None:
+                self._stream.load_state_dict(copy.deepcopy(position["stream"]))
             order = Streamed(self.source, self._stream, self._set_back, position["stream"])
         self.resume(order, position["batches"])
 

@@ -36,6 +36,7 @@ class Streamed(Order):
         self._dataset = dataset
         self._states_kept = states_kept
         self._drawn = 0
+        self._goes_on = begin is not None
         # What a dataset was given, it may take up with its first sample only.
         self._states: dict[int, Any] = {} if begin is None else {0: begin}
 
@@ -55,6 +56,9 @@ class Streamed(Order):
     def state(self, taken: int) -> dict[str, Any] | None:
         if not self._drawn and not self._states:
             return None
+        if taken == 0 and not self._goes_on:
+            # Where a new pass begins, its dataset may still stand at the end of the pass before.
+            return {"stream": None, "taken": 0}
         # Nothing was read since the last batch, or else it was noted.
         state = self._states[taken] if taken in self._states else copy.deepcopy(self._dataset.state_dict())
         return {"stream": state, "taken": taken}

@@ -226,6 +226,14 @@ def cycled() -> CombinedLoader:
     return CombinedLoader({"long": loader(), "short": loader(13)}, "max_size_cycle")
 
 
+def streamed(samples: int) -> DataLoader[Any]:
+    return DataLoader(Stream(samples), batch_size=BATCH)
+
+
+def beside_stream(mode: Any, of_loader: int, *of_streams: int, **arguments: Any) -> CombinedLoader:
+    return CombinedLoader([loader(of_loader, **arguments), *map(streamed, of_streams)], mode)
+
+
 ROWS: dict[str, Row] = {
     "shuffled": Row(loader),
     "sequential": Row(lambda: loader(shuffle=False)),
@@ -281,6 +289,16 @@ ROWS: dict[str, Row] = {
     "stream in workers by one": Row(lambda: parts(2, 4, batch_size=None)),
     "stream in workers, last dropped": Row(lambda: parts(9, 7, drop_last=True)),
     "stream in workers, uneven": Row(lambda: parts(9, 5 + 9 * dist.get_rank())),
+    "cycled beside a stream": Row(lambda: beside_stream("max_size_cycle", 40, 10, 5)),
+    "stream, cycled beside": Row(lambda: beside_stream("max_size_cycle", 13, 30, 5, num_workers=1), OWN),
+    "streams in workers, cycled": Row(
+        lambda: [streamed(30), parts(4, 3), parts(9, 14)], {"accumulate_grad_batches": 3}
+    ),
+    "uneven streams, cycled": Row(lambda: [streamed(25 + 9 * dist.get_rank()), streamed(17 - 9 * dist.get_rank())]),
+    "stream, limited, cycled": Row(lambda: beside_stream("max_size_cycle", 13, 30), {"limit_train_batches": 6}),
+    "stream, min_size": Row(lambda: beside_stream("min_size", 29, 30)),
+    "stream, min_size, shorter": Row(lambda: beside_stream("min_size", SAMPLES, 17)),
+    "stream, max_size": Row(lambda: beside_stream("max_size", 29, 30, 14)),
     "stateful loader": Row(lambda: StatefulLoader(Numbered(), batch_size=BATCH, generator=own_generator()), OWN),
     "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
     "uneven": Row(lambda: loader(SAMPLES + 10 * dist.get_rank()), OWN),

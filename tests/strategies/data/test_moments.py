@@ -1,5 +1,7 @@
 """A checkpoint may be saved in any hook: the training that goes on from it is the one that did not stop, to the bit."""
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies.data.rows import BATCH, OWN, Row, Stream, loader, own_generator
+from tests.strategies.data.rows import BATCH, OWN, Row, Stream, loader, own_generator, parts
 from tests.strategies.data.test_positions import Training, fit
 
 START = "on_train_start"
@@ -105,7 +107,12 @@ CASES = {
     "every other epoch": Case(shuffled, (*ENDS, *BATCHES), {"check_val_every_n_epoch": 2}),
     "twice an epoch": Case(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}),
     "accumulated": Case(shuffled, (*BEGINS, *ENDS, BATCHES[1]), {"accumulate_grad_batches": 2}),
-    "stream": Case(stream, (*BEGINS, *ENDS, BATCHES[1])),
+    "validated in windows": Case(
+        shuffled, (ENDS[0], *BATCHES), {"accumulate_grad_batches": 2, "val_check_interval": 2}
+    ),
+    "stream": Case(stream, (*BEGINS, *ENDS, *BATCHES)),
+    "stream, accumulated": Case(stream, BATCHES, {"accumulate_grad_batches": 2}),
+    "stream in workers": Case(lambda: parts(8, 6), BATCHES),
     "workers": Case(lambda: shuffled(num_workers=1), ENDS),
     "workers, generator": Case(lambda: shuffled(num_workers=1, generator=own_generator()), ENDS),
     "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
@@ -168,10 +175,80 @@ def resumed_twice(folder: str, name: str, hooks: tuple[str, ...]) -> dict[str, A
     ("name", "hooks"),
     slow_unless(
         lambda name, hooks: (name, hooks) == ("generator", ENDS),
-        [("generator", ENDS), *((name, (BATCHES[1],)) for name in ("shuffled", "accumulated", "stream"))],
+        [
+            ("generator", ENDS),
+            *((name, (BATCHES[1],)) for name in ("shuffled", "accumulated", "stream", "twice an epoch")),
+        ],
     ),
 )
 def test_a_resumed_training_may_be_saved_when_it_starts(
     pool: RankPool, tmp_path: Any, name: str, hooks: tuple[str, ...]
 ) -> None:
     assert pool.run(2, resumed_twice, str(tmp_path), name, hooks, timeout=300) == [{}, {}]
+
+
+class Validations(Callback):
+    """Counts them, and is saved with the count."""
+
+    def __init__(self) -> None:
+        self.after: list[int] = []
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.after.append(trainer.global_step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"after": list(self.after)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.after = state["after"]
+
+
+def validations_of_resumed(folder: str, name: str) -> list[Any]:
+    """Each validation, in what order steps and validations came, of the whole training and of the resumed ones."""
+    row, kind = CASES[name].row, "ZeRO1Strategy"
+    whole, saving = Validations(), SavesInHooks(folder, (BATCHES[1], ENDS[0]))
+    fit(kind, row, 0, whole, saving)
+    found = [whole.after]
+    for save in saving.saved:
+        resumed, again = Validations(), SavesInHooks(f"{folder}/from {save}", (START, ENDS[0]))
+        fit(kind, row, 9, resumed, again, path=f"{folder}/{save}.ckpt")
+        found.append(resumed.after)
+        for second in again.saved:
+            more = Validations()
+            fit(kind, row, 8, more, path=f"{again.folder}/{second}.ckpt")
+            found.append(more.after)
+    return found
+
+
+@pytest.mark.parametrize("name", [pytest.param("shuffled", marks=pytest.mark.slow), "twice an epoch"])
+def test_no_validation_is_left_out_or_made_twice(pool: RankPool, tmp_path: Any, name: str) -> None:
+    (found,) = pool.run(1, validations_of_resumed, str(tmp_path), name, timeout=300)
+    assert len(found[0]) == (3 if name == "shuffled" else 6)
+    assert found == [found[0]] * len(found)
+
+
+class Told(Callback):
+    """Is told to end, in a batch after which there is a validation."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def preempted(folder: str, name: str, batches: int) -> dict[str, Any]:
+    row, kind = CASES[name].row, "ZeRO1Strategy"
+    expected = fit(kind, row, 0)
+    saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False)
+    with pytest.raises(SystemExit):
+        fit(kind, row, 0, saving, Told(), enable_checkpointing=True)
+    return differences(folder, kind, row, expected, {"last": batches})
+
+
+@pytest.mark.parametrize(
+    ("name", "batches"), [("twice an epoch", 2), pytest.param("validated in windows", 4, marks=pytest.mark.slow)]
+)
+def test_a_training_that_was_preempted_in_a_validated_batch_goes_on(
+    pool: RankPool, tmp_path: Any, name: str, batches: int
+) -> None:
+    assert pool.run(2, preempted, str(tmp_path), name, batches) == [{}, {}]

@@ -23,7 +23,7 @@ from tests.strategies.test_dataloaders import workers_allowed
 
 
 class Sees(LightningModule):
-    """Draws random numbers in every step, and notes which samples it was trained on."""
+    """Draws random numbers in every step, also of a validation, and notes which samples it was trained on."""
 
     def __init__(self, row: Row) -> None:
         super().__init__()
@@ -41,7 +41,8 @@ class Sees(LightningModule):
         return self.layers(torch.cat([part for part in samples if part is not None])).square().mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self.layers(batch).mean(), sync_dist=True)
+        noise = torch.randn_like(batch)
+        self.log("val", self.layers(batch + noise).mean(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -73,7 +74,7 @@ def fit(kind: str, row: Row, seed: int, *callbacks: Callback, path: str | None =
     arguments = {"max_epochs": 2, **row.arguments, **more}
     strategy = getattr(lightning_parstrat, kind)(bucket_cap_mb=0.001)
     trainer = make_trainer(strategy, callbacks=list(callbacks), **arguments)
-    validation = loader(8, shuffle=False) if "val_check_interval" in arguments else None
+    validation = loader(8) if "val_check_interval" in arguments else None
     Numbered.loaded = 0
     with workers_allowed():
         trainer.fit(module, None if row.from_module else row.make(), validation, ckpt_path=path, weights_only=True)
@@ -107,6 +108,7 @@ QUICK = [
     "accumulated own",
     "stream",
     "stream, short windows",
+    "cycled beside a stream",
 ]
 
 
