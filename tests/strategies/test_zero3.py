@@ -14,7 +14,6 @@ from tests.strategies.parity import ddp, largest_difference, largest_loss_differ
 
 # Of the table of cases, what is refused before training, or ends with an error.
 REFUSED = {
-    **dict.fromkeys((name for name in CASES if name.startswith(("adafactor", "muon", "lbfgs"))), "cannot step sharded"),
     "reused under checkpoints": "use_reentrant=False",
     # Weights are read after the backward, when only shards are there; or a graph is run that they have left.
     "repeated backward": "mixed torch.Tensor and DTensor",
