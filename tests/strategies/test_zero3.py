@@ -18,8 +18,6 @@ REFUSED = {
     # Weights are read after the backward, when only shards are there; or a graph is run that they have left.
     "repeated backward": "mixed torch.Tensor and DTensor",
     "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
-    "gradient penalty": "setStorage",
-    "gradients hidden, gradient penalty": "setStorage",
 }
 # What no DTensor can do: its `data` cannot be exchanged; and ranks that run a backward more than others wait for them.
 LEFT_OUT = {"swapped data", "traded data", "inner backward", "inner backward, exposed"}
