@@ -5,7 +5,7 @@ backward through gradients needs them before, and until its end.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.torch_compat import call_after_backward
 
 
@@ -23,13 +24,13 @@ class GraphsThroughGradients:
     Args:
         module: The root, sharded by FSDP2; nothing is gathered.
         units: Sharded, within it.
-        without_gradient: Numbers of the parameters that have no gradient.
+        parameters: All of the module's.
     """
 
-    def __init__(self, module: nn.Module, units: Sequence[Any], without_gradient: Callable[[], set[int]]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Any], parameters: Sequence[Leaf]) -> None:
         self._root = cast(FSDPModule, module)
         self._units = units
-        self._without_gradient = without_gradient
+        self._parameters = parameters
         self._of_root = _place_outside(module, units)
         self._run_through: set[int] = set()
         self._kept: list[Any] = []
@@ -77,7 +78,7 @@ class GraphsThroughGradients:
             # FSDP2's own callback comes before: it was told of the output first.
             call_after_backward(self._end_backward)
             if not self._is_announced:
-                self.had_no_gradient |= self._without_gradient()
+                self.had_no_gradient |= without_gradient(self._parameters)
                 self._regathers = self._of_root is not None and not isinstance(getattr(*self._of_root), DTensor)
         # As it is in a backward that makes a graph of itself.
         if torch.is_grad_enabled():
@@ -89,6 +90,11 @@ class GraphsThroughGradients:
             # FSDP2 took it for the last backward, and has freed what the rest of the training step may use.
             self._root.unshard()
         self._is_announced = self._follows = self._regathers = False
+
+
+def without_gradient(parameters: Iterable[Leaf]) -> set[int]:
+    """The positions of those that have no gradient. Not collective."""
+    return {number for number, leaf in enumerate(parameters) if leaf.parameter.grad is None}
 
 
 def _place_outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[nn.Module, str] | None:

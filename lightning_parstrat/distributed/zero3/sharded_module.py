@@ -36,7 +36,7 @@ from lightning_parstrat.distributed.torch_compat import (
     names_ignored_by_ddp,
     take_over_attributes,
 )
-from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients
+from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.state import shard_like
 from lightning_parstrat.distributed.zero3.units import find_units, whole_parameters
@@ -116,8 +116,8 @@ class ShardedModule:
         ignored = names_ignored_by_ddp(module)
         trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
         self._averaged = [p for p in trains if p.is_floating_point() or p.is_complex()]
-        self._graphs = GraphsThroughGradients(module, self.units, self._without_gradient)
         self.leaves = list(self._find_leaves())
+        self._graphs = GraphsThroughGradients(module, self.units, self.leaves)
         self._lent: dict[Tensor, RemovableHandle] = {}
         self._used: set[int] = set()
         self._backwards = 0
@@ -218,7 +218,7 @@ class ShardedModule:
 
     def _find_leaves(self) -> Iterator[Leaf]:
         """Gathers every unit once, as the parameters of a graph are made only then. Collective."""
-        self.reshard()
+        self._free()
         named: Iterable[tuple[str, Tensor]] = self.module.named_parameters()
         names = {parameter: name for name, parameter in named}
         places: dict[Tensor, tuple[nn.Module, str]] = {}
@@ -273,6 +273,9 @@ class ShardedModule:
     def reshard(self) -> None:
         """Frees what is gathered: parameters are then what optimizers step. Not collective."""
         self._graphs.forget()
+        self._free()
+
+    def _free(self) -> None:
         for part in self._parts:
             part.reshard()
 
@@ -303,11 +306,8 @@ class ShardedModule:
         if self._fresh is None:
             # One that nobody has announced has been before.
             self._graph_tasks.clear()
-            self._fresh = self._without_gradient() | self._graphs.had_no_gradient
+            self._fresh = without_gradient(self.leaves) | self._graphs.had_no_gradient
         self._graphs.begin_backward()
-
-    def _without_gradient(self) -> set[int]:
-        return {number for number, leaf in enumerate(self.leaves) if leaf.parameter.grad is None}
 
     def end_backward(self, factor: Callable[[], float]) -> None:
         """Completes the gradients of the backwards since the last call. Collective; one control message.
