@@ -15,7 +15,7 @@ from tests.strategies.parity import ddp, largest_difference, largest_loss_differ
 # Of the table of cases, what is refused before training, or ends with an error.
 REFUSED = {
     "reused under checkpoints": "use_reentrant=False",
-    # Weights are read after the backward, when only shards are there; or a graph is run that they have left.
+    # Weights are read after the backward, when only shards are there.
     "repeated backward": "mixed torch.Tensor and DTensor",
     "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
 }
