@@ -14,13 +14,10 @@ from tests.strategies.parity import ddp, largest_difference, largest_loss_differ
 
 # Of the table of cases, what is refused before training, or ends with an error.
 REFUSED = {
-    **dict.fromkeys((name for name in CASES if name.startswith(("adafactor", "muon", "lbfgs"))), "cannot step sharded"),
     "reused under checkpoints": "use_reentrant=False",
-    # Weights are read after the backward, when only shards are there; or a graph is run that they have left.
+    # Weights are read after the backward, when only shards are there.
     "repeated backward": "mixed torch.Tensor and DTensor",
     "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
-    "gradient penalty": "setStorage",
-    "gradients hidden, gradient penalty": "setStorage",
 }
 # What no DTensor can do: its `data` cannot be exchanged; and ranks that run a backward more than others wait for them.
 LEFT_OUT = {"swapped data", "traded data", "inner backward", "inner backward, exposed"}

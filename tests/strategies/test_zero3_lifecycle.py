@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parstrat import GradNormMonitor, ZeRO3Strategy
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.cases import FP32, adafactor
+from tests.strategies.cases import FP32
 from tests.strategies.parity import (
     by_flag,
     ddp,
@@ -226,9 +226,18 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
         ZeRO3Strategy(**arguments)
 
 
+class Matrixwise(torch.optim.Adafactor):
+    """As another package's might be: not known by its class."""
+
+
+class Searching(torch.optim.LBFGS):
+    """As above."""
+
+
 def begin(case: str) -> str:
-    strategies = {"wrap": zero3(wrap=["Nothing"]), "adafactor": zero3()}
-    module = zoo.Convolutional(adafactor) if case == "adafactor" else zoo.MLP()
+    strategies = {"wrap": zero3(wrap=["Nothing"]), "whole matrices": zero3(), "a closure": zero3()}
+    optimizers: dict[str, Any] = {"wrap": zoo.adamw, "whole matrices": Matrixwise, "a closure": Searching}
+    module = zoo.MLP(optimizers[case])
     with pytest.raises(Exception) as raised:
         train(lambda: module, strategies[case])
     return str(raised.value)
@@ -238,7 +247,8 @@ def begin(case: str) -> str:
     ("case", "message"),
     [
         ("wrap", "No module within MLP is of such a class"),
-        ("adafactor", "strategy='zero1_custom'"),
+        ("whole matrices", "strategy='zero1_custom'"),
+        ("a closure", "strategy='zero1_custom'"),
     ],
 )
 def test_what_is_not_supported_is_refused_before_training(pool: RankPool, case: str, message: str) -> None:

@@ -15,6 +15,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.shardability import check_supported, needs_closure, steps_shards_as_whole
 from lightning_parstrat.distributed.zero3.state import shard_entries
+from lightning_parstrat.distributed.zero3.whole_steps import STEPPED_WHOLE, step_whole
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> None:
@@ -35,6 +36,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> N
         mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
         check_supported(optimizer)
         if mesh is None or type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+            continue
+        if type(optimizer) in STEPPED_WHOLE:
+            step_whole(optimizer)
             continue
         reason = _reason_against(optimizer, mesh)
         if any_rank(reason is not None, control):

@@ -36,7 +36,9 @@ from lightning_parstrat.distributed.torch_compat import (
     names_ignored_by_ddp,
     take_over_attributes,
 )
+from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
+from lightning_parstrat.distributed.zero3.state import shard_like
 from lightning_parstrat.distributed.zero3.units import find_units, whole_parameters
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -115,17 +117,19 @@ class ShardedModule:
         trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
         self._averaged = [p for p in trains if p.is_floating_point() or p.is_complex()]
         self.leaves = list(self._find_leaves())
+        self._graphs = GraphsThroughGradients(module, self.units, self.leaves)
         self._lent: dict[Tensor, RemovableHandle] = {}
         self._used: set[int] = set()
         self._backwards = 0
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
-        self._fresh: list[int] | None = None
+        self._fresh: set[int] | None = None
         self._hooks = [leaf.register_post_accumulate_grad_hook(hook) for leaf, hook in self._hooks_of_leaves()]
         self._hooks += [
             cast(Any, unit).register_forward_pre_hook(functools.partial(self._note_forward, number))
             for number, unit in enumerate(self.units)
         ]
+        self._hooks += self._graphs.hooks
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
@@ -214,7 +218,7 @@ class ShardedModule:
 
     def _find_leaves(self) -> Iterator[Leaf]:
         """Gathers every unit once, as the parameters of a graph are made only then. Collective."""
-        self.reshard()
+        self._free()
         named: Iterable[tuple[str, Tensor]] = self.module.named_parameters()
         names = {parameter: name for name, parameter in named}
         places: dict[Tensor, tuple[nn.Module, str]] = {}
@@ -268,6 +272,10 @@ class ShardedModule:
 
     def reshard(self) -> None:
         """Frees what is gathered: parameters are then what optimizers step. Not collective."""
+        self._graphs.forget()
+        self._free()
+
+    def _free(self) -> None:
         for part in self._parts:
             part.reshard()
 
@@ -286,7 +294,10 @@ class ShardedModule:
         cast(FSDPModule, self.module).set_requires_gradient_sync(not accumulates)
 
     def begin_backward(self) -> None:
-        """Call before every backward whose gradients :meth:`end_backward` is to complete. Not collective."""
+        """Call before every backward whose gradients :meth:`end_backward` is to complete.
+
+        Collective where it runs through gradients: all ranks gather what they were computed from.
+        """
         self._backwards += 1
         for leaf in self.leaves:
             # By a backward, users' hooks are found at what it reaches.
@@ -295,7 +306,8 @@ class ShardedModule:
         if self._fresh is None:
             # One that nobody has announced has been before.
             self._graph_tasks.clear()
-            self._fresh = [number for number, leaf in enumerate(self.leaves) if leaf.parameter.grad is None]
+            self._fresh = without_gradient(self.leaves) | self._graphs.had_no_gradient
+        self._graphs.begin_backward()
 
     def end_backward(self, factor: Callable[[], float]) -> None:
         """Completes the gradients of the backwards since the last call. Collective; one control message.
@@ -312,7 +324,9 @@ class ShardedModule:
                 "A backward has run within a training step's backward, after which FSDP2's gradients are wrong."
                 " Activation checkpointing does so with use_reentrant=True: pass use_reentrant=False."
             )
-        said = self._messages().launch(bytes(n in self._used for n in range(len(self.leaves))), self._place()).wait()
+        used = [number in self._used for number in range(len(self.leaves))]
+        left_over = [leaf.tensor is not leaf.parameter and leaf.tensor.grad is not None for leaf in self.leaves]
+        said = self._messages().launch(bytes([*used, *left_over]), self._place()).wait()
         if not said.is_alike:
             raise DifferentModulesError(
                 "The ranks have called different modules in a training step, or in another order. Each gathers its"
@@ -324,6 +338,7 @@ class ShardedModule:
                 # As if it had not taken part: optimizers step what has a gradient.
                 self.leaves[number].parameter.grad = None
         self._average_whole(said.flags)
+        self._reduce_left_over(said.flags[len(self.leaves) :])
         scale = factor()
         gradients = self._local_gradients() if scale != 1.0 else []
         if gradients:
@@ -355,6 +370,22 @@ class ShardedModule:
             means = torch.split(together, [gradient.numel() for gradient in gradients])
             for gradient, mean in zip(gradients, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
+
+    @torch.no_grad()
+    def _reduce_left_over(self, left_over: Sequence[int]) -> None:
+        """Reduces what FSDP2 has not: gradients of units whose output had none, but only what was computed from it."""
+        for leaf, is_left in zip(self.leaves, left_over, strict=True):
+            if is_left:
+                gradient, parameter = leaf.tensor.grad, leaf.parameter
+                leaf.tensor.grad = None
+                mean = torch.zeros_like(leaf.tensor) if gradient is None else gradient
+                mean = mean.to(parameter.dtype)
+                dist.all_reduce(mean, group=self.group)
+                own = shard_like(mean.div_(dist.get_world_size(self.group)), parameter)
+                if parameter.grad is None:
+                    parameter.grad = own
+                else:
+                    local(parameter.grad).add_(local(own))
 
     def _local_gradients(self) -> list[Tensor]:
         return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]

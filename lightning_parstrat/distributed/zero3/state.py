@@ -181,7 +181,7 @@ def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str,
     sharded = {}
     for name, value in state.items():
         parameter = parameters.get(name)
-        is_cut = isinstance(parameter, DTensor) and _fits(value, parameter) and not isinstance(value, DTensor)
+        is_cut = isinstance(parameter, DTensor) and fits_parameter(value, parameter) and not isinstance(value, DTensor)
         sharded[name] = shard_like(value, cast(Tensor, parameter)) if is_cut else value
     return sharded
 
@@ -212,12 +212,13 @@ def shard_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, An
         parameter: Sharded or not.
     """
     return {
-        key: shard_like(value, parameter) if _fits(value, parameter) else replace_leaves(value, torch.clone)
+        key: shard_like(value, parameter) if fits_parameter(value, parameter) else replace_leaves(value, torch.clone)
         for key, value in entries.items()
     }
 
 
-def _fits(value: Any, parameter: Tensor) -> bool:
+def fits_parameter(value: Any, parameter: Tensor) -> bool:
+    """Whether it is cut as its parameter is: a tensor of its shape, or this rank's part of one."""
     if isinstance(value, OwnPart):
         return True
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -94,7 +94,7 @@ def test_the_file_is_what_ddp_would_have_written(pool: RankPool, tmp_path: Path,
     assert (tmp_path / "without_own_key.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
 
 
-@pytest.mark.parametrize("module", ["scheduled", "gan", "tied"])
+@pytest.mark.parametrize("module", ["scheduled", "gan", "tied", "adafactor"])
 def test_the_file_of_sharded_parameters_is_what_ddp_would_have_written(
     pool: RankPool, tmp_path: Path, module: str
 ) -> None:
@@ -153,7 +153,8 @@ ROUTES_OF_SHARDED_PARAMETERS = [
 @pytest.mark.parametrize(
     ("module", "source", "target"),
     [(("scheduled", "adafactor")[number % 2], *route) for number, route in enumerate(ROUTES)]
-    + [("scheduled", *route) for route in ROUTES_OF_SHARDED_PARAMETERS],
+    + [("scheduled", *route) for route in ROUTES_OF_SHARDED_PARAMETERS]
+    + [("adafactor", *route) for route in ROUTES_OF_SHARDED_PARAMETERS],
 )
 def test_training_goes_on_elsewhere_as_it_would_have_here(
     pool: RankPool, tmp_path: Path, module: str, source: tuple[str, int], target: tuple[str, int]

@@ -19,7 +19,8 @@ from lightning_parstrat.distributed.checkpoint.index import IndexUnpickler
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies import zoo
+from tests.strategies import odd, zoo
+from tests.strategies.cases import adafactor, lbfgs, muon
 from tests.strategies.checkpoint.test_checkpoints import GLOBAL_BATCH, MODULES, STRATEGIES, grouped, load
 from tests.strategies.checkpoint.test_sharded_checkpoints import SAVING, elements_of, tuned, without_own
 from tests.strategies.checkpoint.test_sharded_checkpoints import whole as filled
@@ -48,6 +49,7 @@ TRAINED = {
     "gan": MODULES["gan"],
     "tied": MODULES["tied"],
     "convolutional": MODULES["convolutional"],
+    "adafactor": MODULES["adafactor"],
     "frozen": lambda: StaysFrozen(),
     "unfrozen": lambda: zoo.Frozen(),
     "unused": lambda: zoo.Unused(),
@@ -125,6 +127,7 @@ QUICK_ROUTES = [
     ("unfrozen", "from one device"),
     ("convolutional", "to zero1, fewer"),
     ("frozen", "consolidated, to ddp"),
+    ("adafactor", "more"),
 ]
 EVERY_ROUTE = ("gan", "tied")
 """Modules that go all of them; the others each go some, and together all."""
@@ -244,6 +247,36 @@ def test_a_module_made_on_the_meta_device_reads_its_own_rows(pool: RankPool, tmp
         for one, other in zip(weights, stored, strict=True):
             torch.testing.assert_close(one.reshape(-1), other, rtol=0, atol=0)
     assert sum(nbytes for nbytes, _ in found) == total
+
+
+STEPPED_WHOLE = {
+    "adafactor": lambda: zoo.Convolutional(adafactor),
+    "muon": lambda: odd.Matrices(muon),
+    "lbfgs": lambda: zoo.MLP(lbfgs),
+}
+
+
+def go_on(kind: str, optimizer: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters after two epochs, without a stop, and with one after the first."""
+    make = STEPPED_WHOLE[optimizer]
+    through = train(make, KINDS[kind](), max_epochs=2)
+    train(make, KINDS[kind]()).trainer.save_checkpoint(f"{folder}/a.ckpt")
+    module = make()
+    trainer = make_trainer(KINDS[kind](), max_epochs=2)
+    ranks = dist.get_world_size()
+    data = zoo.loader(40 * ranks, 4, rank=dist.get_rank(), world_size=ranks)
+    trainer.fit(module, data, ckpt_path=f"{folder}/a.ckpt", weights_only=False)
+    assert trainer.global_step == through.trainer.global_step
+    return through.parameters[-1], [whole(parameter.detach()) for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero3 sharded"])
+@pytest.mark.parametrize("optimizer", STEPPED_WHOLE)
+def test_what_steps_whole_parameters_goes_on_to_the_bit(
+    pool: RankPool, tmp_path: Path, optimizer: str, kind: str
+) -> None:
+    for expected, actual in pool.run(2, go_on, kind, optimizer, str(tmp_path)):
+        assert_same(actual, expected)
 
 
 class CountsLoads(zoo.MLP):

@@ -1,0 +1,107 @@
+"""Gradients that a loss is made of, such as a gradient penalty's: what they were computed from is there once more.
+
+FSDP2 gathers a unit's parameters when a backward reaches the unit's output, and frees them when it has left the unit. A
+backward through gradients needs them before, and until its end.
+"""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.distributed.gradients.nonfinite import Leaf
+from lightning_parstrat.distributed.torch_compat import call_after_backward
+
+
+class GraphsThroughGradients:
+    """Follows backwards that nobody has announced, as ``torch.autograd.grad`` runs them within a training step.
+
+    Args:
+        module: The root, sharded by FSDP2; nothing is gathered.
+        units: Sharded, within it.
+        parameters: All of the module's.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Any], parameters: Sequence[Leaf]) -> None:
+        self._root = cast(FSDPModule, module)
+        self._units = units
+        self._parameters = parameters
+        self._of_root = _place_outside(module, units)
+        self._run_through: set[int] = set()
+        self._kept: list[Any] = []
+        self._is_announced = False
+        self._follows = False
+        self._regathers = False
+        self.had_no_gradient: set[int] = set()
+        """Numbers of the parameters that had none before FSDP2 has given them zeros."""
+        hooks = (functools.partial(self._note_output, number) for number in range(len(units)))
+        self.hooks = [unit.register_forward_hook(hook) for unit, hook in zip(units, hooks, strict=True)]
+        """To be removed when the training ends."""
+
+    def forget(self) -> None:
+        """Call before a training step: graphs of the one before are gone. Not collective."""
+        self._free()
+        self._run_through.clear()
+        self.had_no_gradient = set()
+        self._is_announced = self._follows = False
+
+    def begin_backward(self) -> None:
+        """Call before a backward that is announced. Collective where it runs through gradients: units are gathered."""
+        self._is_announced = True
+        self._kept = [self._units[number] for number in sorted(self._run_through)]
+        for unit in self._kept:
+            unit.set_reshard_after_backward(False, recurse=False)
+            unit.unshard()
+
+    def _free(self) -> None:
+        for unit in self._kept:
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.reshard()
+        self._kept = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _note_output(self, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for leaf in leaves(output):
+                if leaf.tensor.requires_grad:
+                    note = functools.partial(self._note_backward, number)
+                    leaf.tensor.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def _note_backward(self, number: int, _gradient: Tensor) -> None:
+        if not self._follows:
+            self._follows = True
+            # FSDP2's own callback comes before: it was told of the output first.
+            call_after_backward(self._end_backward)
+            if not self._is_announced:
+                self.had_no_gradient |= without_gradient(self._parameters)
+                self._regathers = self._of_root is not None and not isinstance(getattr(*self._of_root), DTensor)
+        # As it is in a backward that makes a graph of itself.
+        if torch.is_grad_enabled():
+            self._run_through.add(number)
+
+    def _end_backward(self) -> None:
+        self._free()
+        if self._regathers:
+            # FSDP2 took it for the last backward, and has freed what the rest of the training step may use.
+            self._root.unshard()
+        self._is_announced = self._follows = self._regathers = False
+
+
+def without_gradient(parameters: Iterable[Leaf]) -> set[int]:
+    """The positions of those that have no gradient. Not collective."""
+    return {number for number, leaf in enumerate(parameters) if leaf.parameter.grad is None}
+
+
+def _place_outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[nn.Module, str] | None:
+    """Where a sharded parameter of the root itself is; None if it has none."""
+    inside = {parameter for unit in units for parameter in unit.parameters()}
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            if isinstance(parameter, DTensor) and parameter not in inside:
+                return owner, name
+    return None
