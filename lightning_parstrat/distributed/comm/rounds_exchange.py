@@ -76,7 +76,10 @@ class RoundsExchange:
         rounds = self._rounds
         if rounds.left_to is not None:
             answer = torch.empty_like(message)
-            yield self._transfers(message, send_to=[rounds.left_to], receive={rounds.left_to: answer})
+            sent = self._transfers(message, send_to=[rounds.left_to], receive={})
+            # Apart, as the other receives before it sends: they may have to be connected for either, in one order.
+            yield self._transfers(message, send_to=[], receive={rounds.left_to: answer})
+            yield sent
             return answer
         if rounds.speaks_for is not None:
             received = torch.empty_like(message)

@@ -95,8 +95,9 @@ def test_of_a_stream_only_states_are_kept_that_a_checkpoint_may_be_set_back_to()
     for place in order:
         stream.position = place + 1
         kept = range(max(0, place - 3), place + 1)
+        # A pass begins anew, wherever its dataset stood: mostly at the end of the pass before.
         assert [order.state(taken) for taken in kept] == [
-            {"stream": {"position": taken}, "taken": taken} for taken in kept
+            {"stream": {"position": taken} if taken else None, "taken": taken} for taken in kept
         ]
         assert len(order._states) == len(kept)
 
