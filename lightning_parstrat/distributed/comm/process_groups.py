@@ -23,8 +23,8 @@ class ProcessGroups(NamedTuple):
     Lightning uses the default one for its own broadcasts and reductions. ``control`` is always Gloo: what it carries
     is decided by the host, which then need not wait for a GPU. Gradients and parameters are never in flight together: a
     backward is announced when gathers have been waited for, and a step gathers when reductions have. There are two
-    groups for the broadcast of buffers before a forward, which in one would queue behind gathers; and as messages up and
-    down go by either: see :class:`PointToPoint`.
+    groups for the broadcast of buffers before a forward, which in one would queue behind gathers; and messages up
+    and down go by either: see :class:`PointToPoint`.
     """
 
     gradients: dist.ProcessGroup
