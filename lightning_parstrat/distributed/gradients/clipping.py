@@ -38,6 +38,15 @@ class StepGradients(NamedTuple):
     device: torch.device
     collectives: Collectives | None
 
+    def maximum_over_ranks(self, value: Tensor) -> Tensor:
+        """The largest of all ranks' values of a 0-d tensor, in place.
+
+        Collective where gradients are sharded; nothing waits on the host.
+        """
+        if self.collectives is not None:
+            self.collectives.all_reduce(value, op=dist.ReduceOp.MAX).wait()
+        return value
+
 
 def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     """Finds the gradients of ``optimizers``; a parameter in several of them counts once.

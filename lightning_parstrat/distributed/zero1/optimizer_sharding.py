@@ -201,11 +201,6 @@ class OptimizerSharding:
         known = next(iter((*self.slots, *self.replicated)), None)
         return torch.device("cpu") if known is None else known.device
 
-    def maximum_over_ranks(self, value: Tensor) -> Tensor:
-        """The largest of all ranks' values of a 0-d tensor, in place. Collective; nothing waits on the host."""
-        self.reducer.collectives.all_reduce(value, op=dist.ReduceOp.MAX).wait()
-        return value
-
     def finish_gradients(self) -> None:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""
         self.reducer.finish(self.buckets)

@@ -10,17 +10,15 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.gradients.clipping import hidden_sharding, step_gradients
+from lightning_parstrat.distributed.gradients.clipping import step_gradients
 from lightning_parstrat.distributed.gradients.loss_weights import without_weightless
 from lightning_parstrat.distributed.torch_compat import unscales_in_step
 from lightning_parstrat.strategies.gradients.clipping import GradientClipper, StepSkipped
@@ -206,30 +204,18 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         self._updated_since = set(waiting)
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        sharding = hidden_sharding(optimizer)
-        if sharding is None and any(isinstance(parameter, DTensor) for parameter in _parameters(optimizer)):
-            return self._unscale_shards(optimizer, *args, **kwargs)
-        if sharding is None:
-            return super()._unscale_grads_(optimizer, *args, **kwargs)
-        sharding.finish_gradients()
-        with sharding.showing_shards(optimizer):
-            found = super()._unscale_grads_(optimizer, *args, **kwargs)
-        # A rank without gradients in its shards has looked at nothing, and takes part all the same.
-        device = sharding.device
-        return {device: sharding.maximum_over_ranks(found.get(device, torch.zeros((), device=device)))}
-
-    def _unscale_shards(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        """Unscales what this rank has of sharded gradients, and whole ones beside them: torch takes no mixture."""
         gradients = step_gradients([optimizer])
-        shown = [gradient.view_as(gradient) for gradient in gradients.stepped]
-        for parameter, gradient in zip(shown, gradients.stepped, strict=True):
-            parameter.grad = gradient
-        shards: Any = SimpleNamespace(param_groups=[{"params": shown}])
-        found = super()._unscale_grads_(shards, *args, **kwargs)
-        found_here = found.get(gradients.device, torch.zeros((), device=gradients.device))
-        if gradients.collectives is not None:
-            gradients.collectives.all_reduce(found_here, op=dist.ReduceOp.MAX).wait()
-        return {gradients.device: found_here}
+        if gradients.collectives is None:
+            return super()._unscale_grads_(optimizer, *args, **kwargs)
+        # torch looks at parameters' ``.grad``, and takes no mixture of sharded and whole ones.
+        shown = [gradient.detach() for gradient in gradients.stepped]
+        for stand_in, gradient in zip(shown, gradients.stepped, strict=True):
+            stand_in.grad = gradient
+        stand_ins: Any = SimpleNamespace(param_groups=[{"params": shown}])
+        found = super()._unscale_grads_(stand_ins, *args, **kwargs)
+        # A rank without gradients in its shards has looked at nothing, and takes part all the same.
+        device = gradients.device
+        return {device: gradients.maximum_over_ranks(found.get(device, torch.zeros((), device=device)))}
 
     def _maybe_opt_step(self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if sum(found.item() for found in optimizer_state["found_inf_per_device"].values()):
@@ -266,11 +252,6 @@ def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHo
                 vars(one).pop(name, None)
 
     return restore
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def enabled_scaler(plugin: Precision) -> torch.amp.GradScaler | None:
