@@ -12,13 +12,13 @@ stops them, as the end of a process does, or SIGSTOP. Then the heartbeat's age s
 import atexit
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -99,7 +99,7 @@ class Watch:
         self._calls: list[_Call] = []
         self._numbers: dict[str, int] = defaultdict(int)
         # Some launchers train in another thread than the main one.
-        self._trains_in = threading.get_ident()
+        self._trains_in, self._system_thread = threading.get_ident(), threading.get_native_id()
         self._stopping = threading.Event()
         self._clock: threading.Thread | None = None
         self._process = os.getpid()
@@ -112,7 +112,8 @@ class Watch:
             return
         # Not the last one's: a thread of it must end when it comes back.
         stopping = self._stopping = threading.Event()
-        self._trains_in, self._process = threading.get_ident(), os.getpid()
+        self._trains_in, self._system_thread = threading.get_ident(), threading.get_native_id()
+        self._process = os.getpid()
         self._still = _Still(Whereabouts(), 0.0)
         self._heartbeats.begin()
         self._clock = threading.Thread(
@@ -278,14 +279,13 @@ class Watch:
 
     def _used(self) -> float:
         """Seconds of a processor that the training's thread has used; 0 where the system does not say."""
-        # Of a thread that has ended, not even its clock may be asked for.
-        if not hasattr(time, "pthread_getcpuclockid") or self._trains_in not in sys._current_frames():
-            return 0.0
         try:
-            return time.clock_gettime(time.pthread_getcpuclockid(self._trains_in))
-        # It has ended since.
+            told = Path(f"/proc/self/task/{self._system_thread}/stat").read_text()
         except OSError:
             return 0.0
+        # Behind the name, which may hold anything: 11 more fields, then what it used itself and in the kernel.
+        used, in_kernel = told.rpartition(")")[2].split()[11:13]
+        return (int(used) + int(in_kernel)) / os.sysconf("SC_CLK_TCK")
 
 
 def _launched_by(name: str, group: dist.ProcessGroup) -> int:

@@ -1,29 +1,13 @@
-"""What a rank says when it waits, from heartbeats; and what a stack shows."""
+"""What a rank says when it waits, from heartbeats."""
 
 import re
-import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from lightning_parstrat.distributed import zero1
-from lightning_parstrat.distributed.comm import watch
 from lightning_parstrat.distributed.comm.waiting_lines import Wait, line_of_wait
-from lightning_parstrat.distributed.comm.whereabouts import (
-    Beat,
-    Place,
-    Whereabouts,
-    collective_of,
-    shown,
-    stack_of_error,
-    stack_of_thread,
-)
+from lightning_parstrat.distributed.comm.whereabouts import Beat, Whereabouts
 
-COMM, ZERO1 = Path(watch.__file__).parent, Path(zero1.__file__).parent
-C10D = dist.distributed_c10d.__file__
 WAITING = Whereabouts("step 8", "backward", [], "`all_reduce`", {"default": 5}, "`f` (train.py, line 3)", 15.0)
 LATE = WAITING._replace(hook="training_step", collective="", launched={"default": 4}, stack="`g` (train.py, line 9)")
 
@@ -103,77 +87,3 @@ def test_a_beat_is_read_as_it_was_written() -> None:
     assert Beat.read(written.written()) == written
     assert written.where.phase == "a save, step 8"
     assert len(written.written()) < 1000
-
-
-def frames(*places: tuple[Path | str, str]) -> list[Place]:
-    return [Place(str(file), function, 7) for file, function in places]
-
-
-USER = ("/home/me/train.py", "training_step")
-
-
-@pytest.mark.parametrize(
-    ("stack", "expected"),
-    [
-        ([USER], ""),
-        (
-            [USER, (C10D, "wrapper"), (C10D, "all_gather_object"), (C10D, "wrapper"), (C10D, "all_gather")],
-            "`all_gather_object`",
-        ),
-        ([USER, (ZERO1 / "reducer.py", "finish"), (COMM / "work.py", "wait")], "the exchange of gradients"),
-        (
-            [
-                USER,
-                (ZERO1 / "reducer.py", "finish"),
-                (COMM / "control_messages.py", "wait"),
-                (COMM / "work.py", "wait"),
-            ],
-            "the control message",
-        ),
-        (
-            [
-                (ZERO1 / "replanning.py", "plan"),
-                (COMM / "agreement.py", "all_gather_object"),
-                (C10D, "all_gather_object"),
-            ],
-            "`all_gather_object` for the planning of buckets",
-        ),
-        ([USER, (COMM / "agreement.py", "any_rank"), (COMM / "work.py", "wait")], "an agreement"),
-        (
-            [USER, (COMM / "agreement.py", "wait_for_all"), (COMM / "rounds_exchange.py", "wait")],
-            "a meeting of all ranks",
-        ),
-        # At work, though called by something that waits at times.
-        ([(COMM / "watch.py", "within"), (ZERO1 / "state_dict.py", "cut")], ""),
-        ([(C10D, "all_reduce"), USER], ""),
-        ([USER, (COMM / "watch.py", "begin")], ""),
-    ],
-)
-def test_a_stack_shows_which_collective_is_waited_in(stack: list[tuple[Path | str, str]], expected: str) -> None:
-    assert collective_of(frames(*stack)) == expected
-
-
-def test_stacks_are_those_of_the_thread_and_of_the_error() -> None:
-    came, go = threading.Event(), threading.Event()
-
-    def waits_here() -> None:
-        came.set()
-        go.wait(30)
-
-    thread = threading.Thread(target=waits_here)
-    thread.start()
-    assert came.wait(30) and thread.ident is not None
-    line = shown(stack_of_thread(thread.ident))
-    go.set()
-    thread.join()
-    assert re.search(r"`waits_here` \(test_waiting_lines\.py, line \d+\)", line), line
-    assert stack_of_thread(thread.ident) == []
-    assert raised_by(lambda: 1 // 0)[-1].function == "<lambda>"
-
-
-def raised_by(action: Callable[[], object]) -> list[Place]:
-    try:
-        action()
-    except ZeroDivisionError as error:
-        return stack_of_error(error)
-    raise AssertionError("nothing was raised")
