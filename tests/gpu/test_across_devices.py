@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
@@ -41,7 +42,7 @@ ROUTES: dict[str, tuple[End, End]] = {
 
 
 def train(policy: dict[str, Any] | None, saves: str | None, resumes: str | None, steps: int) -> list[Tensor]:
-    """All ranks have the same batches, so that their number changes nothing."""
+    """The batches of all ranks together are those of one, whatever their number."""
     torch.manual_seed(0)
     module, callbacks = zoo.ScheduledTransformer(), []
     if saves is not None:
@@ -55,7 +56,9 @@ def train(policy: dict[str, Any] | None, saves: str | None, resumes: str | None,
         enable_checkpointing=saves is not None,
         gradient_clip_val=0.1,
     )
-    trainer.fit(module, zoo.loader(40, 4), ckpt_path=resumes, weights_only=False)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = zoo.loader(80, 8 // ranks, rank=rank, world_size=ranks)
+    trainer.fit(module, batches, ckpt_path=resumes, weights_only=False)
     assert trainer.global_step == steps
     return parameters_on_host(module)
 
