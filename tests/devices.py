@@ -29,6 +29,7 @@ def become(chosen: str, rank: int) -> None:
     if chosen == "cuda":
         # NCCL refuses two ranks of one host on one GPU: each says that it is a host of its own.
         os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="lo", NODE_RANK=str(rank))
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.cuda.set_device(0)
         # What is compared with a CPU, or with other sizes of batches, is computed in fp32.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

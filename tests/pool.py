@@ -5,6 +5,7 @@ that takes too long ends with every rank's stack, and the pool is started afresh
 with its traceback.
 """
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -144,12 +145,14 @@ class RankPool:
 
 def _states(process: int) -> str:
     """What each thread of a process does, as far as the kernel says."""
-    threads = Path(f"/proc/{process}/task").glob("*")
-    return ", ".join(
-        f"{(thread / 'comm').read_text().strip()} {(thread / 'stat').read_text().rpartition(')')[2].split()[0]}"
-        f" in {(thread / 'wchan').read_text() or 'nothing'}"
-        for thread in threads
-    )
+    states = []
+    for thread in Path(f"/proc/{process}/task").glob("*"):
+        # It may end meanwhile, and not every kernel (gVisor's) has all of these.
+        with contextlib.suppress(OSError):
+            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            states.append(f"{(thread / 'comm').read_text().strip()} {state}")
+            states[-1] += f" in {(thread / 'wchan').read_text() or 'nothing'}"
+    return ", ".join(states)
 
 
 def _serve(rank: int, connection: Connection, folder: str, device: str, backend: str | None) -> None:

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from tests import devices
 from tests.gpu.trainings import Layers, adamw
 
@@ -40,7 +40,7 @@ class RunsOut(Layers):
         return optimizer
 
 
-def main(device: str, where: str) -> None:
+def main(device: str, where: str, stage: str) -> None:
     # Where each thread is, in the log, if it waits for the one that is gone.
     faulthandler.dump_traceback_later(60, exit=True)
     devices.become(device, int(os.environ["RANK"]))
@@ -49,7 +49,7 @@ def main(device: str, where: str) -> None:
         accelerator=device,
         devices=1,
         num_nodes=2,
-        strategy=ZeRO1Strategy(bucket_cap_mb=0.01),
+        strategy=ZeRO1Strategy(bucket_cap_mb=0.01) if stage == "1" else ZeRO3Strategy(min_num_params=0),
         max_steps=6,
         logger=False,
         enable_checkpointing=False,

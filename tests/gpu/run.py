@@ -42,6 +42,7 @@ GROUPS = (
     Group("test_memory.py", 60),
     Group("test_two_ranks.py", 150),
     Group("test_features.py", 150),
+    Group("test_zero3.py", 100),
     Group("test_across_devices.py", 100),
     Group("test_poisoned_callbacks.py", 90),
 )

@@ -10,11 +10,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.comparing import distance
-from tests.gpu.trainings import parameters_on_host
+from tests.gpu.trainings import LACKS_FSDP, parameters_on_host
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.parity import make_trainer, zero1
+from tests.strategies.parity import make_trainer, zero1, zero3
 
 SHARDED = {"checkpoint_format": "sharded"}
 NARROW = {"gather_dtype": "bf16"}
@@ -26,7 +26,10 @@ class End(NamedTuple):
     on_device: bool
     world_size: int
     policy: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    strategy: str = "zero1"
 
+
+STRATEGIES = {"zero1": zero1, "zero3": zero3}
 
 ROUTES: dict[str, tuple[End, End]] = {
     "to CPU": (End(True, 1), End(False, 1)),
@@ -38,10 +41,14 @@ ROUTES: dict[str, tuple[End, End]] = {
     "rounded on the wire, from two CPUs": (End(False, 2, NARROW), End(True, 1, NARROW)),
     "rounded on the wire, sharded, from two CPUs": (End(False, 2, {**NARROW, **SHARDED}), End(True, 1, NARROW)),
     "rounded on the wire, to one without": (End(False, 2, NARROW), End(True, 1)),
+    "parameters sharded, to two CPUs": (End(True, 1, {}, "zero3"), End(False, 2, {}, "zero3")),
+    "parameters sharded, from two CPUs, sharded": (End(False, 2, SHARDED, "zero3"), End(True, 1, {}, "zero3")),
+    "from parameters sharded on two CPUs": (End(False, 2, SHARDED, "zero3"), End(True, 1)),
+    "to parameters sharded": (End(False, 2), End(True, 1, {}, "zero3")),
 }
 
 
-def train(policy: dict[str, Any] | None, saves: str | None, resumes: str | None, steps: int) -> list[Tensor]:
+def train(end: End | None, saves: str | None, resumes: str | None, steps: int) -> list[Tensor]:
     """The batches of all ranks together are those of one, whatever their number."""
     torch.manual_seed(0)
     module, callbacks = zoo.ScheduledTransformer(), []
@@ -49,7 +56,7 @@ def train(policy: dict[str, Any] | None, saves: str | None, resumes: str | None,
         path = Path(saves)
         callbacks = [ModelCheckpoint(path.parent, path.stem, every_n_train_steps=steps, save_top_k=-1)]
     trainer = make_trainer(
-        None if policy is None else zero1(**policy),
+        None if end is None else STRATEGIES[end.strategy](**end.policy),
         max_steps=steps,
         use_distributed_sampler=False,
         callbacks=callbacks,
@@ -72,8 +79,8 @@ class Way(NamedTuple):
 
 def go_on(source: RankPool, start: End, target: RankPool, end: End, folder: Path) -> Way:
     path = str(folder / "a.ckpt")
-    source.run(start.world_size, train, start.policy, path, None, 5)
-    resumed = target.run(end.world_size, train, end.policy, None, path, 10)
+    source.run(start.world_size, train, start, path, None, 5)
+    resumed = target.run(end.world_size, train, end, None, path, 10)
     single = RankPool()
     (half,) = single.run(1, train, None, None, None, 5)
     # Data go on with the next batch, which a plain Trainer's do only where it does not stop.
@@ -90,6 +97,8 @@ def check(found: Way, *ends: End) -> None:
 @pytest.mark.parametrize("route", slow_unless(lambda route: route == "to CPU", ROUTES))
 def test_training_goes_on_on_another_device(ranks: RankPool, pool: RankPool, tmp_path: Path, route: str) -> None:
     start, end = ROUTES[route]
+    if LACKS_FSDP and "zero3" in (start.strategy, end.strategy):
+        pytest.skip(LACKS_FSDP)
     source, target = (ranks if one.on_device else pool for one in (start, end))
     check(go_on(source, start, target, end, tmp_path), start, end)
 

@@ -1,15 +1,14 @@
 """What a rank holds and needs at most on a GPU, beside the formula of ``core/memory.py``."""
 
-import gc
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from tests import devices
-from tests.gpu.trainings import Layers, fit, fused
+from tests.gpu.trainings import Layers, MostHeld, allocated, fit, fused
 from tests.pool import RankPool
 from tests.strategies.parity import by_flag
 
@@ -30,38 +29,19 @@ class Measured(NamedTuple):
     left: int
 
 
-class Measure(Callback):
-    """Between steps and at most, after the steps that plan."""
+class Measure(MostHeld):
+    """Beside the formula."""
 
-    def __init__(self, before: int) -> None:
-        self.before = before
-        self.formula = self.held = self.peak = 0
+    formula = 0
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx != 6:
-            return
-        self.formula = trainer.strategy._engine.held_bytes().total
-        if devices.kind() == "cuda":
-            self.held = torch.cuda.memory_allocated() - self.before
-            torch.cuda.reset_peak_memory_stats()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if devices.kind() == "cuda":
-            self.peak = torch.cuda.max_memory_allocated() - self.before
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        if batch_idx == self.first:
+            self.formula = trainer.strategy._engine.held_bytes().total
 
 
 # It looks at no gradient.
-for _name in ("on_train_batch_start", "on_train_end"):
-    getattr(Measure, _name).__module__ = "lightning.pytorch.callbacks"
-
-
-def allocated() -> int:
-    if devices.kind() == "cpu":
-        return 0
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
+Measure.on_train_batch_start.__module__ = "lightning.pytorch.callbacks"
 
 
 def let_libraries_allocate() -> None:

@@ -82,6 +82,22 @@ def test_trains_as_a_single_device_does(ranks: RankPool, name: str, kind: str) -
     assert found.steps > 0 and found.reduce_scatters > 0 and (found.all_gathers > 0 or name in SKIPS), found
 
 
+# zero2_custom's: each micro-batch is reduced.
+IN_SHARDS = ("accumulate", "accumulate, short window", "accumulate, unused", "toggling")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", IN_SHARDS)
+def test_micro_batches_that_add_up_in_shards_train_as_a_single_device_does(
+    ranks: RankPool, name: str, kind: str
+) -> None:
+    (whole,), (found,) = (ranks.run(1, compare, name, kind, {"shard_gradients": chosen}) for chosen in (False, True))
+    assert found.parameters <= CASES[name].tolerance
+    assert found.losses <= 10 * CASES[name].tolerance
+    assert found.reduce_scatters > whole.reduce_scatters, (found, whole)
+
+
 Read = Callable[[list[Tensor]], list[Tensor]]
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import devices
 from tests.comparing import distance
 from tests.gpu.run import ROOT
-from tests.gpu.trainings import Layers, adamw, fit, fused, parameters_on_host, waits_of
+from tests.gpu.trainings import LACKS_FSDP, Layers, clip_with_fused, fit, fused, parameters_on_host, waits_of
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -34,6 +33,8 @@ TABLE: dict[str, dict[str, Any]] = {
     "unused by some ranks": {"max_inflight_buckets": 1},
     "gan": {},
     "accumulate, short window": {"expose_gradients": True},
+    "accumulate": {"shard_gradients": True},
+    "accumulate, unused": {"shard_gradients": True, "max_inflight_buckets": 1},
     "bf16 autocast": {},
     "bf16-true": {},
     "fp16 autocast, a scale so large that steps are skipped": {},
@@ -105,14 +106,13 @@ CHOICES: tuple[dict[str, Any], ...] = (
 
 
 def compare_layers(precision: str, policy: dict[str, Any]) -> tuple[float, float]:
-    make_optimizer = fused if devices.kind() == "cuda" else adamw
     trained = []
     for strategy in (ddp(), by_flag(bucket_cap_mb=0.5, master_weights="auto", **policy)):
         if precision == "bf16-true" and trained:
             strategy = by_flag(bucket_cap_mb=0.5, master_weights=False, **policy)
         torch.manual_seed(0)
-        module = Layers(256, 8, 16, make_optimizer)
-        fit(module, strategy, precision=precision, gradient_clip_val=1.0)
+        module = Layers(256, 8, 16, fused)
+        fit(module, strategy, precision=precision, gradient_clip_val=clip_with_fused(precision))
         trained.append(parameters_on_host(module))
     return distance(trained[1], trained[0]), max(float(one.abs().max()) for one in trained[0])
 
@@ -172,8 +172,13 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "stage", ["1", pytest.param("3", marks=pytest.mark.skipif(bool(LACKS_FSDP), reason=LACKS_FSDP))]
+)
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(two: RankPool, tmp_path: Path, where: str) -> None:
+def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(
+    two: RankPool, tmp_path: Path, where: str, stage: str
+) -> None:
     port, processes = free_port(), []
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     for rank in range(2):
@@ -182,7 +187,7 @@ def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(two: RankPoo
             **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
             **{"TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"},
         }
-        command = [sys.executable, "-m", "tests.gpu.out_of_memory", two.device, where]
+        command = [sys.executable, "-m", "tests.gpu.out_of_memory", two.device, where, stage]
         with logs[rank].open("w") as log:
             processes.append(
                 subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=log, stderr=log)

@@ -1,5 +1,6 @@
 """What the tests of this folder train, on one rank or several, and what they measure of it."""
 
+import gc
 import json
 import warnings
 from collections import Counter
@@ -11,12 +12,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from tests import devices
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import make_trainer, whole
+
+LACKS_FSDP = (
+    ""
+    if hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+    else f"torch {torch.__version__}: zero3_custom needs 2.13 or newer"
+)
 
 Make = Callable[[Iterable[Any]], Optimizer]
 
@@ -34,6 +42,11 @@ def adamw(parameters: Iterable[Any]) -> Optimizer:
 
 def fused(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
+
+
+def clip_with_fused(precision: str) -> float | None:
+    """In mixed precision Lightning refuses to clip for an optimizer that may unscale by itself."""
+    return None if precision.endswith("mixed") else 1.0
 
 
 class Layers(LightningModule):
@@ -78,7 +91,41 @@ def fit(module: LightningModule, strategy: Any, steps: int = 10, **arguments: An
 
 
 def parameters_on_host(module: nn.Module) -> list[Tensor]:
-    return [parameter.detach().float().cpu() for parameter in module.parameters()]
+    """Collective where they are sharded."""
+    return [whole(parameter.detach()).float().cpu() for parameter in module.parameters()]
+
+
+def allocated() -> int:
+    """Bytes of this process on the device, without garbage; 0 on CPU."""
+    if devices.kind() == "cpu":
+        return 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+class MostHeld(Callback):
+    """Bytes on the device between steps and at most, after the steps that plan; 0 on CPU.
+
+    Args:
+        before: Those that were there.
+    """
+
+    first = 6
+
+    def __init__(self, before: int) -> None:
+        self.before = before
+        self.held = self.peak = 0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if devices.kind() == "cuda" and batch_idx == self.first:
+            self.held = torch.cuda.memory_allocated() - self.before
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if devices.kind() == "cuda":
+            self.peak = torch.cuda.max_memory_allocated() - self.before
 
 
 WAITS = (
@@ -145,10 +192,14 @@ class HostWaits(Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
-# It looks at no gradient: "auto" decides as for a callback of Lightning's.
-HostWaits.__module__ = "lightning.pytorch.callbacks"
-for _name in ("on_train_batch_start", "on_exception"):
-    getattr(HostWaits, _name).__module__ = "lightning.pytorch.callbacks"
+# They look at no gradient: "auto" decides as for callbacks of Lightning's.
+for _class, _names in (
+    (MostHeld, ("on_train_batch_start", "on_train_end")),
+    (HostWaits, ("on_train_batch_start", "on_exception")),
+):
+    _class.__module__ = "lightning.pytorch.callbacks"
+    for _name in _names:
+        getattr(_class, _name).__module__ = "lightning.pytorch.callbacks"
 
 
 def host_waits(trace: Any) -> tuple[Counter[str], int]:
@@ -165,7 +216,7 @@ def waits_of(
     strategy: Any, path: Path, make_module: Callable[[], LightningModule], **arguments: Any
 ) -> tuple[Counter[str], int]:
     """Of a training; torch raises where it would wait, but under stock strategies, and in 16-mixed for its scaler."""
-    refuses = isinstance(strategy, ZeRO1Strategy) and "fp16" not in arguments
+    refuses = isinstance(strategy, (ZeRO1Strategy, ZeRO3Strategy)) and "fp16" not in arguments
     waits = HostWaits(path, refuses, traces=strategy is None or devices.kind() == "cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

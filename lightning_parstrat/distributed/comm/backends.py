@@ -45,11 +45,7 @@ def make_collectives(
     """
     if dist.get_world_size(group) == 1:
         return LocalCollectives(group)
-    if device.type != "cpu" and dist.get_backend(group) == "gloo":
-        raise ValueError(
-            f"process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on {device}."
-            " Leave the argument out, and they are sent by NCCL; or train by `ddp`, which copies them to the host."
-        )
+    check_device_of(group, device)
     if shard_groups is not None and shard_groups.copies > 1:
         if device.type != "cpu":
             return _grouped_native(group, device, topology, shard_groups)
@@ -61,6 +57,19 @@ def make_collectives(
     if topology is not None and topology.has_two_levels:
         return UnevenCollectives(TwoLevelCollectives(group, topology))
     return UnevenCollectives(PairwiseCollectives(group, topology))
+
+
+def check_device_of(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Refuses a group whose backend cannot send from the device. Not collective.
+
+    Raises:
+        ValueError: It sends what lies on the host, and the tensors do not.
+    """
+    if device.type != "cpu" and dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
+        raise ValueError(
+            f"process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on {device}."
+            " Leave the argument out, and they are sent by NCCL; or train by `ddp`, which copies them to the host."
+        )
 
 
 def _native(groups: ShardGroups, topology: Topology | None) -> "type[NativeCollectives]":

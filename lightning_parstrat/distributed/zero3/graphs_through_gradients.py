@@ -39,6 +39,8 @@ class GraphsThroughGradients:
         self._regathers = False
         self.had_no_gradient: set[int] = set()
         """Numbers of the parameters that had none before FSDP2 has given them zeros."""
+        self.reached: list[int] = []
+        """Numbers of the units whose output backwards have come to, in their order."""
         hooks = (functools.partial(self._note_output, number) for number in range(len(units)))
         self.hooks = [unit.register_forward_hook(hook) for unit, hook in zip(units, hooks, strict=True)]
         """To be removed when the training ends."""
@@ -73,6 +75,9 @@ class GraphsThroughGradients:
                     leaf.tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
     def _note_backward(self, number: int, _gradient: Tensor) -> None:
+        # Once for all that a call has returned: how much of that is used may differ.
+        if self.reached[-1:] != [number]:
+            self.reached.append(number)
         if not self._follows:
             self._follows = True
             # FSDP2's own callback comes before: it was told of the output first.

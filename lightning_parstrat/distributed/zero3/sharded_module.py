@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.backends import check_device_of, make_collectives
 from lightning_parstrat.distributed.comm.collectives import real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
@@ -34,6 +34,7 @@ from lightning_parstrat.distributed.torch_compat import (
     lend_hooks,
     multiply_all,
     names_ignored_by_ddp,
+    replays_captured_graphs,
     take_over_attributes,
 )
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
@@ -46,7 +47,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class DifferentModulesError(RuntimeError):
-    """The ranks have run different modules in a step; raised on all of them."""
+    """The ranks have run different modules in a step, or their backwards have; raised on all of them."""
 
 
 class NestedBackwardError(RuntimeError):
@@ -74,7 +75,8 @@ class ShardedModule:
         reduce_dtype: What gradients are sent and summed in; None for their parameters' own dtype.
 
     Raises:
-        ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module.
+        ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module; a part of the
+            module replays a captured graph; or the group sends what lies on the host, and the device is another.
         RuntimeError: torch is too old.
     """
 
@@ -97,6 +99,14 @@ class ShardedModule:
                 f"torch {torch.__version__} cannot reduce gradients of parameters that only some ranks have used."
                 " Install torch 2.13 or newer, or take strategy='zero1_custom'."
             )
+        if replays_captured_graphs(module):
+            raise ValueError(
+                "A part of the module replays a CUDA graph that was captured before the training, and would go on"
+                " reading parameters as they were then, whole. zero3_custom frees those: leave out"
+                " `torch.cuda.make_graphed_callables`, or train by `ddp`, or by `zero1_custom` with the graph captured"
+                " in `on_train_start`."
+            )
+        check_device_of(group, device)
         self.module = module
         self.group = group
         self._messages = messages
@@ -316,7 +326,7 @@ class ShardedModule:
             factor: What their mean over ranks is multiplied by; asked for when the message has been launched.
 
         Raises:
-            DifferentModulesError: Ranks have run different units.
+            DifferentModulesError: Ranks have run different units, or in another order, in forward or in backward.
             NestedBackwardError: A backward has run within a backward, which FSDP2 reduces wrongly.
         """
         if len(self._graph_tasks) > self._backwards:
@@ -329,9 +339,10 @@ class ShardedModule:
         said = self._messages().launch(bytes([*used, *left_over]), self._place()).wait()
         if not said.is_alike:
             raise DifferentModulesError(
-                "The ranks have called different modules in a training step, or in another order. Each gathers its"
-                " parameters from all ranks, so all must call the same: call a module that a rank has no use for, too,"
-                " and multiply its result by 0; or give such modules to the root by `wrap`, which names the others."
+                "The ranks have called different modules in a training step, or in another order, or the loss is made"
+                " of what different ones have returned. Each gathers its parameters from all ranks and sends gradients"
+                " to all, so all must use the same: call a module that a rank has no use for, too, and add its result"
+                " multiplied by 0; or give such modules to the root by `wrap`, which names the others."
             )
         for number in self._fresh or ():
             if not said.flags[number]:
@@ -345,12 +356,15 @@ class ShardedModule:
             multiply_all(gradients, scale)
         self._used.clear()
         self._ran.clear()
+        self._graphs.reached.clear()
         self._graph_tasks.clear()
         self._backwards = 0
         self._fresh = None
 
     def _place(self) -> int:
-        return int.from_bytes(hashlib.sha256(repr(self._ran).encode()).digest()[:7], "big")
+        # In another order, ranks would add up gradients of different units.
+        both = self._ran, self._graphs.reached
+        return int.from_bytes(hashlib.sha256(repr(both).encode()).digest()[:7], "big")
 
     @torch.no_grad()
     def _average_whole(self, used: Sequence[int]) -> None:

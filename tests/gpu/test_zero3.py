@@ -1,0 +1,218 @@
+"""``zero3_custom``: FSDP2 on one rank and on two, where what travels is NaN until the device has slept for a while."""
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from typing_extensions import override
+
+from lightning_parstrat import ZeRO3Strategy
+from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
+from tests.comparing import distance
+from tests.gpu.test_features import TOLERANCE, Blocks, Checkpoints, CompiledBlocks
+from tests.gpu.test_memory import WITHIN, let_libraries_allocate
+from tests.gpu.trainings import (
+    LACKS_FSDP,
+    Layers,
+    MostHeld,
+    allocated,
+    clip_with_fused,
+    fit,
+    fused,
+    parameters_on_host,
+    waits_of,
+)
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies.cases import CASES
+from tests.strategies.late import CYCLES_PER_SECOND, PAUSES, pause
+from tests.strategies.oracles import make, oracle
+from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero3
+
+pytestmark = pytest.mark.skipif(bool(LACKS_FSDP), reason=LACKS_FSDP)
+
+TABLE: dict[str, dict[str, Any]] = {
+    "mlp": {},
+    "tied": {"reshard_after_forward": False},
+    "unused": {},
+    "recurrent": {},
+    "batch norm": {},
+    "gan": {},
+    "clip by norm, unused": {},
+    "accumulate, short window": {},
+    "accumulate, unused": {"shard_gradients": False},
+    "bf16 autocast": {},
+    "fp16 autocast, a scaler": {},
+    "layouts": {},
+    "several dtypes": {},
+    "memory shared without being tied": {},
+    "gradient penalty": {},
+    "users' hooks": {},
+    "muon": {},
+    "adafactor, clipped": {},
+    "lbfgs": {},
+}
+
+
+class LateTransfers:
+    """In the place of FSDP2's: what they bring is NaN for a while, on the stream that they are asked for on."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _arrive_late(self, output: Tensor) -> None:
+        if not output.is_cuda:
+            pause()
+            return
+        arrived = output.clone()
+        output.fill_(float("nan"))
+        torch.cuda._sleep(int((0.0005 + random.choice(PAUSES)) * CYCLES_PER_SECOND))
+        output.copy_(arrived)
+
+
+class LateGather(LateTransfers):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        self._arrive_late(output_tensor)
+
+
+class LateReduceScatter(LateTransfers):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+        self._arrive_late(output_tensor)
+
+
+class LateZeRO3(ZeRO3Strategy):
+    """``zero3_custom`` on a wire that takes its time. One rank sends nothing."""
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        for part in self.lightning_module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_custom_all_gather(LateGather())
+                part.set_custom_reduce_scatter(LateReduceScatter())
+
+
+def late_zero3(**arguments: Any) -> LateZeRO3:
+    return LateZeRO3(**{"min_num_params": 0, "partial_window": "lightning", **arguments})
+
+
+def compare(name: str, policy: dict[str, Any]) -> tuple[float, float]:
+    expected = oracle(name)
+    actual = train(make(name), late_zero3(**policy), **CASES[name].trainer)
+    return largest_difference(actual, expected), largest_loss_difference(actual, expected)
+
+
+def check(name: str, found: list[tuple[float, float]]) -> None:
+    for parameters, losses in found:
+        assert parameters <= CASES[name].tolerance
+        assert losses <= 10 * CASES[name].tolerance
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "mlp", TABLE))
+def test_one_rank_trains_as_the_oracle_does(ranks: RankPool, name: str) -> None:
+    check(name, ranks.run(1, compare, name, TABLE[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE)
+def test_two_ranks_train_as_the_oracle_does(two: RankPool, name: str) -> None:
+    check(name, two.run(2, compare, name, TABLE[name]))
+
+
+MODULES = {"blocks": Blocks, "compiled blocks": CompiledBlocks, "checkpoints": Checkpoints}
+
+
+def compare_modules(name: str) -> float:
+    expected = train(MODULES[name], None, gradient_clip_val=0.1, validate=True)
+    torch.compiler.reset()
+    actual = train(MODULES[name], zero3(), gradient_clip_val=0.1, validate=True)
+    torch.compiler.reset()
+    return largest_difference(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODULES)
+def test_blocks_of_all_kinds_train_as_on_a_single_device(ranks: RankPool, name: str) -> None:
+    assert ranks.run(1, compare_modules, name)[0] <= TOLERANCE
+
+
+CHOICES: tuple[tuple[str, dict[str, Any], float], ...] = (
+    ("32-true", {}, 1e-4),
+    ("bf16-mixed", {"gather_dtype": "bf16"}, 2e-2),
+    ("bf16-mixed", {"gather_dtype": "bf16", "reduce_dtype": "bf16"}, 4e-2),
+)
+
+
+def compare_layers(precision: str, policy: dict[str, Any]) -> tuple[float, float]:
+    trained = []
+    for strategy in (ddp(), late_zero3(**policy)):
+        torch.manual_seed(0)
+        module = Layers(256, 8, 16, fused)
+        fit(module, strategy, precision=precision, gradient_clip_val=clip_with_fused(precision))
+        trained.append(parameters_on_host(module))
+    return distance(trained[1], trained[0]), max(float(one.abs().max()) for one in trained[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "policy", "tolerance"), CHOICES)
+def test_a_larger_training_is_ddps(two: RankPool, precision: str, policy: dict[str, Any], tolerance: float) -> None:
+    for difference, largest in two.run(2, compare_layers, precision, policy):
+        assert difference <= tolerance * largest
+
+
+def count_waits(folder: str, accumulate: int) -> tuple[Counter[str], Counter[str], int]:
+    path = Path(folder) / f"{dist.get_rank()}.json"
+    arguments: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": accumulate}
+    expected, _ = waits_of(None, path, lambda: Layers(256, 8), **arguments)
+    found, launched = waits_of(zero3(), path, lambda: Layers(256, 8), **arguments)
+    return expected, found, launched
+
+
+def check_waits(device: str, counted: list[tuple[Counter[str], Counter[str], int]]) -> None:
+    for expected, found, launched in counted:
+        assert launched > 0 or device == "cpu"
+        assert not found - expected, f"{found - expected} beside {expected} of a plain Trainer, in six micro-batches"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_host_of_one_rank_waits_no_more_than_a_plain_trainers(
+    ranks: RankPool, tmp_path: Path, accumulate: int
+) -> None:
+    check_waits(ranks.device, ranks.run(1, count_waits, str(tmp_path), accumulate))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_hosts_of_two_wait_no_more_than_a_plain_trainers(two: RankPool, tmp_path: Path, accumulate: int) -> None:
+    check_waits(two.device, two.run(2, count_waits, str(tmp_path), accumulate))
+
+
+def measure(width: int, number: int) -> tuple[int, int, int, int]:
+    """What the formula says of a rank between steps and at most, and what it held."""
+    let_libraries_allocate()
+    measuring = MostHeld(allocated())
+    fit(Layers(width, number, make_optimizer=fused), zero3(), callbacks=[measuring])
+    units = [GatheredUnit([(width, width), (width,)])] * number
+    sharded = FullySharded(GatheredUnit([]), units, dist.get_world_size())
+    held = sharded.held_bytes(dist.get_rank(), 4, 8)
+    return held.total, sharded.peak_bytes(held, ItemSizes(), accumulates=False), measuring.held, measuring.peak
+
+
+@pytest.mark.slow
+def test_memory_of_two_ranks_is_that_of_the_formula(two: RankPool) -> None:
+    for held, peak, found, most in two.run(2, measure, *((1024, 96) if two.device == "cuda" else (64, 8))):
+        assert 0 < held < peak
+        if two.device == "cuda":
+            assert abs(found - held) <= WITHIN * held, (found, held)
+            assert most <= (1 + WITHIN) * peak, (most, peak)

@@ -1,0 +1,93 @@
+"""What would train on other numbers than it should, without a word, is refused or ends with an error."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule
+from tests.pool import RankError, RankPool
+from tests.strategies import zoo
+from tests.strategies.cases import FP32
+from tests.strategies.parity import ddp, largest_difference, train, zero3
+
+
+class Drops(zoo.Zoo):
+    """All ranks call all of three blocks alike; one of them makes nothing of what the second returns."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(nn.Linear(zoo.FEATURES, zoo.FEATURES) for _ in range(3))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = batch
+        for number, block in enumerate(self.blocks):
+            returned = block(hidden)
+            if number != 1 or dist.get_rank() != 1:
+                hidden = hidden + returned
+        return (hidden - 1).square().mean()
+
+
+class Multiplies(Drops):
+    """As the error says."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = batch
+        for number, block in enumerate(self.blocks):
+            hidden = hidden + block(hidden) * float(number != 1 or dist.get_rank() != 1)
+        return (hidden - 1).square().mean()
+
+
+def compare(make: type[Drops], arguments: dict[str, Any]) -> float:
+    expected = train(make, ddp(), **arguments)
+    return largest_difference(train(make, zero3(), **arguments), expected)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}], ids=["", "accumulated"])
+def test_ranks_whose_backwards_reach_other_units_get_an_error(pool: RankPool, arguments: dict[str, Any]) -> None:
+    """Each would send another unit's gradients: of one size, they would be added up."""
+    with pytest.raises(RankError, match="result multiplied by 0") as raised:
+        pool.run(2, compare, Drops, arguments, timeout=30)
+    assert str(raised.value).count("DifferentModulesError") >= 2
+
+
+def test_what_the_error_says_trains_as_ddp_does(pool: RankPool) -> None:
+    assert max(pool.run(2, compare, Multiplies, {})) <= FP32
+
+
+def captured(module: nn.Module) -> None:
+    """Does to a module what ``torch.cuda.make_graphed_callables`` does, but for the graph."""
+    forward = module.forward
+
+    def graphed(*inputs: Tensor) -> Tensor:
+        return forward(*inputs)
+
+    graphed.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
+    module.forward = graphed
+
+
+def train_captured() -> str:
+    module = Drops()
+    captured(module.blocks[1])
+    with pytest.raises(ValueError) as refused:
+        train(lambda: module, zero3())
+    return str(refused.value)
+
+
+def test_a_graph_that_was_captured_before_the_training_is_refused(pool: RankPool) -> None:
+    for message in pool.run(2, train_captured):
+        assert "make_graphed_callables" in message and "`ddp`" in message
+
+
+def shard_on_a_gpu() -> str:
+    groups = process_groups()
+    with pytest.raises(ValueError) as refused:
+        ShardedModule(Drops(), groups.gradients, torch.device("cuda", 0), lambda: None)
+    return str(refused.value)
+
+
+def test_a_group_that_sends_from_the_host_is_refused_on_a_gpu(pool: RankPool) -> None:
+    for message in pool.run(2, shard_on_a_gpu):
+        assert "process_group_backend='gloo'" in message and "`ddp`" in message
