@@ -175,6 +175,39 @@ def test_looks_from_another_thread_change_nothing_in_the_one_looked_at() -> None
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "looked on\n", "")
 
 
+LOOKS_WHILE_THREADS_ENTER_PYTHON = """
+import ctypes, threading, time
+from lightning_parstrat.distributed.comm.whereabouts import stack_of_thread
+
+system = ctypes.CDLL(None)
+system.pthread_join.argtypes = [ctypes.c_ulong, ctypes.c_void_p]
+enter = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
+
+def have_threads_enter():
+    while True:
+        # As torch's do, each of which makes itself known to Python without Python's lock.
+        threads = [ctypes.c_ulong() for _ in range(8)]
+        for thread in threads:
+            assert system.pthread_create(ctypes.byref(thread), None, enter, None) == 0
+        for thread in threads:
+            system.pthread_join(thread, None)
+
+for _ in range(3):
+    threading.Thread(target=have_threads_enter, daemon=True).start()
+until = time.monotonic() + 5
+while time.monotonic() < until:
+    assert stack_of_thread(threading.get_ident())
+print("looked on", flush=True)
+"""
+
+
+def test_looks_while_torchs_threads_enter_python_harm_nobody() -> None:
+    # Ended by the program that looks: threads that enter Python while it ends would.
+    program = LOOKS_WHILE_THREADS_ENTER_PYTHON + "import os; os._exit(0)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "looked on\n", "")
+
+
 def test_the_stack_of_an_error_is_where_it_was_raised() -> None:
     assert raised_by(lambda: 1 // 0)[-1].function == "<lambda>"
 
