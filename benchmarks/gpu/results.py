@@ -52,8 +52,9 @@ def lines_of(key: str, row: Mapping[str, Any]) -> Iterator[str]:
         if reason in row:
             yield f"  {reason}: {row[reason]}"
     for name, one in row.get("contenders", {}).items():
-        if "failed" in one:
-            yield f"  {name:36s} failed in {one['failed']}"
+        for how, what in (("failed", "failed in"), ("skipped", "skipped:")):
+            if how in one:
+                yield f"  {name:36s} {what} {one[how]}"
         parts = list(_parts(one))
         if parts:
             yield f"  {name:36s} " + ", ".join(parts)

@@ -12,8 +12,10 @@ OURS = "zero1_custom"
 IN_16_BITS = "zero1_custom(master_weights=False)"
 """In "bf16-true" every other strategy steps in 16 bits; ``zero1_custom`` keeps fp32 master weights unless told."""
 
-ONE_RANK = (PLAIN, OURS, "ddp", "ddp_tuned", "fsdp2", "zero_redundancy")
-TWO_RANKS = ("ddp", OURS, "ddp_tuned", "fsdp2", "zero_redundancy")
+ALL_SHARDED = "zero3_custom"
+
+ONE_RANK = (PLAIN, OURS, "ddp", "ddp_tuned", "fsdp2", ALL_SHARDED, "zero_redundancy")
+TWO_RANKS = ("ddp", OURS, "ddp_tuned", "fsdp2", ALL_SHARDED, "zero_redundancy")
 PLAYED = (OURS, "ddp", "ddp_tuned")
 
 
