@@ -4,8 +4,10 @@ import gc
 import json
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -101,20 +103,32 @@ class Beat(NamedTuple):
 def stack_of_thread(thread: int) -> list[Place]:
     """What a thread of this process executes now, the innermost last; empty if it has ended.
 
-    Of the innermost 100 calls. No garbage is collected meanwhile.
+    Of the innermost 100 calls. Under Python 3.11 no garbage is collected meanwhile.
     """
-    # While Python before 3.12 makes a frame object it may collect garbage, which lets the other thread go on, and then
-    # writes into memory that is no longer that frame's. `faulthandler` makes none, but its walk through all threads
-    # meets those that torch's threads are just entering Python by, which Python 3.11 lists before they are whole.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with _no_garbage_collected():
         return _places_from(sys._current_frames().get(thread))[::-1]
-    finally:
-        if collects:
-            gc.enable()
 
 
+@contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    # While Python 3.11 makes a frame object it may collect garbage, which lets the other thread go on, and then writes
+    # into memory that is no longer that frame's: what follows is a crash, or anything. `faulthandler` makes none, but
+    # meets threads of torch's that are just entering Python, which are listed before they are whole.
+    if sys.version_info[:2] != (3, 11):
+        yield
+        return
+    # One look at a time: the end of another one would switch it on.
+    with _ONE_LOOK:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
+
+
+_ONE_LOOK = threading.RLock()
 _DEEPEST = 100
 
 
