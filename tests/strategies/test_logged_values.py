@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -106,6 +107,26 @@ class Fetching(Logging):
     def on_validation_batch_end(self, *_: Any) -> None: ...
 
 
+class Together(Logging):
+    """Takes a batch of every loader that has one, and logs other values on each rank, in another order."""
+
+    def validation_step(self, batch: list[Any], batch_idx: int) -> None:  # type: ignore[override]
+        for index, part in reversed(list(enumerate(batch))):
+            if part is not None:
+                self.log(f"mean {index}", part[0].mean(), sync_dist=True, batch_size=len(part[0]))
+                self.samples.extend(part[0].flatten().tolist())
+        self.log("local on rank 0", float(batch_idx), rank_zero_only=True)
+
+    def on_validation_batch_end(self, *_: Any) -> None: ...
+
+
+class InGroup(Logging):
+    """Combines a value over a group."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        self.log("grouped", batch[0].mean(), sync_dist=True, sync_dist_group=dist.group.WORLD)
+
+
 class Stream(IterableDataset[list[Tensor]]):
     """Samples whose number says whose they are; each pass has as many batches of two as it is told."""
 
@@ -148,6 +169,7 @@ def evaluate(
     passes: list[Batches],
     within: str = "",
     module_class: type[Logging] = Logging,
+    mode: str = "sequential",
     **arguments: Any,
 ) -> Result:
     """On one of the ranks, or on one process that has the samples of all."""
@@ -160,7 +182,7 @@ def evaluate(
     made = None if strategy is None else STRATEGIES[strategy]()
     arguments = {"callbacks": [noted], "use_distributed_sampler": False, "max_epochs": len(passes), **arguments}
     trainer = make_trainer(made, **arguments)
-    given: Any = loaders[0] if len(loaders) == 1 else loaders
+    given: Any = loaders[0] if len(loaders) == 1 else CombinedLoader(loaders, mode)
     returned = []
     if kind == "fit":
         trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 1)), batch_size=2), given)
@@ -263,6 +285,24 @@ def test_steps_may_fetch_their_batches(pool: RankPool) -> None:
             timeout=TIMEOUT,
         )
     assert str(raised.value).count(MisconfigurationException.__name__ + ": ") == 2
+
+
+@pytest.mark.parametrize("batches", [((0, 1), (2, 3)), ((2, 1), (0, 0)), ((0, 3), (0, 0))])
+def test_loaders_that_are_evaluated_together(pool: RankPool, batches: Batches) -> None:
+    arguments = {"module_class": Together, "mode": "max_size"}
+    (expected,) = pool.run(1, evaluate_with, None, "validate", [batches], arguments, timeout=TIMEOUT)
+    found = pool.run(2, evaluate_with, "zero1_custom", "validate", [batches], arguments, timeout=TIMEOUT)
+    assert sorted(sample for rank in found for sample in rank.samples) == sorted(expected.samples)
+    assert "mean 1" in expected.returned[0] or "mean 0" in expected.returned[0]
+    for rank in found:
+        assert len(rank.returned) == 1 and agree(rank.returned[0], expected.returned[0])
+
+
+def test_a_group_that_a_rank_does_not_know_is_refused_on_all(pool: RankPool) -> None:
+    arguments = {"module_class": InGroup}
+    with pytest.raises(RankError) as raised:
+        pool.run(2, evaluate_with, "zero1_custom", "validate", [((0, 2),)], arguments, timeout=TIMEOUT)
+    assert str(raised.value).count(MisconfigurationException.__name__ + ": Only some ranks had a batch") == 2
 
 
 def train_and_stop(strategy: str) -> tuple[int, str]:
