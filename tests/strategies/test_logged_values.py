@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 from torchmetrics.classification import BinaryAUROC
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from tests.pool import RankError, RankPool
 from tests.slow import slow_unless
 from tests.strategies.parity import make_trainer
@@ -179,7 +179,7 @@ def evaluate(
     loaders = [DataLoader(Stream(ranks, passes, index), batch_size=2) for index in range(len(passes[0]))]
     module = module_class(len(loaders), within)
     noted = Noted()
-    made = None if strategy is None else STRATEGIES[strategy]()
+    made = None if strategy is None else {**STRATEGIES, "zero3_custom": ZeRO3Strategy}[strategy]()
     arguments = {"callbacks": [noted], "use_distributed_sampler": False, "max_epochs": len(passes), **arguments}
     trainer = make_trainer(made, **arguments)
     given: Any = loaders[0] if len(loaders) == 1 else CombinedLoader(loaders, mode)
@@ -296,6 +296,15 @@ def test_loaders_that_are_evaluated_together(pool: RankPool, batches: Batches) -
     assert "mean 1" in expected.returned[0] or "mean 0" in expected.returned[0]
     for rank in found:
         assert len(rank.returned) == 1 and agree(rank.returned[0], expected.returned[0])
+
+
+@pytest.mark.parametrize(("batches", "named"), [(((0, 2),), "dataloader 0"), (((1, 1), (2, 0)), "dataloader 1")])
+def test_a_rank_without_a_batch_cannot_gather_parameters(pool: RankPool, batches: Batches, named: str) -> None:
+    with pytest.raises(RankError) as raised:
+        pool.run(2, evaluate, "zero3_custom", "validate", [batches], timeout=TIMEOUT)
+    message = str(raised.value)
+    assert message.count(MisconfigurationException.__name__ + ": ") == 2
+    assert message.count(named) == 2 and "parameters are gathered" in message
 
 
 def test_a_group_that_a_rank_does_not_know_is_refused_on_all(pool: RankPool) -> None:
