@@ -43,7 +43,9 @@ class Logging(LightningModule):
         # Keeps whole batches, of two dtypes.
         self.curves = torch.nn.ModuleList(BinaryAUROC() for _ in range(loaders))
         self.collection = MetricCollection({"largest": MaxMetric(), "average": MeanMetric()})
-        self.at_end = MeanMetric()
+        # Of a metric that keeps batches, within another one.
+        self.composed = BinaryAUROC() + 1.0
+        self.at_end, self.curve_at_end = MeanMetric(), BinaryAUROC()
         self.within = within
         self.samples: list[float] = []
 
@@ -65,7 +67,10 @@ class Logging(LightningModule):
         if dataloader_idx == 0:
             self.collection.update(samples)
             self.log_dict(self.collection)
+            target = samples.flatten().int() % 2
+            self.log("composed", update(self.composed, (samples % 5 / 5).flatten(), target))
         self.at_end.update(samples)
+        self.curve_at_end.update((samples % 5 / 5).flatten(), samples.flatten().int() % 2)
         # Each rank's own.
         self.log("local", mean)
         if self.within == f"log {dataloader_idx}":
@@ -78,6 +83,7 @@ class Logging(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         self.log("at end", self.at_end)
+        self.log("curve at end", self.curve_at_end)
 
     test_step = validation_step
     on_test_batch_end = on_validation_batch_end
@@ -118,6 +124,9 @@ class Together(Logging):
         self.log("local on rank 0", float(batch_idx), rank_zero_only=True)
 
     def on_validation_batch_end(self, *_: Any) -> None: ...
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("at end", self.at_end)
 
 
 class InGroup(Logging):
@@ -263,8 +272,9 @@ def evaluate_with(strategy: str | None, kind: str, passes: list[Batches], argume
 
 
 def test_no_rank_has_a_batch(pool: RankPool) -> None:
-    (expected,) = pool.run(1, evaluate, None, "validate", [((0, 0),)], timeout=TIMEOUT)
-    for found in pool.run(2, evaluate, "zero1_custom", "validate", [((0, 0),)], timeout=TIMEOUT):
+    arguments = {"module_class": Together}
+    (expected,) = pool.run(1, evaluate_with, None, "validate", [((0, 0),)], arguments, timeout=TIMEOUT)
+    for found in pool.run(2, evaluate_with, "zero1_custom", "validate", [((0, 0),)], arguments, timeout=TIMEOUT):
         assert found.samples == [] and all(map(agree, found.returned, expected.returned)), found.returned
 
 
