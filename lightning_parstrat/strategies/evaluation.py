@@ -1,20 +1,21 @@
 """Validation, test and prediction on ranks with different numbers of batches, and without samples that count twice.
 
-Evaluation sends nothing of its own between batches, so ranks may have different numbers of them: each goes through all
-that it has. Only where a step has a collective of the user's (``self.log(..., sync_dist=True, on_step=True)``,
-``self.all_gather``) all must go on together; then they look, from the first such collective on, whether all still do.
+Evaluation sends nothing of its own between batches, so ranks may have different numbers of them, or none: each goes
+through all that it has. Where some rank does not know the length of a loader, all wait for each other at its end, and
+what its steps have logged is combined. Only where a step has a collective of the user's
+(``self.log(..., sync_dist=True, on_step=True)``, ``self.all_gather``) all must go on together; then they look, from the
+first such collective on, whether all still do.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
@@ -25,12 +26,23 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.strategies.data.even import StandIn, all_batches
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
-from lightning_parstrat.strategies.lightning_compat import trainer_of
+from lightning_parstrat.strategies.lightning_compat import (
+    end_loaders_by,
+    end_loaders_by_itself,
+    logged_values,
+    store_logged,
+    takes_turns,
+    trainer_of,
+)
+from lightning_parstrat.strategies.logged_values import complete_logged
 
 _UNKNOWN = 2**60
 """Stands for the length of a loader that does not know its own: more than any."""
 
 _NO_BATCH = object()
+
+_END = 2**39
+"""Stands for the step after a loader's last: more than any."""
 
 
 class EvaluatingStrategy(RanksStrategy):
@@ -47,7 +59,7 @@ class EvaluatingStrategy(RanksStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
-    _not_copied = RanksStrategy._not_copied | {"_evaluations"}
+    _not_copied = RanksStrategy._not_copied | {"_evaluations", "_under_way"}
 
     def __init__(self, exact_evaluation: bool = False, **kwargs: Any) -> None:
         if not isinstance(exact_evaluation, bool):
@@ -55,6 +67,9 @@ class EvaluatingStrategy(RanksStrategy):
         self._exact_evaluation = exact_evaluation
         # By what Lightning calls their loaders: the sanity check's are those of validation.
         self._evaluations: dict[str, EvaluatedLoaders] | None = None
+        self._under_way: _UnderWay | None = None
+        # Whether some rank has no batch of what others evaluate: it would miss what they send in their first step.
+        self._validated_by_some = False
         super().__init__(**kwargs)
 
     @override
@@ -67,14 +82,12 @@ class EvaluatingStrategy(RanksStrategy):
         if self._exact_evaluation and isinstance(dataloader, DataLoader):
             leave_out_padding(dataloader)
         followed, lengths = loaders.add(dataloader)
-        self._note_evaluated_lengths(lengths)
+        if lengths.least == 0 < lengths.most:
+            self._note_empty()
         return followed
 
-    def _note_evaluated_lengths(self, lengths: "Lengths") -> None:
-        """Is told how many batches ranks have of a loader."""
-
     def _note_empty(self) -> None:
-        self._note_evaluated_lengths(Lengths(_UNKNOWN, 0))
+        self._validated_by_some = True
 
     def _evaluated_loaders(self) -> "EvaluatedLoaders | None":
         """Those of the evaluation that runs or is being set up; None in training."""
@@ -87,32 +100,66 @@ class EvaluatingStrategy(RanksStrategy):
         prefix = stage.dataloader_prefix or ""
         if prefix not in self._evaluations:
             limit = getattr(trainer, f"limit_{prefix}_batches")
-            self._evaluations[prefix] = EvaluatedLoaders(prefix, limit, self._control, self._note_empty)
+            self._evaluations[prefix] = EvaluatedLoaders(
+                prefix, limit, self._control, self._note_empty, self._is_in_step
+            )
         return self._evaluations[prefix]
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's validation step."""
-        self._note_step_of(args)
-        return super().validation_step(*args, **kwargs)
+    def on_validation_start(self) -> None:
+        """Begins a pass over the loaders."""
+        super().on_validation_start()
+        self._begin_pass()
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's test step."""
-        self._note_step_of(args)
-        return super().test_step(*args, **kwargs)
+    def on_test_start(self) -> None:
+        """Begins a pass over the loaders."""
+        super().on_test_start()
+        self._begin_pass()
 
     @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's predict step."""
-        self._note_step_of(args)
-        return super().predict_step(*args, **kwargs)
+    def on_predict_start(self) -> None:
+        """Begins a pass over the loaders."""
+        super().on_predict_start()
+        self._begin_pass()
 
-    def _note_step_of(self, arguments: Sequence[Any]) -> None:
+    def _begin_pass(self) -> None:
+        trainer = trainer_of(self._training_module)
         loaders = self._evaluated_loaders() if self.world_size > 1 else None
-        if loaders is not None:
-            # Lightning hands it on wherever there are several loaders, one after the other.
-            loaders.step_of = arguments[2] if len(arguments) > 2 else None
+        if trainer is None or loaders is None:
+            return
+        loop = _loop_of(trainer)
+        self._under_way = _UnderWay(loaders, loop)
+        loaders.begin_pass(takes_turns(loop))
+        if loaders.any_is_unknown:
+            end_loaders_by(loop, self._end_loaders)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch to the device. Of evaluated loaders the first of another one ends those before: collective."""
+        # A user may move another one within a step.
+        if self._under_way is not None and not self._is_in_step():
+            self._end_loaders(dataloader_idx)
+            self._under_way.loaders.begin_step()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _end_loaders(self, before: int | None = None) -> None:
+        """Ends with the loaders before one, or with all, each on all ranks."""
+        if self._under_way is None:
+            return
+        loaders, loop = self._under_way
+        while loaders.turn < (loaders.turns if before is None else before):
+            ranks_may_differ = loaders.end_turn()
+            # Lightning numbers them only where there are several.
+            values = logged_values(loop, loaders.turn if loaders.turns > 1 else None)
+            if loaders.any_is_unknown and values is not None:
+                if ranks_may_differ:
+                    complete_logged(values, self._training_module, self._control, self.reduce)
+                store_logged(loop)
+            loaders.next_turn()
+
+    def _is_in_step(self) -> bool:
+        return self._under_way is not None and _has_batch(self._under_way.loop)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
@@ -146,11 +193,8 @@ class EvaluatingStrategy(RanksStrategy):
             self._evaluations.pop(name.removesuffix("_dataloader()"), None)
 
     def _meet(self, collective: str) -> None:
-        trainer = trainer_of(self._training_module) if self._evaluations else None
-        if trainer is not None and _has_batch(trainer):
-            loaders = self._evaluated_loaders()
-            if loaders is not None:
-                loaders.meet(collective)
+        if self._under_way is not None and self._is_in_step():
+            self._under_way.loaders.meet(collective)
 
     @override
     def on_validation_end(self) -> None:
@@ -173,11 +217,16 @@ class EvaluatingStrategy(RanksStrategy):
     def _end_pass(self) -> None:
         for loaders in (self._evaluations or {}).values():
             loaders.has_begun = False
+        if self._under_way is not None:
+            end_loaders_by_itself(self._under_way.loop)
+            self._under_way = None
 
     @override
     def teardown(self) -> None:
         """Forgets the loaders."""
+        self._end_pass()
         self._evaluations = None
+        self._validated_by_some = False
         super().teardown()
 
 
@@ -217,37 +266,49 @@ class Lengths(NamedTuple):
         """Whether all ranks know theirs, and it is the same."""
         return self.most == self.least != _UNKNOWN
 
+    @property
+    def may_be_none(self) -> bool:
+        """Whether some rank may have no batch while another one has."""
+        return self.most == _UNKNOWN or self.least == 0 < self.most
+
 
 class EvaluatedLoaders:
     """Loaders of one kind of evaluation, and whether ranks must stay together while they go through one.
 
     Where some rank does not know the first loader's length, ranks compare before its first batch whether all have one:
     an all-reduce of 16 bytes on the host. Further batches send nothing, unless a step of theirs has had a collective:
-    from then on ranks compare before every batch of the loader. Not found is a rank that has no batch at all of a later
-    loader of unknown length.
+    from then on ranks compare before every step of the loader. At the end of a loader of unknown length they compare
+    where they are: who has one more step, with a collective in it, would wait for the others.
 
     Args:
         prefix: What Lightning calls the loaders: val, test or predict.
         limit: How many batches of a loader the Trainer takes at most, or which part of them.
         control: Compares.
         note_empty: Is called where a rank turns out to have no batch of the first loader.
+        is_in_step: Tells whether a step is under way.
 
     Attributes:
         has_begun: Whether the first batch of a pass over the loaders has been fetched.
-        step_of: Which loader the latest step had a batch of; None where it had one of all.
+        turn: Which loader ranks are at; 0 where they go through all together.
     """
 
     def __init__(
-        self, prefix: str, limit: int | float | None, control: Collectives, note_empty: Callable[[], None]
+        self,
+        prefix: str,
+        limit: int | float | None,
+        control: Collectives,
+        note_empty: Callable[[], None],
+        is_in_step: Callable[[], bool],
     ) -> None:
-        self._prefix, self._limit, self._control, self._note_empty = prefix, limit, control, note_empty
+        self._prefix, self._limit, self._control = prefix, limit, control
+        self._note_empty, self._is_in_step = note_empty, is_in_step
         self.has_begun = False
-        self.step_of: int | None = None
+        self.turn = 0
+        self._takes_turns = True
+        self._step = 0
         self._lengths: list[Lengths] = []
-        # By the loaders in whose steps all ranks meet.
+        # By the turns in whose steps all ranks meet.
         self._collectives: dict[int, str] = {}
-        self._first_is_empty_on_some = False
-        self._fetched = Fetched()
 
     def add(self, dataloader: Any) -> tuple[Any, Lengths]:
         """Adds the next loader. Collective: one all-reduce of 16 bytes.
@@ -268,41 +329,87 @@ class EvaluatedLoaders:
             return _UNKNOWN
         return int(length * self._limit) if isinstance(self._limit, float) else min(length, self._limit or length)
 
+    @property
+    def any_is_unknown(self) -> bool:
+        """Whether some rank does not know how many batches it has of some loader."""
+        return any(lengths.most == _UNKNOWN for lengths in self._lengths)
+
+    @property
+    def turns(self) -> int:
+        """How often ranks come to the end of loaders."""
+        return len(self._lengths) if self._takes_turns else 1
+
+    def begin_pass(self, takes_turns: bool) -> None:
+        """Begins with the first loader, or with all where they do not take turns."""
+        self._takes_turns = takes_turns
+        self.turn = self._step = 0
+
+    def begin_step(self) -> None:
+        """Counts a step. Collective where steps of the loader have collectives: an all-reduce of 16 bytes.
+
+        Raises:
+            MisconfigurationException: Some ranks have no such step.
+        """
+        self._step += 1
+        if self.turn in self._collectives:
+            self._compare()
+
+    def end_turn(self) -> bool:
+        """Ends with a loader. Collective where the length of some is unknown, and this one's is, or is zero: 16 bytes.
+
+        Returns:
+            Whether ranks may differ in what they have logged: some may have had no batch.
+
+        Raises:
+            MisconfigurationException: Some ranks are in a step that has a collective.
+        """
+        self._step = _END
+        # Where all are known, a rank without any batch leaves out the evaluation, and does not come here.
+        may_differ = self.any_is_unknown and any(self._lengths[loader].may_be_none for loader in self._loaders())
+        if may_differ:
+            self._compare()
+        return may_differ
+
+    def next_turn(self) -> None:
+        """Goes on to the next loader."""
+        self.turn, self._step = self.turn + 1, 0
+
+    def _loaders(self) -> range:
+        return range(self.turn, self.turn + 1) if self._takes_turns else range(len(self._lengths))
+
     def meet(self, collective: str) -> None:
         """Is told of a collective in a step or its hooks: all ranks take part, and must be able to.
 
         Raises:
             MisconfigurationException: Ranks have different numbers of batches.
         """
-        loaders = range(len(self._lengths)) if self.step_of is None else [self.step_of]
-        unsure = [loader for loader in loaders if not self._lengths[loader].are_equal]
+        unsure = [loader for loader in self._loaders() if not self._lengths[loader].are_equal]
         for loader in unsure:
-            if self._lengths[loader].most != _UNKNOWN or (loader == 0 and self._first_is_empty_on_some):
+            if self._lengths[loader].most != _UNKNOWN:
                 self._refuse(loader, collective)
-        if any(loader not in self._collectives for loader in unsure):
-            self._collectives.update(dict.fromkeys(unsure, collective))
-            if self._differs(self._fetched.place):
-                self._refuse(unsure[0], collective)
+        if unsure and self.turn not in self._collectives:
+            self._collectives[self.turn] = collective
+            self._compare()
 
-    def fetched(self, batches: Iterator[Any], loader: int, number: int) -> Any:
-        """A loader's next batch, or a mark that there is none.
+    def fetched(self, batches: Iterator[Any], loader: int) -> Any:
+        """A loader's next batch, or a mark that there is none. Collective at first, and where steps fetch themselves.
 
         Raises:
             MisconfigurationException: Some ranks have one and some have none, and steps have collectives.
         """
         batch = next(batches, _NO_BATCH)
-        self._fetched = Fetched(loader, number, batch is _NO_BATCH)
         # All ranks begin with the first loader, together; they may come to the others at different times.
         is_first, self.has_begun = loader == 0 and not self.has_begun, True
-        if is_first or loader in self._collectives:
-            differs = self._differs(self._fetched.place)
-            if is_first:
-                self._first_is_empty_on_some = differs
-            if is_first and differs:
-                self._note_empty()
-            if differs and loader in self._collectives:
-                self._refuse(loader, self._collectives[loader])
+        if is_first and self._differs(int(batch is _NO_BATCH)):
+            self._note_empty()
+        if batch is not _NO_BATCH and self._is_in_step():
+            self.begin_step()
         return batch
+
+    def _compare(self) -> None:
+        if self._differs(self.turn << 40 | self._step):
+            unsure = [loader for loader in self._loaders() if not self._lengths[loader].are_equal]
+            self._refuse(unsure[0], self._collectives.get(self.turn, "which the error of another rank names"))
 
     def _differs(self, place: int) -> bool:
         with watching("the comparison of batches that are evaluated"):
@@ -322,19 +429,6 @@ class EvaluatedLoaders:
         )
 
 
-class Fetched(NamedTuple):
-    """The latest batch that was fetched, or that there was none."""
-
-    loader: int = 0
-    number: int = 0
-    ended: bool = False
-
-    @property
-    def place(self) -> int:
-        """One number for all of it."""
-        return (self.loader << 40 | self.number) << 1 | self.ended
-
-
 class _TellsOfBatches(StandIn):
     """Stands for a loader of which some rank does not know how many batches it has; yields all, and says so."""
 
@@ -345,10 +439,7 @@ class _TellsOfBatches(StandIn):
     @override
     def __iter__(self) -> Iterator[Any]:
         batches = all_batches(self._dataloader)
-        for number in count():
-            batch = self._loaders.fetched(batches, self._index, number)
-            if batch is _NO_BATCH:
-                return
+        while (batch := self._loaders.fetched(batches, self._index)) is not _NO_BATCH:
             yield batch
 
     @override
@@ -357,13 +448,24 @@ class _TellsOfBatches(StandIn):
         raise TypeError("the data loader of some rank does not know its length")
 
 
-def _has_batch(trainer: Trainer) -> bool:
-    """Whether an evaluation has a batch that its hooks have not ended with."""
+class _UnderWay(NamedTuple):
+    """A pass over loaders, and Lightning's loop that does it."""
+
+    loaders: EvaluatedLoaders
+    loop: Any
+
+
+def _loop_of(trainer: Trainer) -> Any:
     loops = {
         TrainerFn.VALIDATING: trainer.validate_loop,
         TrainerFn.TESTING: trainer.test_loop,
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
     loop = loops.get(trainer.state.fn) if trainer.state.fn is not None else None
-    progress = (loop or trainer.fit_loop.epoch_loop.val_loop).batch_progress.current
+    return loop or trainer.fit_loop.epoch_loop.val_loop
+
+
+def _has_batch(loop: Any) -> bool:
+    """Whether an evaluation has a batch that its hooks have not ended with."""
+    progress = loop.batch_progress.current
     return bool(progress.ready > progress.completed)

@@ -54,6 +54,14 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._restart_stage
         has a training that resumes run a validation that was due | it is passed over, and what it draws shifts random
         numbers
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._combined_loader
+        the loaders that are evaluated, one after the other or together | an evaluation fails at its begin
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._results
+        what steps have logged, to which ranks without a batch add what others have | validation and test fail at their
+        begin where some rank does not know how many batches it has
+    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs
+        combines over ranks what the steps of a loader have logged; is done once for each loader | ranks without a batch
+        of a loader are waited for
     lightning.fabric.utilities.distributed._init_dist_connection
         joins ranks over a given store, with Lightning's messages | strategies cannot be imported
     lightning.fabric.utilities.distributed._set_num_threads_if_needed
@@ -316,6 +324,51 @@ def validate_first(trainer: Trainer) -> None:
     # As if it had been saved within that validation, which Lightning runs then, here from its begin.
     loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
     loop.restarting = False
+
+
+def takes_turns(loop: Any) -> bool:
+    """Whether an evaluation goes through its loaders one after the other, not through all together."""
+    return bool(loop._combined_loader._mode == "sequential")
+
+
+def end_loaders_by(loop: Any, end_loaders: Callable[[], None]) -> None:
+    """Leaves it to others when an evaluation ends with a loader, which Lightning knows only where it had a batch.
+
+    Args:
+        loop: The evaluation's, until :func:`end_loaders_by_itself`.
+        end_loaders: Is called after the last batch. What has been logged is then to be stored for every loader, see
+            :func:`store_logged`.
+    """
+    loop._store_dataloader_outputs = _nothing
+    loop.on_run_end = functools.partial(_end_run, loop, end_loaders)
+
+
+def end_loaders_by_itself(loop: Any) -> None:
+    """Undoes :func:`end_loaders_by`."""
+    vars(loop).pop("_store_dataloader_outputs", None)
+    vars(loop).pop("on_run_end", None)
+
+
+def _end_run(loop: Any, end_loaders: Callable[[], None]) -> Any:
+    end_loaders()
+    return type(loop).on_run_end(loop)
+
+
+def logged_values(loop: Any, loader: int | None) -> Any:
+    """What steps have logged, by keys, made to show what they have for a loader; None in prediction.
+
+    Args:
+        loop: The evaluation's.
+        loader: Its number; None where steps are not told of it.
+    """
+    if loop._results is not None:
+        loop._results.dataloader_idx = loader
+    return loop._results
+
+
+def store_logged(loop: Any) -> None:
+    """Has Lightning combine over ranks what :func:`logged_values` shows, for callbacks and loggers. Collective."""
+    type(loop)._store_dataloader_outputs(loop)
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
 from lightning_parstrat.strategies.data.even import EvenDataLoader, make_even, restore
-from lightning_parstrat.strategies.evaluation import EvaluatingStrategy, Lengths
+from lightning_parstrat.strategies.evaluation import EvaluatingStrategy
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
 
@@ -24,7 +24,6 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
     def __init__(self, **kwargs: Any) -> None:
         self._broadcast_buffers_next = True
         self._has_buffers = False
-        self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
@@ -54,12 +53,6 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
         return even
 
     @override
-    def _note_evaluated_lengths(self, lengths: Lengths) -> None:
-        """Finds out whether a rank will skip a validation that others run: it would miss their broadcast of buffers."""
-        if self._is_set_up:
-            self._validated_by_some = self._validated_by_some or lengths.least == 0 < lengths.most
-
-    @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's validation step."""
         if not self._validated_by_some:
@@ -76,7 +69,6 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
     @override
     def teardown(self) -> None:
         """Gives data loaders their own classes back."""
-        self._validated_by_some = False
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()

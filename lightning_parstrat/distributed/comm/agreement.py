@@ -94,7 +94,7 @@ def topology_of_ranks(node: Node, control: Collectives) -> Topology:
         return in_order
     keys = torch.zeros(control.world_size, dtype=torch.int64)
     # Each rank fills its own place of zeros, so that a sum collects all of them.
-    keys[control.rank] = _key(*node)
+    keys[control.rank] = key_of(*node)
     control.all_reduce(keys).wait()
     return Topology.of(keys.tolist())
 
@@ -118,7 +118,7 @@ def topology_in_order(node: Node, control: Collectives) -> Topology | None:
     per_node = max(world_size // nodes, 1)
     number, place = divmod(rank, per_node)
     mate = number * per_node + (place + 1) % per_node
-    multiple = (_key(rank) - _key(mate)) * _key(node.name)
+    multiple = (key_of(rank) - key_of(mate)) * key_of(node.name)
     misplaced = nodes * per_node != world_size or node.number != number
     # int64 wraps around in sums as well.
     found = torch.tensor([int(misplaced), (multiple + 2**63) % 2**64 - 2**63])
@@ -126,8 +126,8 @@ def topology_in_order(node: Node, control: Collectives) -> Topology | None:
     return None if found.any() else Topology.in_order(world_size, per_node)
 
 
-def _key(*values: object) -> int:
-    """A number of 62 bits, the same in all processes, as that of ``hash()`` is not."""
+def key_of(*values: object) -> int:
+    """A number of 62 bits for values, the same in all processes, as that of ``hash()`` is not."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big") >> 2
 
 

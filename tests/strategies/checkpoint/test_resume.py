@@ -28,9 +28,9 @@ BATCHES = 6
 class Dropping(LightningModule):
     """Draws random numbers in every step, and notes on what it was trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 40) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 40), nn.Dropout(0.5), nn.ReLU(), nn.Linear(40, 1))
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.5), nn.ReLU(), nn.Linear(width, 1))
         self.seen: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -97,7 +97,7 @@ def fit(
     folder: str, kind: str, arguments: dict[str, Any], loader: str, path: str | None, seed: int, **trainer_args: Any
 ) -> tuple[list[Tensor], list[float]]:
     torch.manual_seed(seed + dist.get_rank())
-    state, module = State(), Dropping()
+    state, module = State(), Dropping(**trainer_args.pop("module", {}))
     saving = ModelCheckpoint(
         folder,
         "{step}",
@@ -152,6 +152,32 @@ def test_training_goes_on_as_if_it_had_not_stopped(
     pool: RankPool, tmp_path: Path, kind: str, arguments: dict[str, Any], loader: str, name: str
 ) -> None:
     assert pool.run(2, resumed_is_uninterrupted, str(tmp_path), kind, arguments, loader, name) == [True, True]
+
+
+def resumed_on_three(folder: str, arguments: dict[str, Any], **trainer_args: Any) -> bool:
+    try:
+        # So large that Gloo divides the sum of a bucket among the ranks.
+        module = {"width": 4000}
+        case = (folder, "TunedDDPStrategy", arguments, "stateful", "step=8.ckpt")
+        return resumed_is_uninterrupted(*case, module=module, **trainer_args)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def resumed_deterministically(folder: str, arguments: dict[str, Any]) -> bool:
+    return resumed_on_three(folder, arguments, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("resumed", "arguments"),
+    [(resumed_on_three, {"bucket_cap_mb": 0.1}), pytest.param(resumed_deterministically, {}, marks=pytest.mark.slow)],
+)
+def test_buckets_that_are_not_made_anew_after_a_start_round_alike(
+    pool: RankPool, tmp_path: Path, resumed: Any, arguments: dict[str, Any]
+) -> None:
+    """The sum of more than two numbers depends on their order, and that on the buckets."""
+    arguments = arguments | {"find_unused_parameters": True}
+    assert pool.run(3, resumed, str(tmp_path), arguments) == [True] * 3
 
 
 def resumed_from_format_2(folder: str, name: str) -> bool:
