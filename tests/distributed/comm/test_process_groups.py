@@ -1,6 +1,7 @@
 """Process groups: connections are made for whom there is something to send to, not for all."""
 
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -56,6 +57,20 @@ def test_ranks_are_connected_when_they_have_something_to_send(pool: RankPool, wo
             assert made <= 4 + 4
             # A connection for either way.
             assert used <= 2 * exchange_rounds(rank, world_size).messages
+
+
+def scheduling_of_gloos_threads() -> list[int]:
+    process_groups(timedelta(seconds=84))
+    tasks = list(Path("/proc/self/task").iterdir())
+    return [os.sched_getscheduler(int(one.name)) for one in tasks if (one / "comm").read_text().startswith("gloo_")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no batch class")
+def test_threads_that_read_from_connections_interrupt_nobody(pool: RankPool) -> None:
+    for scheduling in pool.run(2, scheduling_of_gloos_threads):
+        # Of the default group, and of those for gradients, parameters, control messages and checkpoints.
+        assert len(scheduling) >= 5
+        assert set(scheduling) == {os.SCHED_BATCH}
 
 
 def test_what_the_environment_says_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
