@@ -30,6 +30,7 @@ from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
+    gather_every_module_state,
     gather_module_state,
     gather_optimizer_state,
     gather_rest,
@@ -39,7 +40,7 @@ from lightning_parstrat.distributed.zero3.state import (
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
 from lightning_parstrat.strategies.gradients.observers import users_own
-from lightning_parstrat.strategies.lightning_compat import AVERAGING, averaged_copies, stands_for_none, unwrapped
+from lightning_parstrat.strategies.lightning_compat import AVERAGING, averaged_copies, returns_weights, stands_for_none, unwrapped
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
@@ -402,7 +403,13 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def teardown(self) -> None:
-        """Takes off what was put into the module, which stays sharded: another training goes on with it."""
+        """Takes off what was put into the module, which stays sharded: another training goes on with it.
+
+        Where another process has started the ranks and goes on without them, it is given the whole weights.
+        """
+        module = self._training_module
+        if self._is_set_up and returns_weights(self) and module.trainer.state.fn == TrainerFn.FITTING:
+            gather_every_module_state(module, self.local_rank == 0)
         self._close()
         super().teardown()
 

@@ -35,7 +35,6 @@ def gather(value: Any, keep: bool) -> Any:
     return whole.cpu() if keep else None
 
 
-@torch.no_grad()
 def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
     """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
 
@@ -45,9 +44,29 @@ def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: Sharded by FSDP2.
         keep: Whether this rank wants it.
     """
+    return _gather_state(module, module.state_dict(), keep)
+
+
+def gather_every_module_state(module: nn.Module, keep: bool) -> None:
+    """Has ``module.state_dict()`` be as :func:`gather_module_state` from now on, and collective.
+
+    Args:
+        module: Sharded by FSDP2.
+        keep: Whether this rank wants whole tensors; elsewhere the state is empty.
+    """
+
+    def gather_in_place(root: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        whole = _gather_state(root, state, keep)
+        state.clear()
+        state.update(whole)
+
+    module.register_state_dict_post_hook(gather_in_place)
+
+
+@torch.no_grad()
+def _gather_state(module: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     tied = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
     gathered: dict[int, Any] = {}
-    state = module.state_dict()
     whole: dict[str, Any] = {}
     for name, value in state.items():
         number = id(tied.get(name, value))
