@@ -112,21 +112,9 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Connects the ranks.
-
-        Raises:
-            MisconfigurationException: A callback is going to copy a module that is sharded already.
-        """
+        """Connects the ranks."""
         self._loads_after_setup = None
         super().setup_environment()
-        module = self._training_module
-        averages = any(isinstance(callback, AVERAGING) for callback in module.trainer.callbacks)
-        if averages and module.trainer.state.fn == TrainerFn.FITTING and is_sharded_module(module):
-            raise MisconfigurationException(
-                "A callback that averages weights copies the module when a training begins, and FSDP2 lets no module be"
-                " copied that it has sharded, as it has done in an earlier training of this one. Make the module anew,"
-                " and load its weights."
-            )
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -238,6 +226,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Completes the gradients of a window, and brings their mean over ranks to the window's."""
         if self._sharded is not None and self._sharded.has_begun:
             self._sharded.end_backward(self._factor)
+
+    @override
+    def _complete_window(self) -> None:
+        """As its base class does; and what a training step without a backward has left gathered is not what steps."""
+        super()._complete_window()
+        self._reshard()
 
     def _factor(self) -> float:
         return 1.0 if self._window_scale is None else self._window_scale() * self.world_size
