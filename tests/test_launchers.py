@@ -64,9 +64,7 @@ def weights_of_ddp(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["", "_spawn", "_fork", "_notebook"])
 @pytest.mark.parametrize("strategy", ["zero1_custom", "zero3_custom"])
-def test_the_weights_come_back_as_from_ddp(
-    tmp_path: Path, weights_of_ddp: str, strategy: str, launcher: str
-) -> None:
+def test_the_weights_come_back_as_from_ddp(tmp_path: Path, weights_of_ddp: str, strategy: str, launcher: str) -> None:
     assert weights_after(tmp_path, f"{strategy}{launcher}") == weights_of_ddp
 
 

@@ -1,5 +1,6 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
+import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -40,7 +42,13 @@ from lightning_parstrat.distributed.zero3.state import (
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
 from lightning_parstrat.strategies.gradients.observers import users_own
-from lightning_parstrat.strategies.lightning_compat import AVERAGING, averaged_copies, returns_weights, stands_for_none, unwrapped
+from lightning_parstrat.strategies.lightning_compat import (
+    AVERAGING,
+    averaged_copies,
+    returns_weights,
+    stands_for_none,
+    unwrapped,
+)
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
@@ -112,9 +120,26 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def setup_environment(self) -> None:
-        """Connects the ranks."""
+        """Connects the ranks.
+
+        A callback that averages weights copies the module before :meth:`setup`, when it has called ``configure_model``:
+        a module on the meta device is sharded by then.
+        """
         self._loads_after_setup = None
         super().setup_environment()
+        module = self._training_module
+        averages = any(isinstance(callback, AVERAGING) for callback in module.trainer.callbacks)
+        if averages and module.trainer.state.fn == TrainerFn.FITTING and is_overridden("configure_model", module):
+            made_by_user = module.configure_model
+
+            @functools.wraps(made_by_user)
+            def make_and_shard() -> None:
+                made_by_user()
+                if any(parameter.is_meta for parameter in module.parameters()):
+                    self.precision_plugin.convert_module(module)
+                    self.configure_ddp()
+
+            vars(module)["configure_model"] = make_and_shard
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -401,13 +426,16 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
         Where another process has started the ranks and goes on without them, it is given the whole weights.
         """
-        module = self._training_module
-        if self._is_set_up and returns_weights(self) and module.trainer.state.fn == TrainerFn.FITTING:
+        module = self.lightning_module
+        gives = self._is_set_up and returns_weights(self)
+        if module is not None and gives and module.trainer.state.fn == TrainerFn.FITTING:
             gather_every_module_state(module, self.local_rank == 0)
         self._close()
         super().teardown()
 
     def _close(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("configure_model", None)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -22,10 +22,10 @@ def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
 
     def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         plain = next(cls for cls in type(self).__mro__ if not issubclass(cls, FSDPModule))
-        twin: nn.Module = plain.__new__(plain)
+        twin = cast(nn.Module, plain.__new__(plain))
         memo[id(self)] = twin
         # What the class itself leaves out of a pickle is no part of a copy, either: a module's Trainer.
-        state = self.__reduce_ex__(4)[2]
+        state = cast(Any, self.__reduce_ex__(4))[2]
         nn.Module.__init__(twin)
         vars(twin).update(copy.deepcopy({name: state[name] for name in state.keys() - left_out}, memo))
         return twin

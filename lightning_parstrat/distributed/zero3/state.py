@@ -60,7 +60,7 @@ def gather_every_module_state(module: nn.Module, keep: bool) -> None:
         state.clear()
         state.update(whole)
 
-    module.register_state_dict_post_hook(gather_in_place)
+    module.register_state_dict_post_hook(gather_in_place)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

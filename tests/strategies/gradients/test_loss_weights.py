@@ -228,7 +228,7 @@ def end_of(chosen: Any, weighted: bool, accumulate: int) -> Tensor:
         limit_train_batches=6,
     )
     trainer.fit(module, big_batch.loader(ranks_batches(BATCHES, WEIGHTS)[dist.get_rank()]))
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    return torch.cat([whole(parameter.detach()).reshape(-1) for parameter in module.parameters()])
 
 
 class Silent(Regression):

@@ -24,7 +24,7 @@ from tests.strategies.gradients.big_batch import Sample, sgd
 from tests.strategies.gradients.poison import BATCHES, Poisoned, Snapshots, adamw, fused, run, state_of
 from tests.strategies.gradients.trainings import kinds_of, ranks_batches, strategy
 from tests.strategies.gradients.two_optimizers import TwoOptimizers, train_two
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import make_trainer, whole
 
 # Which batches are poisoned, which of them (those of the same window) an undisturbed run leaves out, and the Trainer's.
 SKIPPED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
@@ -273,7 +273,7 @@ def raise_at(kind: str, poison: dict[str, Any], ranks: tuple[int, ...], argument
     except NonfiniteGradientError as error:
         message = str(error)
     before = len(snapshots.taken)
-    left = distance(snapshots.taken[-1].parameters, list(module.parameters()))
+    left = distance(snapshots.taken[-1].parameters, [whole(parameter.detach()) for parameter in module.parameters()])
     module.at, module.count = (), 0
     again = Snapshots()
     chosen = strategy(kind, nonfinite_grads="raise")
