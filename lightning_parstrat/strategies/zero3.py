@@ -32,6 +32,7 @@ from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
+    check_not_of_shards,
     gather_every_module_state,
     gather_module_state,
     gather_optimizer_state,
@@ -237,7 +238,9 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
         self._reshard()
         self._broadcast_buffers()
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        check_not_of_shards(output)
+        return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -25,7 +25,7 @@ from tests.strategies import zoo
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches, windows_of
 from tests.strategies.gradients.trainings import WEIGHTS, differences, fit, kinds_of, ranks_batches, strategy
-from tests.strategies.parity import largest_difference, make_trainer, train, zero1
+from tests.strategies.parity import largest_difference, make_trainer, train, whole, zero1
 
 BATCHES = 8
 

@@ -192,7 +192,7 @@ def averaged(kind: str, partial_window: str, module_class: type[Steps]) -> float
             max_epochs=4,
             callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)],
         )
-        weights.append(torch.cat([tensor.double().reshape(-1) for tensor in module.state_dict().values()]))
+        weights.append(torch.cat([whole(tensor).double().reshape(-1) for tensor in module.state_dict().values()]))
     return distance(weights[:1], weights[1:])
 
 
