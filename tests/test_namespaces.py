@@ -46,6 +46,7 @@ from {lightning} import Trainer
 for name, cls in (
     ("zero1_custom", "ZeRO1Strategy"), ("ddp_tuned", "TunedDDPStrategy"), ("ddp_zero1", "ZeRO1Strategy"),
     ("zero2_custom", "ZeRO1Strategy"), ("ddp_zero2", "ZeRO1Strategy"),
+    ("zero3_custom", "ZeRO3Strategy"), ("ddp_zero3", "ZeRO3Strategy"),
 ):
     strategy = Trainer(strategy=name, accelerator="cpu", devices=1, {QUIET}).strategy
     print(type(strategy).__module__, type(strategy).__name__)
@@ -169,9 +170,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["zero1_custom_fork", "ddp_tuned_fork", "ddp_zero1_notebook"], id="forked"),
+        pytest.param(["zero1_custom_fork", "ddp_tuned_fork", "ddp_zero1_notebook", "zero3_custom_fork"], id="forked"),
         pytest.param(
-            ["zero1_custom_spawn", "ddp_tuned_spawn", "zero2_custom_spawn"], id="spawned", marks=pytest.mark.slow
+            ["zero1_custom_spawn", "ddp_tuned_spawn", "zero2_custom_spawn", "zero3_custom_spawn"],
+            id="spawned",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -228,7 +231,7 @@ for (writer, loader), format in itertools.product((namespaces, namespaces[::-1])
 
 
 @pytest.mark.parametrize("lightning", OURS)
-@pytest.mark.parametrize("name", ["ZeRO1Strategy", "TunedDDPStrategy"])
+@pytest.mark.parametrize("name", ["ZeRO1Strategy", "TunedDDPStrategy", "ZeRO3Strategy"])
 def test_the_wrong_trainer_refuses_and_says_what_to_write(lightning: str, name: str) -> None:
     packages = {"lightning.pytorch": lightning_parstrat, "pytorch_lightning": other_package}
     trainers = {"lightning.pytorch": Trainer, "pytorch_lightning": pytorch_lightning.Trainer}

@@ -68,6 +68,8 @@ Used through this file: what for | what happens without it.
         gives each rank its share of the threads, as Lightning's launcher does | strategies cannot be imported
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
         is the launcher that ours stands in for under torchrun | strategies cannot be imported
+    lightning.pytorch.strategies.launchers._MultiProcessingLauncher
+        tells that a process waits for the weights of ranks that it has started | strategies cannot be imported
     lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler
         the user's sampler within Lightning's distributed one, whose generator is saved | training does not begin
     lightning.pytorch.loops.fit_loop._FitLoop._combined_loader
@@ -144,7 +146,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -442,6 +445,12 @@ def _nothing() -> None:
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 """Starts the script once more for every rank, or leaves that to whoever has started this one. To be derived from."""
+
+
+def returns_weights(strategy: Strategy) -> bool:
+    """Whether ranks were forked or spawned by a process that takes rank 0's ``state_dict`` when a training ends."""
+    return isinstance(strategy.launcher, _MultiProcessingLauncher)
+
 
 share_threads: Callable[[int], None] = _set_num_threads_if_needed
 """Gives each of so many processes its share of the threads, unless the user has said how many."""

@@ -1,5 +1,6 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
+import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -30,6 +32,8 @@ from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
+    check_not_of_shards,
+    gather_every_module_state,
     gather_module_state,
     gather_optimizer_state,
     gather_rest,
@@ -39,7 +43,13 @@ from lightning_parstrat.distributed.zero3.state import (
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
 from lightning_parstrat.strategies.gradients.observers import users_own
-from lightning_parstrat.strategies.lightning_compat import AVERAGING, averaged_copies, stands_for_none, unwrapped
+from lightning_parstrat.strategies.lightning_compat import (
+    AVERAGING,
+    averaged_copies,
+    returns_weights,
+    stands_for_none,
+    unwrapped,
+)
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
@@ -113,19 +123,24 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     def setup_environment(self) -> None:
         """Connects the ranks.
 
-        Raises:
-            MisconfigurationException: A callback is going to copy a module that is sharded already.
+        A callback that averages weights copies the module before :meth:`setup`, when it has called ``configure_model``:
+        a module on the meta device is sharded by then.
         """
         self._loads_after_setup = None
         super().setup_environment()
         module = self._training_module
         averages = any(isinstance(callback, AVERAGING) for callback in module.trainer.callbacks)
-        if averages and module.trainer.state.fn == TrainerFn.FITTING and is_sharded_module(module):
-            raise MisconfigurationException(
-                "A callback that averages weights copies the module when a training begins, and FSDP2 lets no module be"
-                " copied that it has sharded, as it has done in an earlier training of this one. Make the module anew,"
-                " and load its weights."
-            )
+        if averages and module.trainer.state.fn == TrainerFn.FITTING and is_overridden("configure_model", module):
+            made_by_user = module.configure_model
+
+            @functools.wraps(made_by_user)
+            def make_and_shard() -> None:
+                made_by_user()
+                if any(parameter.is_meta for parameter in module.parameters()):
+                    self.precision_plugin.convert_module(module)
+                    self.configure_ddp()
+
+            vars(module)["configure_model"] = make_and_shard
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -223,7 +238,9 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
         self._reshard()
         self._broadcast_buffers()
-        return super().training_step(*args, **kwargs)
+        output = super().training_step(*args, **kwargs)
+        check_not_of_shards(output)
+        return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -237,6 +254,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Completes the gradients of a window, and brings their mean over ranks to the window's."""
         if self._sharded is not None and self._sharded.has_begun:
             self._sharded.end_backward(self._factor)
+
+    @override
+    def _complete_window(self) -> None:
+        """As its base class does; and what a training step without a backward has left gathered is not what steps."""
+        super()._complete_window()
+        self._reshard()
 
     def _factor(self) -> float:
         return 1.0 if self._window_scale is None else self._window_scale() * self.world_size
@@ -402,11 +425,20 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def teardown(self) -> None:
-        """Takes off what was put into the module, which stays sharded: another training goes on with it."""
+        """Takes off what was put into the module, which stays sharded: another training goes on with it.
+
+        Where another process has started the ranks and goes on without them, it is given the whole weights.
+        """
+        module = self.lightning_module
+        gives = self._is_set_up and returns_weights(self)
+        if module is not None and gives and module.trainer.state.fn == TrainerFn.FITTING:
+            gather_every_module_state(module, self.local_rank == 0)
         self._close()
         super().teardown()
 
     def _close(self) -> None:
+        if self.lightning_module is not None:
+            vars(self.lightning_module).pop("configure_model", None)
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

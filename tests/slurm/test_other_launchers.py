@@ -16,7 +16,10 @@ SECONDS = 120
 MPI4PY = Path(sys.prefix) / "mpi"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 FIT = ("train.py", "fit", "--config", "c.yaml")
-TRAINED = "trained 5 on {} by ZeRO1Strategy"
+TRAINED = "trained 5 on {} by {}"
+STRATEGIES = pytest.mark.parametrize(
+    ("strategy", "kind"), [("zero1_custom", "ZeRO1Strategy"), ("zero3_custom", "ZeRO3Strategy")]
+)
 
 
 def run(folder: Path, *commands: tuple[str, ...], **variables: str) -> str:
@@ -37,20 +40,22 @@ def run(folder: Path, *commands: tuple[str, ...], **variables: str) -> str:
     return said
 
 
-def test_torchrun_on_one_node(tmp_path: Path) -> None:
-    write_program(tmp_path, steps=5, devices=2)
+@STRATEGIES
+def test_torchrun_on_one_node(tmp_path: Path, strategy: str, kind: str) -> None:
+    write_program(tmp_path, steps=5, devices=2, strategy=strategy)
     command = (*TORCHRUN, "--standalone", "--nproc_per_node", "2", *FIT)
-    assert TRAINED.format(2) in run(tmp_path, command)
+    assert TRAINED.format(2, kind) in run(tmp_path, command)
 
 
-def test_two_agents_of_torchrun_as_two_nodes(tmp_path: Path) -> None:
-    write_program(tmp_path, steps=5, devices=2, num_nodes=2)
+@STRATEGIES
+def test_two_agents_of_torchrun_as_two_nodes(tmp_path: Path, strategy: str, kind: str) -> None:
+    write_program(tmp_path, steps=5, devices=2, num_nodes=2, strategy=strategy)
     agents = [
         (*TORCHRUN, "--nnodes", "2", "--nproc_per_node", "2", "--node_rank", str(node), "--master_addr", "127.0.0.1",
          "--master_port", "29517", *FIT)
         for node in range(2)
     ]  # fmt: skip
-    assert TRAINED.format(4) in run(tmp_path, *agents)
+    assert TRAINED.format(4, kind) in run(tmp_path, *agents)
 
 
 def test_mpirun(tmp_path: Path) -> None:
@@ -58,4 +63,4 @@ def test_mpirun(tmp_path: Path) -> None:
         lack("needs OpenMPI and mpi4py: make test-cluster installs them")
     write_program(tmp_path, steps=5, devices=2)
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable, *FIT)
-    assert TRAINED.format(2) in run(tmp_path, command, PYTHONPATH=str(MPI4PY))
+    assert TRAINED.format(2, "ZeRO1Strategy") in run(tmp_path, command, PYTHONPATH=str(MPI4PY))

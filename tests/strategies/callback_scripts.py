@@ -14,10 +14,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.strategies import zoo
-from tests.strategies.parity import Recorder
+from tests.strategies.parity import Recorder, whole
 
 
 class Plateau(zoo.MLP):
@@ -160,7 +161,7 @@ class Watch(Recorder):
     """Keeps all there is to see, each time as a list of tensors."""
 
     def keep(self, *values: Any) -> None:
-        self.parameters.append([torch.as_tensor(value).detach().double().clone() for value in values])
+        self.parameters.append([whole(torch.as_tensor(value)).detach().double().clone() for value in values])
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs)
@@ -260,7 +261,7 @@ def fail_and_resume(where: str, error: type[BaseException]) -> Script:
 
 def check_ordinary_storage(module: nn.Module) -> None:
     for parameter in module.parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+        assert isinstance(parameter, DTensor) or parameter.untyped_storage().nbytes() == parameter.nbytes
 
 
 def callback_of(kind: type[Callback], trainer: Trainer) -> Any:

@@ -74,6 +74,7 @@ from tests.strategies.parity import (
     largest_loss_difference,
     make_trainer,
     zero1,
+    zero3,
 )
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
@@ -83,6 +84,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero1": zero1,
     "zero1_custom": by_flag,
     "late": late,
+    "zero3": zero3,
 }
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.cli.main import main
 from tests.comparing import assert_same
@@ -162,18 +161,6 @@ def test_a_checkpoint_holds_what_that_of_one_process_does(pool: RankPool, tmp_pa
         assert_same({key: found[key]}, {key: expected[key]}, rtol=1e-4, atol=1e-5)
     # What is averaged is not what is trained.
     assert not torch.allclose(found["state_dict"]["mix.weight"], found["current_model_state"]["mix.weight"])
-
-
-def fit_again() -> str:
-    run = train(zoo.MLP, zero3())
-    assert all(isinstance(parameter, DTensor) for parameter in run.module.parameters())
-    with pytest.raises(Exception) as raised:
-        make_trainer(zero3(), callbacks=[WeightAveraging()]).fit(run.module, zoo.loader(8, 4))
-    return str(raised.value)
-
-
-def test_a_module_that_is_sharded_already_is_refused(pool: RankPool) -> None:
-    assert all("Make the module anew" in said for said in pool.run(2, fit_again))
 
 
 class OnOneRank(zoo.MLP):

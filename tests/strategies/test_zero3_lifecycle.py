@@ -253,3 +253,20 @@ def begin(case: str) -> str:
 )
 def test_what_is_not_supported_is_refused_before_training(pool: RankPool, case: str, message: str) -> None:
     assert all(message in said for said in pool.run(2, begin, case))
+
+
+class ReadsABlock(zoo.MLP):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.compute_loss(batch)
+        return loss + self.net[0].weight.sum()
+
+
+def read_a_block() -> str:
+    with pytest.raises(RuntimeError) as raised:
+        train(ReadsABlock, zero3())
+    return str(raised.value)
+
+
+def test_a_loss_of_shards_ends_with_an_error_where_it_was_made(pool: RankPool) -> None:
+    said = pool.run(2, read_a_block)
+    assert all("within the block's own `forward`" in one for one in said)

@@ -37,6 +37,7 @@ from lightning_parstrat.distributed.torch_compat import (
     replays_captured_graphs,
     take_over_attributes,
 )
+from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.state import shard_like
@@ -166,7 +167,9 @@ class ShardedModule:
             shard(unit, reshard_after_forward=reshard_after_forward)
         self._make(module, whole)
         # By default what the root has stays gathered from forward to backward, which follow each other at once.
+        own = set(vars(module))
         shard(module)
+        let_be_copied(self._parts, {*STEPS, *vars(module)} - own)
         for name, parameter in module.named_parameters():
             if parameter is not before[name]:
                 take_over_attributes(before[name], parameter)
@@ -405,8 +408,18 @@ class ShardedModule:
         return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def close(self) -> None:
-        """Removes what was put into the module, which stays sharded. Not collective."""
+        """Removes what was put into the module, which stays sharded. Not collective.
+
+        What an exception has left of a step is gone: another training would take its gradients for its own.
+        """
         self.reshard()
+        for part in self._parts:
+            # Those that were never called, or are within others, have nothing of their own to reset.
+            with suppress(AttributeError, RuntimeError):
+                part.reset_iter_state()
+        for leaf in self.leaves:
+            if leaf.tensor is not leaf.parameter:
+                leaf.tensor.grad = None
         for hook in (*self._hooks, *self._lent.values()):
             hook.remove()
         for step in STEPS:

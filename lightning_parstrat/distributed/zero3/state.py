@@ -35,7 +35,6 @@ def gather(value: Any, keep: bool) -> Any:
     return whole.cpu() if keep else None
 
 
-@torch.no_grad()
 def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
     """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
 
@@ -45,9 +44,29 @@ def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: Sharded by FSDP2.
         keep: Whether this rank wants it.
     """
+    return _gather_state(module, module.state_dict(), keep)
+
+
+def gather_every_module_state(module: nn.Module, keep: bool) -> None:
+    """Has ``module.state_dict()`` be as :func:`gather_module_state` from now on, and collective.
+
+    Args:
+        module: Sharded by FSDP2.
+        keep: Whether this rank wants whole tensors; elsewhere the state is empty.
+    """
+
+    def gather_in_place(root: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        whole = _gather_state(root, state, keep)
+        state.clear()
+        state.update(whole)
+
+    module.register_state_dict_post_hook(gather_in_place)  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _gather_state(module: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
     tied = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
     gathered: dict[int, Any] = {}
-    state = module.state_dict()
     whole: dict[str, Any] = {}
     for name, value in state.items():
         number = id(tied.get(name, value))
@@ -111,6 +130,24 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
         return gathered[id(tensor)]
 
     return replace_leaves(tree, whole)
+
+
+def check_not_of_shards(output: Any) -> None:
+    """Refuses what a step returns where it was computed from a unit's shards. Not collective.
+
+    Args:
+        output: A tensor, or a dict of them; anything else is passed over.
+
+    Raises:
+        RuntimeError: Other ranks may not take part in what a shard needs of them, and would be waited for.
+    """
+    values = output.values() if isinstance(output, Mapping) else (output,)
+    if any(isinstance(value, DTensor) for value in values):
+        raise RuntimeError(
+            "What `training_step` returned was computed from a weight that is in shards there: weights of a block can"
+            " be read within the block's own `forward`. Read it there, or have the block gathered with all else by"
+            " `wrap`, which names other classes, or by a larger `min_num_params`."
+        )
 
 
 def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from tests.strategies.parity import whole
+
 FEATURES = 6
 
 
@@ -67,7 +69,7 @@ class Regression(LightningModule):
     def on_train_batch_end(self, *_: Any) -> None:
         norm = self.trainer.strategy.grad_norm
         self.norms.append(float("nan") if norm is None else float(norm))
-        self.seen.append(torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters()]))
+        self.seen.append(torch.cat([whole(parameter.detach()).reshape(-1) for parameter in self.parameters()]))
 
 
 # It looks at parameters, not at gradients: "auto" must not expose them on its account.

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_parstrat.core.tensor_trees import replace_leaves
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample
 from tests.strategies.gradients.trainings import ranks_batches
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import make_trainer, whole
 
 BATCHES = 7
 
@@ -79,8 +80,8 @@ class Snapshots(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.taken.append(
             Snapshot(
-                [parameter.detach().clone() for parameter in pl_module.parameters()],
-                copy.deepcopy(optimizer.state_dict()),
+                [whole(parameter.detach()).clone() for parameter in pl_module.parameters()],
+                replace_leaves(optimizer.state_dict(), lambda tensor: whole(tensor).clone()),
                 copy.deepcopy(pl_module.lr_schedulers().state_dict()),
                 optimizer.param_groups[0]["lr"],
                 getattr(trainer.strategy, "skipped_steps", 0),

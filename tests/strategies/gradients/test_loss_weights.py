@@ -25,7 +25,7 @@ from tests.strategies import zoo
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches, windows_of
 from tests.strategies.gradients.trainings import WEIGHTS, differences, fit, kinds_of, ranks_batches, strategy
-from tests.strategies.parity import largest_difference, make_trainer, train, zero1
+from tests.strategies.parity import largest_difference, make_trainer, train, whole, zero1
 
 BATCHES = 8
 
@@ -228,7 +228,7 @@ def end_of(chosen: Any, weighted: bool, accumulate: int) -> Tensor:
         limit_train_batches=6,
     )
     trainer.fit(module, big_batch.loader(ranks_batches(BATCHES, WEIGHTS)[dist.get_rank()]))
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    return torch.cat([whole(parameter.detach()).reshape(-1) for parameter in module.parameters()])
 
 
 class Silent(Regression):

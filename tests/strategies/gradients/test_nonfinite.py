@@ -24,7 +24,7 @@ from tests.strategies.gradients.big_batch import Sample, sgd
 from tests.strategies.gradients.poison import BATCHES, Poisoned, Snapshots, adamw, fused, run, state_of
 from tests.strategies.gradients.trainings import kinds_of, ranks_batches, strategy
 from tests.strategies.gradients.two_optimizers import TwoOptimizers, train_two
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import make_trainer, whole
 
 # Which batches are poisoned, which of them (those of the same window) an undisturbed run leaves out, and the Trainer's.
 SKIPPED: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
@@ -259,9 +259,14 @@ def test_of_two_optimizers_only_that_with_nans_is_skipped(pool: RankPool, kind: 
         assert skipped == 2
 
 
+def reading_weights(kind: str) -> dict[str, Any]:
+    """Arguments for a module that reads weights in its training step: of units that can be done in `forward` alone."""
+    return {"min_num_params": 100_000} if kind == "zero3" else {}
+
+
 def raise_at(kind: str, poison: dict[str, Any], ranks: tuple[int, ...], arguments: dict[str, Any]) -> Any:
     """What was raised; what it left of the step; and whether the same module trains on."""
-    chosen = strategy(kind, nonfinite_grads="raise")
+    chosen = strategy(kind, nonfinite_grads="raise", **reading_weights(kind))
     mine = {**poison, "rank": dist.get_rank()} if dist.get_rank() in ranks else {**poison, "at": ()}
     module = Poisoned(optimizer=adamw, **mine)
     snapshots = Snapshots()
@@ -273,10 +278,10 @@ def raise_at(kind: str, poison: dict[str, Any], ranks: tuple[int, ...], argument
     except NonfiniteGradientError as error:
         message = str(error)
     before = len(snapshots.taken)
-    left = distance(snapshots.taken[-1].parameters, list(module.parameters()))
+    left = distance(snapshots.taken[-1].parameters, [whole(parameter.detach()) for parameter in module.parameters()])
     module.at, module.count = (), 0
     again = Snapshots()
-    chosen = strategy(kind, nonfinite_grads="raise")
+    chosen = strategy(kind, nonfinite_grads="raise", **reading_weights(kind))
     make_trainer(chosen, use_distributed_sampler=False, callbacks=[again], **arguments).fit(module, loader)
     return (
         message,
@@ -368,7 +373,7 @@ def test_raising_with_16_mixed_is_refused_before_training(pool: RankPool, kind: 
 
 
 def propagate(kind: str, arguments: dict[str, Any]) -> tuple[list[int], list[int], float, int]:
-    ours = run(strategy(kind), Poisoned((4,), only=TWO), **arguments)
+    ours = run(strategy(kind, **reading_weights(kind)), Poisoned((4,), only=TWO), **arguments)
     stock = run(DDPStrategy(), Poisoned((4,), only=TWO), **arguments)
     ours_flat, stock_flat = (
         [torch.cat([parameter.reshape(-1) for parameter in one.parameters]) for one in taken] for taken in (ours, stock)

@@ -19,7 +19,7 @@ from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, train_on_big_batches
 from tests.strategies.gradients.trainings import KINDS, WEIGHTS, fit, kinds_of, ranks_batches, strategy
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import make_trainer, whole
 
 BATCHES = 8
 Windows = Sequence[Sequence[int]]
@@ -49,7 +49,7 @@ class Steps(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.global_step > self.steps:
             self.steps = self.trainer.global_step
-            self.seen.append(torch.cat([parameter.detach().reshape(-1) for parameter in self.parameters()]))
+            self.seen.append(torch.cat([whole(parameter.detach()).reshape(-1) for parameter in self.parameters()]))
 
 
 class Endless(IterableDataset[Any]):
@@ -192,7 +192,7 @@ def averaged(kind: str, partial_window: str, module_class: type[Steps]) -> float
             max_epochs=4,
             callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)],
         )
-        weights.append(torch.cat([tensor.double().reshape(-1) for tensor in module.state_dict().values()]))
+        weights.append(torch.cat([whole(tensor).double().reshape(-1) for tensor in module.state_dict().values()]))
     return distance(weights[:1], weights[1:])
 
 
@@ -214,7 +214,7 @@ class Looks(Regression):
         self.before_step: list[Tensor] = []
 
     def gradient(self) -> Tensor:
-        return torch.cat([parameter.grad.reshape(-1) for parameter in self.parameters()]).clone()
+        return torch.cat([whole(parameter.grad).reshape(-1) for parameter in self.parameters()]).clone()
 
     def on_after_backward(self) -> None:
         self.after_backward.append(self.gradient())
@@ -230,7 +230,7 @@ def gradients_seen(kind: str, weighted: bool) -> tuple[float, float]:
     trainer = make_trainer(strategy(kind), use_distributed_sampler=False, accumulate_grad_batches=3)
     trainer.fit(module, big_batch.loader(data[dist.get_rank()]))
     truth = train_on_big_batches([[rank[i] for i in w for rank in data] for w in WHOLE], optimizer=plain_sgd)
-    start = torch.cat([parameter.detach().reshape(-1) for parameter in big_batch.network().parameters()])
+    start = torch.cat([whole(parameter.detach()).reshape(-1) for parameter in big_batch.network().parameters()])
     # Without momentum a step is the gradient.
     expected = [(a - b) / 0.5 for a, b in zip([start, *truth.parameters], truth.parameters, strict=False)]
     last = [module.after_backward[window[-1]] for window in WHOLE]

@@ -12,28 +12,31 @@ import lightning_parstrat
 from tests.comparing import distance, worst
 from tests.slow import slow_unless
 from tests.strategies.gradients.big_batch import Regression, Sample, Truth, loader, samples
-from tests.strategies.parity import make_trainer, zero1
+from tests.strategies.parity import make_trainer, zero1, zero3
 
 WEIGHTS = (3.0, 0.0, 11.0, 512.0, 1.0, 40.0, 7.0)
-KINDS = ["ddp_tuned", "zero1", "exposed", "zero2"]
+KINDS = ["ddp_tuned", "zero1", "exposed", "zero2", "zero3"]
 
 
 def kinds_of(cases: Iterable[Any], exposed: Any = None) -> list[Any]:
-    """Each case in both strategies and by sharded accumulation, and one (by default the first) with exposed gradients.
+    """Each case in all strategies and by sharded accumulation, and one (by default the first) with exposed gradients.
 
-    Exposed gradients are clipped, scaled and stepped by the code that does so under DDP. By sharded accumulation, that
-    one is quick and the others are slow.
+    Exposed gradients are clipped, scaled and stepped by the code that does so under DDP. By sharded accumulation and
+    with sharded parameters, that one is quick and the others are slow.
     """
     cases = list(cases)
     one = cases[0] if exposed is None else exposed
     of_both = [(case, kind) for case in cases for kind in ("ddp_tuned", "zero1")]
-    sharded = slow_unless(lambda case, _: case == one, [(case, "zero2") for case in cases])
+    kinds = ("zero2", "zero3")
+    sharded = slow_unless(lambda case, _: case == one, [(case, kind) for case in cases for kind in kinds])
     return [*of_both, *sharded, (one, "exposed")]
 
 
 def strategy(kind: str, **arguments: Any) -> Any:
     if kind == "ddp_tuned":
         return lightning_parstrat.TunedDDPStrategy(**arguments)
+    if kind == "zero3":
+        return zero3(**{"partial_window": "exact", **arguments})
     chosen = {"expose_gradients": kind == "exposed", "shard_gradients": kind == "zero2", "partial_window": "exact"}
     return zero1(**{**chosen, **arguments})
 

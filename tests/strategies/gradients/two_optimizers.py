@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.strategies.gradients.big_batch import Sample, network, sgd
+from tests.strategies.parity import whole
 
 
 def second_network() -> nn.Module:
@@ -25,7 +26,7 @@ def losses_of(first: nn.Module, second: nn.Module, inputs: Tensor, targets: Tens
 
 
 def flat(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+    return torch.cat([whole(parameter.detach()).reshape(-1) for parameter in module.parameters()])
 
 
 class TwoOptimizers(LightningModule):

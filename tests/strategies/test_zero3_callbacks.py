@@ -1,0 +1,73 @@
+"""The table of callbacks under ``zero3_custom``: Lightning's own, the Trainer's arguments, failures, copies."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+from tests.pool import RankError, RankPool
+from tests.slow import slow_unless
+from tests.strategies.parity import train, zero3
+from tests.strategies.test_callbacks import CASES, compare
+from tests.strategies.test_zero3_lifecycle import MadeOnMeta
+
+# What of the table is refused before training, or ends with an error.
+REFUSED = {
+    # It ranks the elements of all weights by their size, and flattens what is in shards.
+    "pruning": "unevenly sharded",
+    # A class that was made by `fully_shard` has no name that pickle could find.
+    "pickled on one rank": "Can't pickle",
+    # Their optimizer holds the module, and cannot be tried on small parameters.
+    "KeyError in step": "strategy='zero1_custom'",
+    "KeyboardInterrupt in step": "strategy='zero1_custom'",
+}
+# Copies are made, but what compares them gathers on one rank alone.
+LEFT_OUT = {"deep copies on one rank"}
+QUICK = (
+    "weight averaging, an optimizer in the module",
+    "average made by hand",
+    "stochastic weight averaging, batch norm, validated seldom",
+    "KeyError in backward",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(lambda name: name in QUICK, [name for name in CASES if name not in REFUSED and name not in LEFT_OUT]),
+)
+def test_shows_what_the_oracle_shows(pool: RankPool, tmp_path: Path, name: str) -> None:
+    for everything, losses in pool.run(2, compare, name, "zero3", str(tmp_path)):
+        assert everything <= CASES[name].tolerance
+        assert losses <= 10 * CASES[name].tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_work_says_so(pool: RankPool, tmp_path: Path, name: str) -> None:
+    with pytest.raises(RankError, match=REFUSED[name]):
+        pool.run(2, compare, name, "zero3", str(tmp_path))
+
+
+def average_of_meta() -> tuple[float, float]:
+    """How far the averages of a module made on the meta device are from those of its like, and whether they moved."""
+    values = []
+
+    class Keeps(EMAWeightAveraging):
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            values.append([p.detach().full_tensor().clone() for p in self._average_model.module.parameters()])
+            super().on_train_end(trainer, pl_module)
+
+    run = train(MadeOnMeta, zero3(), callbacks=[Keeps(decay=0.5)])
+    expected = [one.clone() for one in run.parameters[0]]
+    for step in run.parameters[1:]:
+        for mean, parameter in zip(expected, step, strict=True):
+            mean.lerp_(parameter, 0.5)
+    apart = max(float((a - b).abs().max()) for a, b in zip(values[0], expected, strict=True))
+    moved = max(float((a - b).abs().max()) for a, b in zip(run.parameters[-1], expected, strict=True))
+    return apart, moved
+
+
+def test_weights_of_a_module_made_on_the_meta_device_are_averaged(pool: RankPool) -> None:
+    for apart, moved in pool.run(2, average_of_meta):
+        assert apart <= 1e-5 and moved > 1e-4
