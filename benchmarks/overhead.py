@@ -9,7 +9,8 @@ run has processes of its own. Measured on rank 0 are
 - each step's time, and what of it the main thread has computed (``processor_time``): neither waiting nor other threads;
 - the set-up, from the Trainer's creation to the first batch, with what is imported meanwhile, on the rank that was
   started last: the other one waits for it;
-- the whole program, from start to end.
+- the whole program, from start to end. A run that fails is made again, and counted: a process of plain `ddp` may abort
+  when it ends, where Gloo's threads outlive the interpreter.
 
 The ratio of medians has a bootstrap interval, in which runs, not steps, are drawn: steps of one run are no independent
 samples.
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 RESAMPLES = 2000
+MOST_FAILED = 3
 
 
 class ManySmallTensors(LightningModule):
@@ -104,8 +106,8 @@ def train(arguments: argparse.Namespace) -> None:
         arguments.one_run.write_text(json.dumps(found))
 
 
-def measure(strategy: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of one run, as rank 0 sees them: of each step, of the set-up, and of the program."""
+def measure(strategy: str, arguments: argparse.Namespace) -> dict[str, list[float]] | None:
+    """Seconds of one run, as rank 0 sees them: of each step, of the set-up, and of the program. None if it failed."""
     shape = [str(value) for name in _SHAPE for value in (f"--{name.replace('_', '-')}", getattr(arguments, name))]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "run.json"
@@ -113,7 +115,7 @@ def measure(strategy: str, arguments: argparse.Namespace) -> dict[str, list[floa
         began = time.perf_counter()
         code = run_local_ranks(command, 2)
         if code:
-            sys.exit(code)
+            return None
         set_up = min(json.loads(Path(f"{found}.{rank}").read_text())["set_up"] for rank in range(2))
         return {**json.loads(found.read_text()), "set_up": [set_up], "program": [time.perf_counter() - began]}
 
@@ -176,13 +178,18 @@ def main() -> None:
         train(arguments)
         return
     runs: dict[str, list[dict[str, list[float]]]] = {strategy: [] for strategy in arguments.strategies}
+    failed = dict.fromkeys(arguments.strategies, 0)
     for _ in range(arguments.runs):
         for strategy in arguments.strategies:
-            runs[strategy].append(measure(strategy, arguments))
+            while (run := measure(strategy, arguments)) is None:
+                failed[strategy] += 1
+                if failed[strategy] > MOST_FAILED:
+                    sys.exit(f"{failed[strategy]} runs of {strategy} have failed")
+            runs[strategy].append(run)
     shape = {name: getattr(arguments, name) for name in _SHAPE}
     times = ("step_time", "processor_time", "set_up", "program")
     compared = {measured: compare(arguments.strategies, runs, measured) for measured in times}
-    write_result({**shape, **compared}, arguments.output)
+    write_result({**shape, **compared, "failed_runs": failed}, arguments.output)
 
 
 if __name__ == "__main__":
