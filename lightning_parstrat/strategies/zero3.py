@@ -107,6 +107,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         )
         self._sharded: ShardedModule | None = None
         self._loads_after_setup: bool | None = None
+        # What was put into the module's attributes, and what of the user's was there before.
+        self._given_back: dict[str, Any] = {}
         super().__init__(**kwargs)
 
     @property
@@ -140,6 +142,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                     self.precision_plugin.convert_module(module)
                     self.configure_ddp()
 
+            self._given_back = {"configure_model": vars(module).get("configure_model")}
             vars(module)["configure_model"] = make_and_shard
 
     @override
@@ -437,8 +440,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         super().teardown()
 
     def _close(self) -> None:
-        if self.lightning_module is not None:
-            vars(self.lightning_module).pop("configure_model", None)
+        for name, own in self._given_back.items():
+            vars(self._training_module).pop(name)
+            if own is not None:
+                vars(self._training_module)[name] = own
+        self._given_back = {}
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from tests.pool import RankError, RankPool
 from tests.slow import slow_unless
+from tests.strategies import zoo
 from tests.strategies.parity import train, zero3
 from tests.strategies.test_callbacks import CASES, compare
 from tests.strategies.test_zero3_lifecycle import MadeOnMeta
@@ -71,3 +72,15 @@ def average_of_meta() -> tuple[float, float]:
 def test_weights_of_a_module_made_on_the_meta_device_are_averaged(pool: RankPool) -> None:
     for apart, moved in pool.run(2, average_of_meta):
         assert apart <= 1e-5 and moved > 1e-4
+
+
+def keeps_what_was_the_users() -> bool:
+    module = zoo.MLP()
+    asked: list[bool] = []
+    module.configure_model = own = lambda: asked.append(True)  # type: ignore[method-assign]
+    train(lambda: module, zero3(), callbacks=[EMAWeightAveraging(decay=0.5)])
+    return bool(asked) and vars(module)["configure_model"] is own
+
+
+def test_a_method_that_the_user_has_put_into_the_module_is_there_after_the_training(pool: RankPool) -> None:
+    assert all(pool.run(2, keeps_what_was_the_users))
