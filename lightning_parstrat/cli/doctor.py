@@ -235,7 +235,7 @@ def _print(nodes: Sequence[NodeFacts], measured: dict[str, Any] | None, findings
         print(f"  {name}={value}")
     if measured is not None:
         where = "two nodes" if len(nodes) > 1 else "two processes of this machine"
-        megabytes = 1e-6 / measured["seconds_per_byte"] if measured["seconds_per_byte"] else float("inf")
+        megabytes = 1e-6 / measured["seconds_per_byte"]
         print(
             f"all-reduce between {where}, {measured['backend']} on {measured['device']}:"
             f" {measured['latency_seconds'] * 1e6:.0f} us and {megabytes:.0f} MB/s"

@@ -7,7 +7,6 @@ Rank and world size are those that Slurm has set, or torchrun's variables. Rank 
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,10 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parstrat.core.cost_model import fit_alpha_beta
-
-_SIZES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24)
-_REPETITIONS = 7
+_SMALL = 2**12
+_LARGE = 2**25
+_REPETITIONS = 20
 _SECONDS = 120
 _RESULT = '{"latency_seconds"'
 """How a result begins; srun may put the number of the task before it (``--label``)."""
@@ -87,27 +85,28 @@ def _environment_of(rank: int) -> Mapping[str, str]:
 
 
 def _measure(device: torch.device) -> dict[str, Any]:
-    samples = []
-    for nbytes in _SIZES:
-        tensor = torch.zeros(nbytes // 4, device=device)
-        taken = []
-        # One more than are counted: the first opens connections.
-        for _ in range(1 + _REPETITIONS):
-            # So that no rank's lateness counts as the wire's time.
-            dist.barrier()
-            began = time.perf_counter()
-            dist.all_reduce(tensor)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            taken.append(time.perf_counter() - began)
-        samples.append((nbytes, statistics.median(taken[1:])))
-    model = fit_alpha_beta(samples).model
     return {
-        "latency_seconds": model.latency_seconds,
-        "seconds_per_byte": model.seconds_per_byte,
+        # Both as measured: a line through several sizes may have no latency, or no bandwidth, on a disturbed machine.
+        "latency_seconds": _seconds(torch.zeros(_SMALL // 4, device=device)),
+        "seconds_per_byte": _seconds(torch.zeros(_LARGE // 4, device=device)) / _LARGE,
         "backend": dist.get_backend(),
         "device": device.type,
     }
+
+
+def _seconds(tensor: torch.Tensor) -> float:
+    taken = []
+    # One more than are counted: the first opens connections.
+    for _ in range(1 + _REPETITIONS):
+        # So that no rank's lateness counts as the wire's time.
+        dist.barrier()
+        began = time.perf_counter()
+        dist.all_reduce(tensor)
+        if tensor.device.type == "cuda":
+            torch.cuda.synchronize(tensor.device)
+        taken.append(time.perf_counter() - began)
+    # What disturbs a measurement only adds to it.
+    return min(taken[1:])
 
 
 def _main(rendezvous: str, kind: str) -> None:
