@@ -140,6 +140,14 @@ Used through this file: what for | what happens without it.
     torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded
         how many batches a data loader has handed out, whatever its workers have prefetched | a checkpoint within an
         epoch cannot be saved
+    torch.distributed.fsdp.FSDPModule._get_fsdp_state
+        finds who gathers a sharded parameter | zero3_custom does not begin
+    torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups
+        as `_get_fsdp_state` | as `_get_fsdp_state`
+    torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info
+        whether a parameter is gathered | under zero3_custom setting `parameter.data` fails
+    torch.distributed.tensor.DTensor._local_tensor
+        gives a sharded parameter the memory that was assigned to its `data` | as `_module_info`
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
@@ -330,6 +338,31 @@ def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
     from torch._dynamo.callback import callback_handler
 
     callback_handler.remove_start_callback(callback)
+
+
+# FSDP2.
+
+
+def kept_by_fsdp(module: nn.Module) -> Iterator[tuple[Tensor, Any]]:
+    """The parameters that a sharded module gathers itself, and what of FSDP2 does so for each."""
+    groups: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_groups
+    return ((keeper.sharded_param, keeper) for group in groups for keeper in group.fsdp_params)
+
+
+def exchange_shard(parameter: Tensor, keeper: Any, shard: Tensor) -> None:
+    """Gives a sharded parameter another memory for its shard. Not collective.
+
+    Raises:
+        RuntimeError: The parameter is gathered.
+    """
+    place = keeper._module_info
+    if getattr(place.module, place.param_name) is not parameter:
+        raise RuntimeError(
+            f"`data` of the sharded parameter {place.param_name!r} was set while it is gathered, within a step. Set it"
+            " between steps, such as in `on_train_batch_end`."
+        )
+    cast(Any, parameter)._local_tensor = shard.contiguous()
+    keeper.reset_sharded_param()
 
 
 # Data loaders.

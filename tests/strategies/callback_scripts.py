@@ -139,15 +139,20 @@ class HandMadeAverage(Callback):
 
 
 class CopiesOnOneRank(Callback):
-    """Keeps copies of the module in training, made in one of several ways, on rank 0 alone: none may be collective."""
+    """Keeps copies of the module in training, made in one of several ways, on rank 0 alone: none may be collective.
+
+    Others keep what theirs would hold: of what is sharded they have the rest.
+    """
 
     def __init__(self, make_copy: Callable[[LightningModule], LightningModule]) -> None:
         self.make_copy = make_copy
-        self.copies: list[LightningModule] = []
+        self.states: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.is_global_zero:
-            self.copies.append(self.make_copy(pl_module))
+            self.states.append(self.make_copy(pl_module).state_dict())
+        else:
+            self.states.append({name: value.clone() for name, value in pl_module.state_dict().items()})
 
 
 def saved_and_loaded(module: LightningModule) -> LightningModule:
@@ -290,8 +295,8 @@ def logged(trainer: Trainer) -> list[Any]:
 
 
 def parameters_of_copies(trainer: Trainer) -> list[Any]:
-    copies = callback_of(CopiesOnOneRank, trainer).copies
-    return [value for module in copies for value in module.state_dict().values()]
+    states = callback_of(CopiesOnOneRank, trainer).states
+    return [whole(value) for state in states for value in state.values()]
 
 
 def stopped_early(trainer: Trainer) -> list[Any]:

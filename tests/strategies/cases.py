@@ -170,6 +170,7 @@ CASES = {
     "frozen later": Case(odd.FrozenLater),
     "swapped data": Case(odd.SwappedData, trainer=CLIP),
     "traded data": Case(odd.TradedData, trainer=CLIP),
+    "averages in the place of weights": Case(odd.AveragesInPlace, trainer=CLIP, world_sizes=(2, 3)),
     "changes the optimizer's state": Case(odd.ChangesState),
     "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
     "groups added": Case(odd.GroupsAdded),

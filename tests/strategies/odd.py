@@ -204,6 +204,34 @@ class TradedData(MLP):
             self.net[4].bias.data = self.alias
 
 
+class AveragesInPlace(MLP):
+    """Every third batch is computed with averages in the place of weights, which are put back; two trade places."""
+
+    def build(self) -> None:
+        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch).pow(2).sum(1) - batch.mean(1)).pow(2).mean()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.averages = [parameter.detach().clone() for parameter in self.parameters()]
+        if batch_idx % 3 == 2:
+            self.kept = [parameter.data for parameter in self.parameters()]
+            for parameter, average in zip(self.parameters(), self.averages, strict=True):
+                parameter.data = average.clone()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 2:
+            for parameter, kept in zip(self.parameters(), self.kept, strict=True):
+                parameter.data = kept
+        if batch_idx % 3 == 0:
+            first, second = self.net[2].weight, self.net[4].weight
+            first.data, second.data = second.data, first.data
+        for parameter, average in zip(self.parameters(), self.averages, strict=True):
+            average.lerp_(parameter.detach(), 0.3)
+
+
 class ChangesState(MLP):
     """Resets and changes the optimizer's state in training, in every way that a user might."""
 

@@ -22,8 +22,8 @@ REFUSED = {
     "repeated backward": "mixed torch.Tensor and DTensor",
     "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
 }
-# What no DTensor can do: its `data` cannot be exchanged; and ranks that run a backward more than others wait for them.
-LEFT_OUT = {"swapped data", "traded data", "inner backward", "inner backward, exposed"}
+# What no DTensor can do: trade `data` with a whole tensor. And ranks that run a backward more wait for the others.
+LEFT_OUT = {"traded data", "inner backward", "inner backward, exposed"}
 # Ranks that call different modules gather from ranks that do not: what is not gathered by itself may be called so.
 WITHOUT_UNITS = {name for name in CASES if "unused by some ranks" in name}
 QUICK = (

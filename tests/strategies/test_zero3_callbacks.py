@@ -23,19 +23,18 @@ REFUSED = {
     "KeyError in step": "strategy='zero1_custom'",
     "KeyboardInterrupt in step": "strategy='zero1_custom'",
 }
-# Copies are made, but what compares them gathers on one rank alone.
-LEFT_OUT = {"deep copies on one rank"}
 QUICK = (
     "weight averaging, an optimizer in the module",
     "average made by hand",
     "stochastic weight averaging, batch norm, validated seldom",
     "KeyError in backward",
+    "deep copies on one rank",
 )
 
 
 @pytest.mark.parametrize(
     "name",
-    slow_unless(lambda name: name in QUICK, [name for name in CASES if name not in REFUSED and name not in LEFT_OUT]),
+    slow_unless(lambda name: name in QUICK, [name for name in CASES if name not in REFUSED]),
 )
 def test_shows_what_the_oracle_shows(pool: RankPool, tmp_path: Path, name: str) -> None:
     for everything, losses in pool.run(2, compare, name, "zero3", str(tmp_path)):

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
@@ -24,6 +25,11 @@ def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
         plain = next(cls for cls in type(self).__mro__ if not issubclass(cls, FSDPModule))
         twin = cast(nn.Module, plain.__new__(plain))
         memo[id(self)] = twin
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor) and id(gradient) not in memo:
+                # One that lies behind others in a buffer torch would copy by memory that a DTensor has not.
+                memo[id(gradient)] = gradient.clone()
         # What the class itself leaves out of a pickle is no part of a copy, either: a module's Trainer.
         state = cast(Any, self.__reduce_ex__(4))[2]
         nn.Module.__init__(twin)

@@ -37,6 +37,7 @@ from lightning_parstrat.distributed.torch_compat import (
     replays_captured_graphs,
     take_over_attributes,
 )
+from lightning_parstrat.distributed.zero3.assigned_data import let_data_be_assigned
 from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
@@ -122,6 +123,7 @@ class ShardedModule:
         self.units = [part for part in self._parts if part is not module]
         for part in self._parts:
             part.set_reduce_scatter_unused_params(True, recurse=False)
+        let_data_be_assigned(self._parts)
         self._exchange_gradients()
         self._whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
         ignored = names_ignored_by_ddp(module)
