@@ -1,6 +1,6 @@
-"""Private names of torch and Lightning are used in two files, and are there in what is installed.
+"""Private names of torch and Lightning are used in a few files, and are there in what is installed.
 
-The package's files are parsed; only its two files on private names are imported.
+The package's files are parsed; only its files on private names are imported.
 """
 
 import ast
@@ -18,6 +18,7 @@ import torch
 
 import lightning_parstrat
 from lightning_parstrat.distributed import torch_compat
+from lightning_parstrat.distributed.ddp import ddp_compat
 from lightning_parstrat.distributed.torch_compat import is_newer
 from lightning_parstrat.pytorch_lightning import renamed
 from lightning_parstrat.strategies import lightning_compat
@@ -26,7 +27,11 @@ from tests.scripts import run_script
 
 ROOT = Path(lightning_parstrat.__file__).parent
 FOREIGN = ("torch", "lightning", "pytorch_lightning", "lightning_fabric")
-COMPAT = {"distributed/torch_compat.py": torch_compat, "strategies/lightning_compat.py": lightning_compat}
+COMPAT = {
+    "distributed/torch_compat.py": torch_compat,
+    "distributed/ddp/ddp_compat.py": ddp_compat,
+    "strategies/lightning_compat.py": lightning_compat,
+}
 MAY_INHERIT = "strategies/"
 NAMES_OF_A_NAMEDTUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 # `sys._current_frames` is in Python's manual, which names no other way to where a thread is.
@@ -43,7 +48,7 @@ class PrivateName(NamedTuple):
 
 def listed_in(docstring: str) -> tuple[list[PrivateName], list[PrivateName]]:
     """The two lists of a docstring: what the file uses, and what classes read or override on themselves."""
-    used, inherited = docstring.split("\nRead or overridden on themselves")
+    used, _, inherited = docstring.partition("\nRead or overridden on themselves")
     return _entries(used), _entries(inherited)
 
 
@@ -242,8 +247,8 @@ def breaches(package: Path, used: Collection[str] = (), inherited: Collection[st
     """One line for every private name of somebody else's that is used where it may not be.
 
     Args:
-        package: Its files are parsed, but for the two on private names.
-        used: What those two files use.
+        package: Its files are parsed, but for those on private names.
+        used: What those files use.
         inherited: What classes in ``strategies/`` may use on themselves.
     """
     trees = {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in package.rglob("*.py")}
@@ -276,7 +281,7 @@ def _reason(use: Use, file: str, own: Collection[str], used: Collection[str], in
     return f"{use.name} is somebody else's" if use.name in used or use.name not in own else None
 
 
-def test_private_names_are_used_in_two_files() -> None:
+def test_private_names_are_used_in_these_files() -> None:
     assert breaches(ROOT, last(USED), last(INHERITED)) == []
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parstrat.distributed.torch_compat import comm_hook_states
+from lightning_parstrat.distributed.ddp.ddp_compat import comm_hook_states
 
 _SETTLING_STEPS = 3
 """A new reducer orders its buckets anew after its first step, that of a static graph after its second."""

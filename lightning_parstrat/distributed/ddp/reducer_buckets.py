@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Caps
-from lightning_parstrat.distributed.torch_compat import (
+from lightning_parstrat.distributed.ddp.ddp_compat import (
     assign_to_buckets,
     bucket_caps,
     exchange_reducer,

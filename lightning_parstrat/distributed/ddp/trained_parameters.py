@@ -30,15 +30,15 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessage,
 from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.ddp.comm_hooks import forget_buckets
-from lightning_parstrat.distributed.ddp.reducer_buckets import trainable
-from lightning_parstrat.distributed.torch_compat import (
+from lightning_parstrat.distributed.ddp.ddp_compat import (
     bucket_caps,
     exchange_reducer,
-    held_by,
     names_for_reducer,
     parameters_for_reducer,
     sends_by_compiled_code,
 )
+from lightning_parstrat.distributed.ddp.reducer_buckets import trainable
+from lightning_parstrat.distributed.torch_compat import held_by
 
 _IS_TRAINABLE = operator.attrgetter("requires_grad")
 
