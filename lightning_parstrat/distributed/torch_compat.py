@@ -2,8 +2,9 @@
 
 The rest of the package asks here, so that what another version of torch has changed is one file's work; what DDP builds
 its reducer with is in ``ddp/ddp_compat.py``. Names are dotted; what only objects have stands under the class, or else
-the module, whose source assigns it. All were seen in the versions of :data:`TORCH_SEEN`. ``tests/test_private_names.py``
-reads the two lists, and holds them against what is installed and against the package's sources.
+the module, whose source assigns it. All were seen in the versions of :data:`TORCH_SEEN`.
+``tests/test_private_names.py`` reads the two lists, and holds them against what is installed and against the package's
+sources.
 
 Used through this file: what for | what happens without it.
 
