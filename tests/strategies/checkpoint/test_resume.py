@@ -112,6 +112,7 @@ def fit(
         strategy(kind, **arguments),
         callbacks=callbacks if path is None else [state, *callbacks[3:]],
         max_epochs=3,
+        default_root_dir=folder,
         enable_checkpointing=True,
         use_distributed_sampler=False,
         **trainer_args,
