@@ -54,13 +54,13 @@ class Kill(NamedTuple):
 
     @classmethod
     def drawn(cls, seed: int) -> "Kill":
-        """Every second one at a named point, the others at random."""
+        """About every second one at a named point, the others at random."""
         draw = random.Random(seed)
-        strategy, saving = list(STRATEGIES)[seed % 3], list(ARGUMENTS)[seed // 3 % 3]
+        strategy, saving, world_size = draw.choice(list(STRATEGIES)), draw.choice(list(ARGUMENTS)), draw.choice((2, 3))
         points = [point for point in (*SAVING, *LOADING) if saving != "full" or point not in OF_FOLDERS]
-        point = points[seed // 2 % len(points)] if seed % 2 == 0 else None
+        point = draw.choice(points) if draw.random() < 0.5 else None
         whole_job, tcp = draw.random() < (0.5 if point is None else 0.25), draw.random() < 0.3
-        return cls(seed, strategy, saving, 2 + seed // 9 % 2, point, whole_job, tcp)
+        return cls(seed, strategy, saving, world_size, point, whole_job, tcp)
 
     @property
     def arguments(self) -> dict[str, Any]:

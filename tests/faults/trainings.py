@@ -16,27 +16,29 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.checkpoint import writing
 from lightning_parstrat.distributed.comm import liveness as liveness
 from tests.faults.jobs import TIMEOUT
 from tests.faults.points import POINTS, KillsAt, kill
 from tests.strategies.data.rows import Numbered
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import make_trainer, whole
 
 STEPS = 12
 SAVES_EVERY = 2
 EPOCHS = 2
 BATCH = 4
 
+SMALL_BUCKETS = {"bucket_cap_mb": 0.001}
 STRATEGIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     # What is measured may differ from training to training, and with it the order of sums.
-    "zero1_custom": (ZeRO1Strategy, {"bucket_order": "registration"}),
-    "zero2_custom": (ZeRO1Strategy, {"bucket_order": "registration", "shard_gradients": True}),
+    "zero1_custom": (ZeRO1Strategy, {"bucket_order": "registration", **SMALL_BUCKETS}),
+    "zero2_custom": (ZeRO1Strategy, {"bucket_order": "registration", "shard_gradients": True, **SMALL_BUCKETS}),
     # Otherwise DDP makes its buckets after the first step, and sums that one in another order.
-    "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True}),
+    "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True, **SMALL_BUCKETS}),
+    "zero3_custom": (ZeRO3Strategy, {"wrap": ["Linear"]}),
 }
-MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1}
+MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1, "zero3_custom": 1}
 """Of a step."""
 
 
@@ -86,7 +88,7 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
     kind, of_kind = STRATEGIES[name]
     own = {key: value for key, value in arguments.items() if key != "strategy"}
     trainer = make_trainer(
-        kind(timeout=TIMEOUT, bucket_cap_mb=0.001, **of_kind, **own),
+        kind(timeout=TIMEOUT, **{**of_kind, **own}),
         callbacks=[saving, SaysWhereItIs(), *more],
         enable_checkpointing=True,
         max_epochs=EPOCHS,
@@ -97,9 +99,10 @@ def train(folder: str, arguments: dict[str, Any], killed_at: tuple[str, int, int
         POINTS[killed_at[0]](KillsAt(killed_at[2]))
     module = Net()
     trainer.fit(module, shuffled(STEPS // EPOCHS * MICRO_BATCHES[name]), ckpt_path="last", weights_only=True)
+    trained = [whole(parameter).detach() for parameter in module.parameters()]
     if dist.get_rank() == 0:
         result = Path(folder) / f"result-of-{os.getpid()}"
-        torch.save([parameter.detach() for parameter in module.parameters()], result)
+        torch.save(trained, result)
         # Two jobs may train in one folder.
         result.rename(result.with_name("result.pt"))
     say("has ended")
