@@ -81,7 +81,7 @@ class ResumePoints:
     def begin_training(self, trainer: Trainer) -> None:
         """Notes the start of a training, or where it goes on; see :meth:`note`. There it validates first if it must."""
         self._has_iterators = not ends_epoch_first(trainer)
-        self._begins = True
+        self._begins, self._fetching_point = True, None
         is_due = self._loaded_is_due if trainer.fit_loop.epoch_loop.restarting else None
         _validate_or_pass_over(trainer, is_due)
         self.note(trainer, bool(is_due))

@@ -1,10 +1,10 @@
 """Loaders with a state of their own, such as torchdata's StatefulDataLoader: what they say before a batch is fetched.
 
 Lightning asks them when it saves. By then a batch may have been fetched that was not trained on, which their state
-leaves out: one of the loader's without a length, or the one that is trained on at that moment.
+leaves out: one that Lightning has fetched ahead, as it does where a length is not known, or the one that is trained on.
 """
 
-import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +22,11 @@ class OwnState(NamedTuple):
     """Where a loader stands between two batches.
 
     Attributes:
-        value: What it said; None where an epoch begins.
+        value: What it said, pickled; None where an epoch begins.
         begun_again: Whether it has come to its end in the epoch.
     """
 
-    value: Any
+    value: bytes | None
     begun_again: bool
 
     def state(self, within_epoch: bool) -> dict[str, Any]:
@@ -37,7 +37,8 @@ class OwnState(NamedTuple):
 class OwnStates:
     """Notes what these loaders say before each batch is fetched, as many as a checkpoint may be set back by.
 
-    Not collective. Costs a copy of the loaders' states in every batch, where there are such loaders.
+    Not collective. Costs, in every batch, that loaders are asked for their state, and that it is pickled: a copy of a
+    large one by :func:`copy.deepcopy` would take ten times as long.
 
     Args:
         kept: By how many batches a checkpoint may be set back, at the moment.
@@ -56,9 +57,8 @@ class OwnStates:
             values: What these loaders were given to go on from, in their order; empty where the epoch begins.
             begun_again: Of each loader that is trained on, whether it had come to its end; may be empty.
         """
-        given, ended = list(values), list(begun_again)
-        self._noted = {}
-        self._begin = []
+        given, ended = list(map(pickle.dumps, values)), list(begun_again)
+        self._noted, self._begin = {}, []
         for number, (loader, _) in enumerate(iterators_in_training(trainer)):
             # Not what they say: what a loader was given, it may take up with its first batch only, and one that has
             # ended may stand at its end until then.
@@ -87,7 +87,7 @@ class OwnStates:
 def _said(trainer: Trainer) -> Sequence[OwnState | None]:
     ended = ended_in_epoch(trainer)
     return [
-        OwnState(copy.deepcopy(loader.state_dict()), number < len(ended) and ended[number])
+        OwnState(pickle.dumps(loader.state_dict()), number < len(ended) and ended[number])
         if has_own_state(loader)
         else None
         for number, (loader, _) in enumerate(iterators_in_training(trainer))
@@ -97,4 +97,5 @@ def _said(trainer: Trainer) -> Sequence[OwnState | None]:
 def as_lightning_saves(moments: Sequence[Any]) -> list[Any]:
     """The states of these loaders, of what is known of all; empty where an epoch begins."""
     values = [moment.value for moment in moments if isinstance(moment, OwnState)]
-    return [] if any(value is None for value in values) else values
+    # Bytes of our own loaders, or of a checkpoint that was loaded as its user wanted it.
+    return [] if None in values else [pickle.loads(value) for value in values if value is not None]

@@ -121,13 +121,13 @@ class LoaderPositions:
         restore(dataloader)
         states = self._next_saved()
         self._has_own |= has_own_state(dataloader)
+        _set_epoch(dataloader, trainer)
         if not _knows_its_place(dataloader):
             return
         sampler = PositionedSampler(dataloader, lambda: _set_back_at_most(trainer))
         if isinstance(dataloader.dataset, IterableDataset) and dataloader.num_workers:
             follow_workers(dataloader, sampler.take_stream_begin)
         self._loaders.append(weakref.ref(dataloader))
-        _set_epoch(dataloader, trainer)
         if None not in states and len(states) == trainer.world_size:
             self._go_on(sampler, states, trainer.global_rank)
             if dataloader.persistent_workers and not self._within_epoch and _next_epoch(trainer):
@@ -351,10 +351,11 @@ def _begin_epoch_without_length(trainer: Trainer) -> None:
         progress.current.completed = -1
 
 
-def _set_epoch(dataloader: DataLoader[Any], trainer: Trainer) -> None:
-    """Tells a loader's sampler the epoch. Lightning does so when workers have been given their first indices."""
+def _set_epoch(dataloader: Any, trainer: Trainer) -> None:
+    """Tells a loader's sampler the epoch. Lightning does so when the epoch's order may have been made."""
     epoch = _next_epoch(trainer)
-    samplers = {id(one): one for one in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))}
+    found = (getattr(dataloader, "sampler", None), getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
+    samplers = {id(one): one for one in found}
     for sampler in samplers.values() if epoch else ():
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)

@@ -351,6 +351,14 @@ ROWS: dict[str, Row] = {
     "stateful, no length": Row(without_length, OWN),
     "stateful, no length, accumulated": Row(without_length, {**OWN, "accumulate_grad_batches": 3}),
     "stateful, no length, uneven": Row(lambda: without_length(SAMPLES + 10 * dist.get_rank()), OWN),
+    "stateful, no length, distributed": Row(
+        lambda: WithoutLength(
+            Numbered(),
+            batch_size=BATCH,
+            sampler=DistributedSampler(range(SAMPLES), seed=7),
+            generator=own_generator(),
+        )
+    ),
     "stateful, cycled beside a stream": Row(lambda: [stateful(13), streamed(30)], OWN),
     "stream, cycled beside stateful": Row(lambda: [loader(13), streamed(14), without_length(30)], OWN),
     "stateful, no lengths": Row(lambda: [without_length(10), stateful(9), without_length(30), loader(21)], OWN),

@@ -162,6 +162,13 @@ def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: An
     assert found == [{}, {}]
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("stateful, no length", "ZeRO1Strategy"), ("stateful that draws", "TunedDDPStrategy")]
+)
+def test_so_it_does_on_one_rank(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
+    assert pool.run(1, resumed_case, str(tmp_path), kind, name, (*BATCHES, STEPS[0])) == [{}]
+
+
 def saved_by_checkpoints(folder: str, kind: str, at_train_end: bool) -> dict[str, Any]:
     """Saved by Lightning's own callback, after the validation or after that at the end of the epoch."""
     row = CASES["shuffled"].row
