@@ -76,6 +76,11 @@ Used through this file: what for | what happens without it.
         the loaders that are trained on | a training fails at its begin
     lightning.pytorch.loops.fit_loop._FitLoop._data_fetcher
         knows how many batches it has fetched ahead | a training fails at its begin
+    lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._on_before_fetch
+        the moment before a batch is fetched, when loaders with a state of their own are asked for it | a checkpoint
+        within an epoch has their state of a batch too late
+    lightning.fabric.utilities.types._Stateful
+        knows the loaders that Lightning asks for their state | strategies cannot be imported
     lightning.pytorch.utilities.combined_loader.CombinedLoader._iterator
         the iterators of these loaders | a training fails at its begin
     lightning.pytorch.utilities.combined_loader._MaxSizeCycle
@@ -140,6 +145,7 @@ from lightning.fabric.utilities.distributed import (
     _set_num_threads_if_needed,
 )
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
@@ -276,10 +282,47 @@ def batches_fetched_ahead(trainer: Trainer) -> int:
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
+def batches_fetched(trainer: Trainer) -> int:
+    """How many batches of the epoch were fetched, also by the training that was saved within it; in an epoch only."""
+    return trainer.fit_loop._data_fetcher.fetched
+
+
+def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> None:
+    """Has a function called before batches are fetched, until :func:`fetches_alone`.
+
+    Those that Lightning fetches ahead before the first epoch, or from loaders that are made anew, are left out.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def called_before() -> None:
+        function(trainer)
+        type(loop)._on_before_fetch(loop)
+
+    # On the instance, not on the class: other Trainers of this process keep theirs.
+    loop._on_before_fetch = called_before
+
+
+def fetches_alone(trainer: Trainer) -> None:
+    """Undoes :func:`before_fetches`."""
+    vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
+
+
+def has_own_state(loader: Any) -> bool:
+    """Whether Lightning asks a loader that is trained on for its state."""
+    return isinstance(loader, _Stateful)
+
+
 def mode_of_loaders(trainer: Trainer) -> str:
     """How the loaders that are trained on are put together: "min_size", "max_size_cycle" or "max_size"."""
     combined = trainer.fit_loop._combined_loader
     return "min_size" if combined is None else combined._mode
+
+
+def ended_in_epoch(trainer: Trainer) -> Sequence[bool]:
+    """Of each loader that is trained on whether it has come to its end in the epoch; empty where none begins again."""
+    combined = trainer.fit_loop._combined_loader
+    iterator = None if combined is None else combined._iterator
+    return list(iterator._consumed) if isinstance(iterator, _MaxSizeCycle) else []
 
 
 def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:

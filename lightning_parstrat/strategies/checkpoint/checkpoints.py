@@ -60,7 +60,6 @@ from lightning_parstrat.strategies.checkpoint.resume import (
     can_be_resumed,
     from_which_training_goes_on,
     loaders_of_rank,
-    stateful_loaders,
 )
 from lightning_parstrat.strategies.checkpoint.states_in_files import (
     left_to_files,
@@ -69,9 +68,9 @@ from lightning_parstrat.strategies.checkpoint.states_in_files import (
     with_states_of_all,
 )
 from lightning_parstrat.strategies.data.positions import LOADERS, LoaderPositions
-from lightning_parstrat.strategies.data.random_numbers import rng_state
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import (
+    fetches_alone,
     iterators_in_training,
     lacks_inner_io,
     optimizer_to_device,
@@ -118,9 +117,8 @@ class CheckpointingStrategy(RanksStrategy):
         self._pending = PendingSave()
         self._random = RandomNumbers()
         self._positions = LoaderPositions()
-        self._resume_points = ResumePoints(self._positions.now)
+        self._resume_points = ResumePoints(self._positions)
         self._absent: list[int] = []
-        self._loaded_loaders: list[Any] | None = None
         self._goes_on = False
         self._trains = False
         super().__init__(**kwargs)
@@ -275,8 +273,9 @@ class CheckpointingStrategy(RanksStrategy):
         # By the number of the save, ranks that load find out whether they read the same one.
         own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **self._own_entries()}
         if can_be_resumed(checkpoint):
-            trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
-            own.update(resumes, **{VALIDATION_IS_DUE: self._resume_points.validation_is_due(trainer)})
+            trainer = self._training_module.trainer
+            point = self._resume_points.point_of_save(trainer)
+            own.update(resumes, **{VALIDATION_IS_DUE: point.validation_is_due})
             checkpoint = from_which_training_goes_on(checkpoint, trainer, point, self._resume_points.epoch_has_ended)
         return {**checkpoint, CHECKPOINT_KEY: own}
 
@@ -289,16 +288,12 @@ class CheckpointingStrategy(RanksStrategy):
             control: Of all ranks.
             goes_on: Whether the checkpoint keeps them; otherwise loaders are not asked, which draws from some samplers.
         """
-        trainer, point = self._training_module.trainer, self._resume_points.point_of_save()
-        within_epoch = self._resume_points.has_iterators if point is None else point.has_iterators
-        moments = self._positions.now(trainer) if point is None else point.positions
-        if not goes_on:
-            moments = ()
-        elif within_epoch:
-            self._positions.warn_of_lost(trainer, moments)
-        rng = rng_state() if point is None else point.rng
-        stateful = stateful_loaders(trainer) if point is None else point.loaders
-        own = (rng, self._positions.state(moments, within_epoch), stateful)
+        trainer = self._training_module.trainer
+        point = self._resume_points.point_of_save(trainer)
+        within_epoch = point.has_iterators
+        if goes_on and within_epoch:
+            self._positions.warn_of_lost(trainer, point.positions)
+        own = (point.rng, self._positions.state(point.positions if goes_on else (), within_epoch), point.loaders)
         of_ranks = [own] if control is None else gather_object(own, control.group)
         rngs, loaders, stateful_of_ranks = zip(*of_ranks, strict=True) if of_ranks else ((), (), ())
         return {
@@ -378,8 +373,8 @@ class CheckpointingStrategy(RanksStrategy):
             )
         self._resume_points.load(checkpoint, own.get(VALIDATION_IS_DUE), trainer_of(self.lightning_module))
         self._random.load(own.get(RNG), self.global_rank, self.world_size)
-        self._positions.load(own.get(LOADERS))
-        self._loaded_loaders = loaders_of_rank(checkpoint, own.get(LOADERS, {}), self.global_rank, self.world_size)
+        given = loaders_of_rank(checkpoint, own.get(LOADERS, {}), self.global_rank, self.world_size)
+        self._positions.load(own.get(LOADERS), given)
         # Hooks are given what stock strategies would give them.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
@@ -527,8 +522,8 @@ class CheckpointingStrategy(RanksStrategy):
         self._random.before_training(trainer)
         if not self._goes_on:
             self._positions.begin_training(trainer)
-            self._resume_points.begin_training(trainer, self._loaded_loaders)
-            self._goes_on, self._loaded_loaders = True, None
+            self._resume_points.begin_training(trainer)
+            self._goes_on = True
 
     @override
     def on_validation_end(self) -> None:
@@ -572,13 +567,14 @@ class CheckpointingStrategy(RanksStrategy):
         self._pending.abandon()
         # An exception may have been raised before there was a Trainer.
         trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
+            fetches_alone(trainer)
         for callback in [] if trainer is None else trainer.callbacks:
             if isinstance(vars(callback).get("file_exists"), FileExists):
                 del callback.file_exists
         self._loaded = None
         self._loaded_entries = {}
         self._random = RandomNumbers()
-        self._loaded_loaders = None
         self._positions.release()
         self._placeholders = Placeholders()
         super().teardown()

@@ -1,16 +1,18 @@
 """Where a training resumes: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.strategies.data.positions import Moments
+from lightning_parstrat.strategies.data.own_states import as_lightning_saves
+from lightning_parstrat.strategies.data.positions import LoaderPositions, Moments
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.lightning_compat import (
+    before_fetches,
     count_one_step_less,
     ends_epoch_first,
     validate_first,
@@ -29,19 +31,22 @@ class ResumePoint(NamedTuple):
 
     Attributes:
         rng: States of this rank's random number generators.
-        loaders: States of stateful loaders, as Lightning saves them; None for the start of an epoch.
-        positions: Where the other loaders stand.
+        positions: Where the loaders stand.
         has_iterators: Whether the epoch's iterators have been made, which draws random numbers.
         micro_batches: Number of batches trained since.
         validation_is_due: Whether a validation comes next.
     """
 
     rng: dict[str, Any]
-    loaders: list[Any] | None
     positions: Moments
     has_iterators: bool = True
     micro_batches: int = 0
     validation_is_due: bool = False
+
+    @property
+    def loaders(self) -> list[Any]:
+        """States of loaders that have one of their own, as Lightning saves them; empty where an epoch begins."""
+        return as_lightning_saves(self.positions) if self.has_iterators else []
 
 
 class ResumePoints:
@@ -55,7 +60,7 @@ class ResumePoints:
         positions: Says where loaders stand.
     """
 
-    def __init__(self, positions: Callable[[Trainer], Moments]) -> None:
+    def __init__(self, positions: LoaderPositions) -> None:
         self.fetched_too_much = False
         """Whether a checkpoint is to be set back to the last point even if nothing has been trained since."""
         self.epoch_has_ended = False
@@ -65,6 +70,7 @@ class ResumePoints:
         self._loaded_is_due: bool | None = None
         self._positions = positions
         self._point: ResumePoint | None = None
+        self._fetching_point: ResumePoint | None = None
 
     def load(self, checkpoint: dict[str, Any], is_due: bool | None, trainer: Trainer | None) -> None:
         """Takes over whether a validation comes next; of a checkpoint that does not say so, Lightning decides."""
@@ -72,21 +78,28 @@ class ResumePoints:
         if self._loaded_is_due:
             _complete_last_batch(checkpoint)
 
-    def begin_training(self, trainer: Trainer, loaders: list[Any] | None) -> None:
+    def begin_training(self, trainer: Trainer) -> None:
         """Notes the start of a training, or where it goes on; see :meth:`note`. There it validates first if it must."""
         self._has_iterators = not ends_epoch_first(trainer)
-        self._begins = True
+        self._begins, self._fetching_point = True, None
         is_due = self._loaded_is_due if trainer.fit_loop.epoch_loop.restarting else None
         _validate_or_pass_over(trainer, is_due)
-        self.note(trainer, loaders, bool(is_due))
+        self.note(trainer, bool(is_due))
+        before_fetches(trainer, self._begin_fetch)
+
+    def _begin_fetch(self, trainer: Trainer) -> None:
+        """Notes the moment before a batch is fetched, where there are loaders that cannot be asked for it later."""
+        if self._positions.before_fetch(trainer):
+            self._fetching_point = ResumePoint(rng_state(), self._positions.now(trainer, fetching=True))
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Notes the start of an epoch."""
         loop = trainer.fit_loop
         # Lightning makes the first iterators of a training before, and those of a later epoch from here on.
         self._has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
-        self._begins = True
-        self._point = ResumePoint(rng_state(), None, self._positions(trainer), self._has_iterators)
+        self._begins, self._fetching_point = True, None
+        self._positions.begin_epoch(trainer)
+        self._point = ResumePoint(rng_state(), self._positions.now(trainer), self._has_iterators)
 
     def begin_batch(self) -> None:
         """Notes that the first batch of an epoch, or of what is left of it, has been fetched."""
@@ -96,67 +109,59 @@ class ResumePoints:
     def end_epoch(self) -> None:
         """Notes the end of an epoch, before other callbacks save."""
         self.epoch_has_ended = True
-        self._has_iterators = False
+        self._has_iterators, self._fetching_point = False, None
 
     def end_batch(self, trainer: Trainer, window_is_open: bool) -> None:
         """Notes the end of a window, or counts a batch in it, before other callbacks save."""
-        self._has_iterators = not _epoch_is_over(trainer)
+        self._has_iterators, self._fetching_point = not _epoch_is_over(trainer), None
         if not window_is_open:
             self._point = None
-            # Copying the loaders' states costs time; without accumulation no save falls into a window.
+            # Without accumulation no save falls into a window.
             if trainer.accumulate_grad_batches > 1:
                 self.note(trainer)
         elif self._point is not None:
             self._point = self._point._replace(micro_batches=self._point.micro_batches + 1)
 
-    def note(self, trainer: Trainer, loaders: list[Any] | None = None, is_due: bool | None = None) -> None:
+    def note(self, trainer: Trainer, is_due: bool | None = None) -> None:
         """Call where no window is open and the next batch has not been fetched.
 
         Args:
             trainer: The Trainer.
-            loaders: The states of its loaders where these do not know them, as nothing was fetched from them yet.
             is_due: Whether a validation comes next, where Lightning does not know it.
         """
-        if loaders is None:
-            loaders = copy.deepcopy(stateful_loaders(trainer))
         is_due = validation_is_due(trainer) if is_due is None else is_due
-        self._point = ResumePoint(rng_state(), loaders, self._positions(trainer), self._has_iterators, 0, is_due)
+        self._point = ResumePoint(rng_state(), self._positions.now(trainer), self._has_iterators, 0, is_due)
 
     def end_validation(self) -> None:
         """Notes that a validation has ended: a training that resumes does not draw again what it has drawn."""
         if self._point is not None and not self._point.micro_batches:
             self._point = self._point._replace(rng=rng_state(), validation_is_due=False)
 
-    def validation_is_due(self, trainer: Trainer) -> bool:
-        """Whether a training that resumes from what is saved now validates before it trains."""
-        point = self.point_of_save()
-        return validation_is_due(trainer) if point is None else point.validation_is_due and not trainer.validating
-
-    @property
-    def has_iterators(self) -> bool:
-        """Whether the iterators have been made that the next batches come from, or else are made anew."""
-        return self._has_iterators
-
-    def point_of_save(self) -> ResumePoint | None:
-        """The point that a checkpoint saved now is to be set back to; None where this moment is right."""
+    def point_of_save(self, trainer: Trainer) -> ResumePoint:
+        """The point that a checkpoint saved now is to be set back to: this moment, where that is right."""
         if self._point is not None and self._begins:
             # What hooks have drawn since is not drawn again.
-            return self._point._replace(rng=rng_state())
-        if self._point is None or not (self._point.micro_batches or self.fetched_too_much):
-            return None
-        return self._point
+            point = self._point._replace(rng=rng_state())
+        elif self._point is not None and (self._point.micro_batches or self.fetched_too_much):
+            point = self._point
+        elif self._fetching_point is not None:
+            point = self._fetching_point
+        else:
+            is_due = validation_is_due(trainer)
+            point = ResumePoint(rng_state(), self._positions.now(trainer), self._has_iterators, 0, is_due)
+        return point._replace(validation_is_due=point.validation_is_due and not trainer.validating)
 
 
 def from_which_training_goes_on(
-    checkpoint: dict[str, Any], trainer: Trainer, point: ResumePoint | None, epoch_has_ended: bool
+    checkpoint: dict[str, Any], trainer: Trainer, point: ResumePoint, epoch_has_ended: bool
 ) -> dict[str, Any]:
     """A checkpoint as it would have been saved at ``point``.
 
     Args:
         checkpoint: As saved at this moment.
         trainer: The Trainer.
-        point: What to set it back to; None for this moment. Then, after the last batch of an epoch, the loaders' states
-            are left out: at their end, they would give the next epoch no batches.
+        point: What to set it back to. After the last batch of an epoch, the loaders' states are left out: at their end,
+            they would give the next epoch no batches.
         epoch_has_ended: Whether this moment is after an epoch, also one that the end of training has cut short.
     """
     progress, is_over = trainer.fit_loop.epoch_loop.batch_progress, _epoch_is_over(trainer)
@@ -173,12 +178,10 @@ def from_which_training_goes_on(
         for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
             begun = counted["processed"] + 1
             counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
-    if point is None and not is_over:
-        return {**checkpoint, "loops": loops}
     fit_loop["state_dict"].pop("combined_loader", None)
-    if point is not None and point.loaders:
+    if point.loaders:
         fit_loop["state_dict"]["combined_loader"] = point.loaders
-    if point is not None and point.micro_batches:
+    if point.micro_batches:
         for counters in ("total", "current"):
             counted = fit_loop["epoch_loop.batch_progress"][counters]
             counted.update({name: number - point.micro_batches for name, number in counted.items()})
@@ -231,8 +234,8 @@ def _complete_last_batch(checkpoint: dict[str, Any]) -> None:
         counters["completed"] = counters["processed"]
 
 
-def loaders_of_rank(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], rank: int, ranks: int) -> Any:
-    """States of a rank's stateful loaders, which its part of a checkpoint gets; None where there are none.
+def loaders_of_rank(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], rank: int, ranks: int) -> list[Any]:
+    """States of a rank's stateful loaders, which its part of a checkpoint gets; empty where there are none.
 
     Args:
         checkpoint: As Lightning has it, with rank 0's.
@@ -245,13 +248,7 @@ def loaders_of_rank(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], ran
     if "combined_loader" in state and len(stateful) == ranks:
         state["combined_loader"] = stateful[rank]
     # A copy: Lightning hands the original to the loaders when it restores the loops.
-    return copy.deepcopy(state.get("combined_loader"))
-
-
-def stateful_loaders(trainer: Trainer) -> list[Any]:
-    """States of this rank's loaders that have one, as Lightning saves them."""
-    states: list[Any] = trainer.fit_loop.on_save_checkpoint().get("combined_loader", [])
-    return states
+    return copy.deepcopy(state.get("combined_loader") or [])
 
 
 def can_be_resumed(checkpoint: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from lightning_parstrat.strategies.data.orders import (
     left_by_ranks,
     unpacked,
 )
+from lightning_parstrat.strategies.data.own_states import OwnState, OwnStates
 from lightning_parstrat.strategies.data.samplers import Pass, PositionedSampler, batches_before
 from lightning_parstrat.strategies.data.streams import (
     can_go_on_in_stream,
@@ -35,9 +36,11 @@ from lightning_parstrat.strategies.data.streams import (
     leave_workers,
 )
 from lightning_parstrat.strategies.lightning_compat import (
+    batches_fetched,
     batches_fetched_ahead,
     count_as_ended,
     ends_epoch_first,
+    has_own_state,
     iterators_in_training,
     mode_of_loaders,
 )
@@ -75,7 +78,7 @@ class Moment(NamedTuple):
         return {"position": position, "generators": generators, "iterated": within_epoch and self.in_pass is not None}
 
 
-Moments = Sequence[Moment | None]
+Moments = Sequence[Moment | OwnState | None]
 """Of each loader that is trained on; None of one that cannot be told where it stands."""
 
 
@@ -86,6 +89,9 @@ class LoaderPositions:
         self._loaders: list[weakref.ref[Any]] = []
         self._saved: Mapping[str, Any] | None = None
         self._saved_taken = 0
+        self._own = OwnStates(_set_back_at_most)
+        self._given: Sequence[Any] = ()
+        self._has_own = False
         self._at_end: Moments = ()
         self._shifted = False
         self._warned = False
@@ -95,9 +101,14 @@ class LoaderPositions:
         """In a copied or pickled trainer nothing stands anywhere: iterators stay where they are."""
         return type(self), ()
 
-    def load(self, saved: Mapping[str, Any] | None) -> None:
-        """Takes over what a checkpoint has under :data:`LOADERS`; the loaders are made afterwards."""
-        self._saved, self._saved_taken = saved, 0
+    def load(self, saved: Mapping[str, Any] | None, given: Sequence[Any] = ()) -> None:
+        """Takes over what a checkpoint has under :data:`LOADERS`; the loaders are made afterwards.
+
+        Args:
+            saved: What it has; None where it has nothing.
+            given: What Lightning gives loaders with a state of their own.
+        """
+        self._saved, self._saved_taken, self._given = saved, 0, given
 
     def follow(self, dataloader: Any, trainer: Trainer) -> None:
         """Has a loader know its place from now on, and go on where the checkpoint was saved.
@@ -109,13 +120,14 @@ class LoaderPositions:
         """
         restore(dataloader)
         states = self._next_saved()
+        self._has_own |= has_own_state(dataloader)
+        _set_epoch(dataloader, trainer)
         if not _knows_its_place(dataloader):
             return
         sampler = PositionedSampler(dataloader, lambda: _set_back_at_most(trainer))
         if isinstance(dataloader.dataset, IterableDataset) and dataloader.num_workers:
             follow_workers(dataloader, sampler.take_stream_begin)
         self._loaders.append(weakref.ref(dataloader))
-        _set_epoch(dataloader, trainer)
         if None not in states and len(states) == trainer.world_size:
             self._go_on(sampler, states, trainer.global_rank)
             if dataloader.persistent_workers and not self._within_epoch and _next_epoch(trainer):
@@ -182,10 +194,11 @@ class LoaderPositions:
         """Has Lightning count batches from where the loaders go on: among other ranks an epoch has others."""
         # Those of an earlier training, whose iterators were gone.
         self._at_end = ()
-        if self._within_epoch and None not in self.now(trainer):
-            self._hide_lightnings_warning()
         begun_again = self._begun_again(trainer)
-        self._saved, self._warned = None, False
+        self._own.begin(trainer, self._given, begun_again)
+        if self._within_epoch and not any(moment is None for moment in self.now(trainer)):
+            self._hide_lightnings_warning()
+        self._saved, self._given, self._warned = None, (), False
         self._leave_passes(ends_epoch_first(trainer))
         _begin_epoch_without_length(trainer)
         shifted, self._shifted = self._shifted, False
@@ -209,9 +222,20 @@ class LoaderPositions:
         if self._saved is None or not self._within_epoch or len(self._saved["ranks"]) != trainer.world_size:
             return []
         trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        own = self._saved["ranks"][trainer.global_rank]
-        positions = [None if state is None else state["position"] for state in own]
-        return [position is not None and position["batches"] < trained for position in positions]
+        own = [state or {"position": None} for state in self._saved["ranks"][trainer.global_rank]]
+        positions = [state["position"] for state in own]
+        fewer = [position is not None and position["batches"] < trained for position in positions]
+        return [begun or state.get("begun_again", False) for begun, state in zip(fewer, own, strict=True)]
+
+    def begin_epoch(self, trainer: Trainer) -> None:
+        """Call when an epoch begins, and none goes on."""
+        self._own.begin(trainer)
+
+    def before_fetch(self, trainer: Trainer) -> bool:
+        """Call before a batch is fetched; whether loaders have a state of their own, which has been noted."""
+        if self._has_own:
+            self._own.note(trainer)
+        return self._has_own
 
     def _leave_passes(self, are_left: bool) -> None:
         """Forgets what was saved; nothing was drawn for iterators that are left for others."""
@@ -227,20 +251,32 @@ class LoaderPositions:
         entry = warnings.filters[0]
         self._hides_warning = None if entry in known else entry
 
-    def now(self, trainer: Trainer) -> Moments:
-        """Where the loaders stand after the batches that were trained on, whatever was fetched since."""
+    def now(self, trainer: Trainer, fetching: bool = False) -> Moments:
+        """Where the loaders stand after the batches that were trained on, whatever was fetched since.
+
+        Args:
+            trainer: The Trainer.
+            fetching: Whether this is the moment before a batch is fetched.
+        """
         if self._at_end:
             return self._at_end
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        ahead = batches_fetched_ahead(trainer) + progress.ready - progress.processed
+        # Meanwhile, the fetcher has let go of one that nobody has been given.
+        fetched = batches_fetched(trainer) if fetching else batches_fetched_ahead(trainer) + progress.ready
+        ahead = fetched - progress.processed
         at_most = progress.processed if mode_of_loaders(trainer) == "max_size" else None
-        return [_moment(*loader, ahead, at_most) for loader in iterators_in_training(trainer)]
+        loaders = iterators_in_training(trainer)
+        own = (self._own.now(trainer) if self._has_own else ()) or [None] * len(loaders)
+        return [
+            _moment(*loader, ahead, at_most) if known is None else known
+            for loader, known in zip(loaders, own, strict=True)
+        ]
 
     def state(self, moments: Moments, within_epoch: bool) -> list[dict[str, Any] | None]:
         """This rank's part of what a checkpoint has under :data:`LOADERS`."""
         return [None if moment is None else self._state_of(moment, within_epoch) for moment in moments]
 
-    def _state_of(self, moment: Moment, within_epoch: bool) -> dict[str, Any] | None:
+    def _state_of(self, moment: Moment | OwnState, within_epoch: bool) -> dict[str, Any] | None:
         try:
             return moment.state(within_epoch)
         except NotPlainError as error:
@@ -259,11 +295,7 @@ class LoaderPositions:
     def warn_of_lost(self, trainer: Trainer, moments: Moments) -> None:
         """Says once in a training that a checkpoint within an epoch does not know where a loader stands."""
         loaders = [loader for loader, _ in iterators_in_training(trainer)]
-        lost = [
-            type(loader).__name__
-            for loader, moment in zip(loaders, moments, strict=False)
-            if moment is None and not is_stateful(loader)
-        ]
+        lost = [type(loader).__name__ for loader, moment in zip(loaders, moments, strict=False) if moment is None]
         if lost:
             self._warn_once(
                 f"A checkpoint is saved within an epoch, and a data loader ({lost[0]}) cannot be told where it stands:"
@@ -278,6 +310,7 @@ class LoaderPositions:
     def release(self) -> None:
         """Gives all loaders their own samplers back, and forgets the checkpoint: the next run is not its training."""
         self.load(None)
+        self._has_own = False
         if self._hides_warning is not None:
             filters: Any = warnings.filters
             if self._hides_warning in filters:
@@ -318,10 +351,11 @@ def _begin_epoch_without_length(trainer: Trainer) -> None:
         progress.current.completed = -1
 
 
-def _set_epoch(dataloader: DataLoader[Any], trainer: Trainer) -> None:
-    """Tells a loader's sampler the epoch. Lightning does so when workers have been given their first indices."""
+def _set_epoch(dataloader: Any, trainer: Trainer) -> None:
+    """Tells a loader's sampler the epoch. Lightning does so when the epoch's order may have been made."""
     epoch = _next_epoch(trainer)
-    samplers = {id(one): one for one in (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))}
+    found = (getattr(dataloader, "sampler", None), getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
+    samplers = {id(one): one for one in found}
     for sampler in samplers.values() if epoch else ():
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)

@@ -205,6 +205,42 @@ class StatefulLoader(DataLoader[Tensor]):
         self.resume_at = state["place"] // 10
 
 
+class WithoutLength(StatefulLoader):
+    """Does not know how many batches it has."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
+class Dealt:
+    """Knows its place by itself; deals its samples anew in each pass and adds noise, both drawn in this process."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples, self.place, self.seed = samples, 0, 0
+        self.loaded: dict[str, int] | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        loaded, self.loaded = self.loaded, None
+        self.place = 0 if loaded is None else loaded["place"]
+        self.seed = int(torch.randint(2**40, ())) if loaded is None else loaded["seed"]
+        order = torch.randperm(self.samples, generator=own_generator(self.seed)).tolist()
+        numbered = Numbered(self.samples)
+        while self.place < self.samples:
+            batch = numbered[order[self.place : self.place + BATCH]]
+            batch[:, 1:] += torch.rand(len(batch), 7)
+            self.place += BATCH
+            yield batch
+
+    def __len__(self) -> int:
+        return -(-self.samples // BATCH)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.loaded = state
+
+
 class Row(NamedTuple):
     """A training on one kind of loader.
 
@@ -232,6 +268,14 @@ def streamed(samples: int) -> DataLoader[Any]:
 
 def beside_stream(mode: Any, of_loader: int, *of_streams: int, **arguments: Any) -> CombinedLoader:
     return CombinedLoader([loader(of_loader, **arguments), *map(streamed, of_streams)], mode)
+
+
+def stateful(samples: int = SAMPLES, kind: type[StatefulLoader] = StatefulLoader) -> StatefulLoader:
+    return kind(Numbered(samples), batch_size=BATCH, generator=own_generator())
+
+
+def without_length(samples: int = SAMPLES) -> StatefulLoader:
+    return stateful(samples, WithoutLength)
 
 
 ROWS: dict[str, Row] = {
@@ -300,6 +344,28 @@ ROWS: dict[str, Row] = {
     "stream, min_size, shorter": Row(lambda: beside_stream("min_size", SAMPLES, 17)),
     "stream, max_size": Row(lambda: beside_stream("max_size", 29, 30, 14)),
     "stateful loader": Row(lambda: StatefulLoader(Numbered(), batch_size=BATCH, generator=own_generator()), OWN),
+    "stateful loader that draws": Row(Dealt, OWN),
+    "stateful loader, accumulated": Row(Dealt, {**OWN, "accumulate_grad_batches": 3}),
+    "stateful loader, cycled": Row(lambda: [loader(), Dealt(13)], OWN),
+    "stateful loader, max_size": Row(lambda: CombinedLoader([stateful(), stateful(13)], "max_size"), OWN),
+    "stateful, no length": Row(without_length, OWN),
+    "stateful, no length, accumulated": Row(without_length, {**OWN, "accumulate_grad_batches": 3}),
+    "stateful, no length, uneven": Row(lambda: without_length(SAMPLES + 10 * dist.get_rank()), OWN),
+    "stateful, no length, distributed": Row(
+        lambda: WithoutLength(
+            Numbered(),
+            batch_size=BATCH,
+            sampler=DistributedSampler(range(SAMPLES), seed=7),
+            generator=own_generator(),
+        )
+    ),
+    "stateful, cycled beside a stream": Row(lambda: [stateful(13), streamed(30)], OWN),
+    "stream, cycled beside stateful": Row(lambda: [loader(13), streamed(14), without_length(30)], OWN),
+    "stateful, no lengths": Row(lambda: [without_length(10), stateful(9), without_length(30), loader(21)], OWN),
+    "stateful, min_size": Row(lambda: CombinedLoader([without_length(29), streamed(30)], "min_size"), OWN),
+    "stateful, no length, max_size": Row(
+        lambda: CombinedLoader([without_length(14), streamed(30), stateful(7)], "max_size"), OWN
+    ),
     "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
     "uneven": Row(lambda: loader(SAMPLES + 10 * dist.get_rank()), OWN),
     "uneven, cycled": Row(

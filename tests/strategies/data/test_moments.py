@@ -15,13 +15,25 @@ from torch.utils.data import DataLoader
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies.data.rows import BATCH, OWN, Row, Stream, loader, own_generator, parts
+from tests.strategies.data.rows import (
+    BATCH,
+    OWN,
+    Dealt,
+    Row,
+    Stream,
+    loader,
+    own_generator,
+    parts,
+    stateful,
+    without_length,
+)
 from tests.strategies.data.test_positions import Training, fit
 
 START = "on_train_start"
 ENDS = ("on_validation_end", "on_train_epoch_end")
 BEGINS = (START, "on_train_epoch_start")
 BATCHES = ("on_train_batch_start", "on_train_batch_end")
+STEPS = ("on_before_backward", "on_before_optimizer_step")
 
 
 class SavesInHooks(Callback):
@@ -39,10 +51,10 @@ class SavesInHooks(Callback):
             setattr(self, hook, self._saving_in(hook))
 
     def _saving_in(self, hook: str) -> Callable[..., None]:
-        def save(trainer: Trainer, module: Any, *_: Any) -> None:
+        def save(trainer: Trainer, *_: Any) -> None:
             if not trainer.sanity_checking:
                 name = f"{hook} {sum(one.startswith(hook) for one in self.saved)}"
-                self.saved[name] = len(module.seen)
+                self.saved[name] = trainer.fit_loop.epoch_loop.batch_progress.total.processed
                 trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
 
         return save
@@ -113,6 +125,13 @@ CASES = {
     "stream": Case(stream, (*BEGINS, *ENDS, *BATCHES)),
     "stream, accumulated": Case(stream, BATCHES, {"accumulate_grad_batches": 2}),
     "stream in workers": Case(lambda: parts(8, 6), BATCHES),
+    "stateful": Case(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES)),
+    "stateful that draws": Case(lambda: Dealt(20), (*BATCHES, *STEPS)),
+    "stateful that draws, beside": Case(lambda: [shuffled(), Dealt(9)], BATCHES),
+    "stateful, accumulated": Case(lambda: Dealt(20), (*BATCHES, STEPS[0]), {"accumulate_grad_batches": 2}),
+    "stateful, validated": Case(lambda: Dealt(20), (ENDS[0], *BATCHES), {"val_check_interval": 2}),
+    "stateful, no length": Case(lambda: without_length(20), (*BEGINS, *ENDS, *BATCHES, *STEPS)),
+    "stateful, no length, beside": Case(lambda: [stream(), stateful(5), without_length(9)], BATCHES),
     "workers": Case(lambda: shuffled(num_workers=1), ENDS),
     "workers, generator": Case(lambda: shuffled(num_workers=1, generator=own_generator()), ENDS),
     "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
@@ -126,13 +145,28 @@ def resumed_case(folder: str, kind: str, name: str, hooks: tuple[str, ...]) -> d
 @pytest.mark.parametrize(
     ("name", "kind"),
     slow_unless(
-        lambda name, kind: (name, kind) in (("distributed", "TunedDDPStrategy"), ("generator", "ZeRO1Strategy")),
+        lambda name, kind: (
+            (name, kind)
+            in (
+                ("distributed", "TunedDDPStrategy"),
+                ("generator", "ZeRO1Strategy"),
+                ("stateful that draws", "ZeRO1Strategy"),
+                ("stateful, no length", "TunedDDPStrategy"),
+            )
+        ),
         [(name, kind) for name in CASES for kind in ("ZeRO1Strategy", "TunedDDPStrategy")],
     ),
 )
 def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
     found = pool.run(2, resumed_case, str(tmp_path), kind, name, CASES[name].hooks, timeout=300)
     assert found == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("stateful, no length", "ZeRO1Strategy"), ("stateful that draws", "TunedDDPStrategy")]
+)
+def test_so_it_does_on_one_rank(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
+    assert pool.run(1, resumed_case, str(tmp_path), kind, name, (*BATCHES, STEPS[0])) == [{}]
 
 
 def saved_by_checkpoints(folder: str, kind: str, at_train_end: bool) -> dict[str, Any]:

@@ -109,6 +109,8 @@ QUICK = [
     "stream",
     "stream, short windows",
     "cycled beside a stream",
+    "stateful, no length",
+    "stateful, cycled beside a stream",
 ]
 
 
