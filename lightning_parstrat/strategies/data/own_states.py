@@ -22,11 +22,11 @@ class OwnState(NamedTuple):
     """Where a loader stands between two batches.
 
     Attributes:
-        value: What it said, pickled; None where an epoch begins.
+        value: What it said, pickled; None where an epoch begins; the error of what cannot be pickled, for who saves it.
         begun_again: Whether it has come to its end in the epoch.
     """
 
-    value: bytes | None
+    value: bytes | Exception | None
     begun_again: bool
 
     def state(self, within_epoch: bool) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class OwnStates:
             values: What these loaders were given to go on from, in their order; empty where the epoch begins.
             begun_again: Of each loader that is trained on, whether it had come to its end; may be empty.
         """
-        given, ended = list(map(pickle.dumps, values)), list(begun_again)
+        given, ended = list(map(_pickled, values)), list(begun_again)
         self._noted, self._begin = {}, []
         for number, (loader, _) in enumerate(iterators_in_training(trainer)):
             # Not what they say: what a loader was given, it may take up with its first batch only, and one that has
@@ -87,15 +87,30 @@ class OwnStates:
 def _said(trainer: Trainer) -> Sequence[OwnState | None]:
     ended = ended_in_epoch(trainer)
     return [
-        OwnState(pickle.dumps(loader.state_dict()), number < len(ended) and ended[number])
+        OwnState(_pickled(loader.state_dict()), number < len(ended) and ended[number])
         if has_own_state(loader)
         else None
         for number, (loader, _) in enumerate(iterators_in_training(trainer))
     ]
 
 
+def _pickled(value: Any) -> bytes | Exception:
+    try:
+        return pickle.dumps(value)
+    # Whatever a user's class raises. A training that is not saved goes on.
+    except Exception as error:
+        return error
+
+
 def as_lightning_saves(moments: Sequence[Any]) -> list[Any]:
-    """The states of these loaders, of what is known of all; empty where an epoch begins."""
+    """The states of these loaders, of what is known of all; empty where an epoch begins.
+
+    Raises:
+        Exception: One cannot be pickled.
+    """
     values = [moment.value for moment in moments if isinstance(moment, OwnState)]
+    for value in values:
+        if isinstance(value, Exception):
+            raise value
     # Bytes of our own loaders, or of a checkpoint that was loaded as its user wanted it.
-    return [] if None in values else [pickle.loads(value) for value in values if value is not None]
+    return [] if None in values else [pickle.loads(value) for value in values if isinstance(value, bytes)]

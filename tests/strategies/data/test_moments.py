@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -286,3 +287,32 @@ def test_a_training_that_was_preempted_in_a_validated_batch_goes_on(
     pool: RankPool, tmp_path: Any, name: str, batches: int
 ) -> None:
     assert pool.run(2, preempted, str(tmp_path), name, batches) == [{}, {}]
+
+
+class Unpicklable(Dealt):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "function": lambda: None}
+
+
+class TriesToSave(Callback):
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            with pytest.raises(AttributeError, match="pickle"):
+                trainer.save_checkpoint(f"{self.folder}/a.ckpt")
+
+
+def trained_unpicklable(folder: str, kind: str) -> float:
+    expected = fit(kind, Row(lambda: Dealt(20), OWN), 0)
+    actual = fit(kind, Row(lambda: Unpicklable(20), OWN), 0, TriesToSave(folder))
+    return distance(actual.parameters, expected.parameters)
+
+
+@pytest.mark.parametrize("kind", ["ZeRO1Strategy", "TunedDDPStrategy"])
+def test_a_state_that_cannot_be_pickled_ends_the_save_and_not_the_training(
+    pool: RankPool, tmp_path: Path, kind: str
+) -> None:
+    assert pool.run(2, trained_unpicklable, str(tmp_path), kind) == [0.0, 0.0]
+    assert not list(tmp_path.iterdir())
