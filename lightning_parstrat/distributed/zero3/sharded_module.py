@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.backends import check_device_of, make_collectives
 from lightning_parstrat.distributed.comm.collectives import real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -191,6 +192,16 @@ class ShardedModule:
         cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
 
     @property
+    def _names(self) -> dict[nn.Module, str]:
+        return {part: name for name, part in self.module.named_modules()}
+
+    @property
+    def names_of_units(self) -> list[str]:
+        """Of the modules that are gathered by themselves, the outer ones first."""
+        names = self._names
+        return [names[unit] for unit in self.units]
+
+    @property
     def elements(self) -> int:
         """How many elements all parameters have."""
         return sum(parameter.numel() for parameter in self.parameters)
@@ -214,10 +225,11 @@ class ShardedModule:
     def _make(self, module: nn.Module, whole: set[Tensor]) -> None:
         """Brings what is not sharded yet to the device, with rank 0's values. Collective."""
         made: dict[Tensor, nn.Parameter] = {}
-        for name, part in module.named_modules():
+        names = self._names
+        for part in module.modules():
             before = dict(part.named_parameters(recurse=False))
             if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
-                _materialize(part, name, self._device)
+                _materialize(part, names[part], self._device)
                 for own, parameter in before.items():
                     # Making a module makes other parameters, and those that were one must be one again.
                     setattr(part, own, made.setdefault(parameter, getattr(part, own)))
@@ -435,9 +447,13 @@ def is_sharded_module(module: nn.Module) -> bool:
 def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
+        tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
+        on_meta = [own for own, tensor in tensors if tensor.is_meta]
+        kind = type(module).__name__
         raise ValueError(
-            f"{type(module).__name__} {name!r} was made on the meta device, and has no `reset_parameters` that would"
-            " give its parameters and buffers their values. Define one, or make it on the host."
+            f"{listed(on_meta)} of {kind} cannot be made: on the meta device they have no values, and {kind} has no"
+            " method `reset_parameters`, which is called to give it all of its own parameters and buffers. Define it,"
+            " or make them on the host."
         )
     module.to_empty(device=device, recurse=False)
     reset()
