@@ -288,12 +288,19 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        self._meet("parameters are gathered, as zero3_custom does in every step")
+        to_follow = self._steps_to_follow()
+        if to_follow is None:
+            self._meet("parameters are gathered, as zero3_custom does in every step")
+        if self._sharded is not None:
+            self._sharded.begin_evaluation_step()
         try:
             yield
         finally:
             # Without a backward nothing else would, and code between steps would see what is gathered.
             self._reshard()
+        for _ in range(to_follow or 0):
+            if self._sharded is not None:
+                self._sharded.follow_evaluation_step()
 
     def _reshard(self) -> None:
         if self._sharded is not None:

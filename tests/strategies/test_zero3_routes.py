@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.scripts import run_python
+from tests.slow import slow_unless
 from tests.strategies import test_compiled, zoo
 from tests.strategies.cases import FP32, FP64
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, whole, zero1, zero3
@@ -111,13 +112,13 @@ class Writer(BasePredictionWriter):
 
 
 def predict(strategy: str) -> list[Any]:
-    """What is returned and what is written of one loader and of two; some ranks have a sample less than others."""
+    """What is returned and what is written of one loader and of some; ranks may have a batch less than others."""
     found: list[Any] = []
-    several = [13, 10]
+    several = [13, 11, 10]
     for lengths, returned in (([20], True), (several, True), (several, False)):
         torch.manual_seed(0)
         writer = Writer()
-        loaders = [torch.utils.data.DataLoader(zoo.Samples(length), batch_size=5) for length in lengths]
+        loaders = [torch.utils.data.DataLoader(zoo.Samples(length), batch_size=2) for length in lengths]
         trainer = make_trainer(STRATEGIES[strategy](), callbacks=[writer])
         found += [trainer.predict(Sized(), loaders, return_predictions=returned), writer.given]
     return found
@@ -127,6 +128,86 @@ def predict(strategy: str) -> list[Any]:
 def test_predictions_are_ddps_on_each_rank(pool: RankPool, world_size: int) -> None:
     expected = pool.run(world_size, predict, "ddp")
     assert_same(pool.run(world_size, predict, "zero3"), expected, rtol=1e-5, atol=1e-6)
+
+
+class Intricate(Sized):
+    """Units within units, and one that is called twice."""
+
+    def build(self) -> None:
+        inner = [nn.Sequential(nn.Linear(zoo.FEATURES, zoo.FEATURES), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList(nn.Sequential(one, nn.LayerNorm(zoo.FEATURES)) for one in inner)
+        self.net = nn.Linear(zoo.FEATURES, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for number in (0, 1, 0):
+            batch = self.blocks[number](batch)
+        return self.net(batch)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self(batch).pow(2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.compute_loss(batch))
+
+
+class ByHand(Intricate):
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+        optimizer.step()
+
+
+def evaluate_unevenly(make: Callable[[], Any], policy: dict[str, Any] | None) -> list[Any]:
+    """Of ranks with one, two and three batches: what each has itself, beside, between and after training."""
+    torch.manual_seed(0)
+    module, rank = make(), dist.get_rank()
+    strategy = ddp() if policy is None else zero3(**policy)
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False, limit_predict_batches=rank + 1)
+    found = [trainer.predict(module, [zoo.loader(4 * rank + 4, 4), zoo.loader(13, 2)])]
+    trainer.fit(module, own(24), zoo.loader(4 * rank + 4, 4))
+    found += [float(trainer.callback_metrics["val_loss"]), trainer.validate(module, zoo.loader(4 * rank + 4, 4))]
+    return [*found, [whole(parameter.detach()).clone() for parameter in module.parameters()]]
+
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "found": {},
+    "nested": {"wrap": ["Linear", "Sequential"]},
+    "kept": {"wrap": ["Linear", "Sequential"], "reshard_after_forward": False},
+    "at once": {"min_num_params": 10**9},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "world_size"),
+    slow_unless(
+        lambda *case: case in [(Intricate, "nested", 2), (Intricate, "kept", 2), (ByHand, "found", 2)],
+        [(make, policy, size) for make in (Intricate, ByHand) for policy in POLICIES for size in (2, 3)],
+    ),
+)
+def test_ranks_evaluate_different_numbers_of_batches(
+    pool: RankPool, make: Callable[[], Any], policy: str, world_size: int
+) -> None:
+    expected = pool.run(world_size, evaluate_unevenly, make, None)
+    actual = pool.run(world_size, evaluate_unevenly, make, POLICIES[policy])
+    assert_same(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def evaluate_exactly(strategy: str) -> list[Any]:
+    torch.manual_seed(0)
+    trainer = make_trainer(None if strategy == "single" else zero3(exact_evaluation=True))
+    module, data = Sized(), torch.utils.data.DataLoader(zoo.Samples(13), batch_size=2)
+    return [*trainer.validate(module, data, verbose=False), *trainer.test(module, data, verbose=False)]
+
+
+def test_exact_evaluation_is_that_of_one_process(pool: RankPool) -> None:
+    (expected,) = pool.run(1, evaluate_exactly, "single")
+    for found in pool.run(2, evaluate_exactly, "zero3"):
+        assert_same(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def train_by_turns(order: tuple[str, str]) -> list[Tensor]:

@@ -113,6 +113,7 @@ class ShardedModule:
         self.group = group
         self._messages = messages
         self._device = device
+        self._reshards_after_forward = reshard_after_forward
         # Weakly: their memory is what sharding saves.
         self._before = {id(parameter): weakref.ref(parameter) for parameter in module.parameters()}
         if not is_sharded_module(module):
@@ -135,6 +136,7 @@ class ShardedModule:
         self._backwards = 0
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
+        self._evaluated: list[int] = []
         self._fresh: set[int] | None = None
         self._hooks = [leaf.register_post_accumulate_grad_hook(hook) for leaf, hook in self._hooks_of_leaves()]
         self._hooks += [
@@ -277,8 +279,7 @@ class ShardedModule:
         self._graph_tasks.add(current_graph_task_id())
 
     def _note_forward(self, number: int, *_: Any) -> None:
-        if torch.is_grad_enabled():
-            self._ran.append(number)
+        (self._ran if torch.is_grad_enabled() else self._evaluated).append(number)
 
     def check_belongs(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuses optimizers of parameters that the module no longer has. Not collective.
@@ -313,6 +314,23 @@ class ShardedModule:
             yield
         finally:
             self.reshard()
+
+    def begin_evaluation_step(self) -> None:
+        """Call before a step without gradients, for :meth:`follow_evaluation_step`. Not collective."""
+        self._evaluated.clear()
+
+    def follow_evaluation_step(self) -> None:
+        """Gathers what the last step without gradients has gathered, in its order, for ranks that have one more.
+
+        Collective: it stands for their step on a rank that has none.
+        """
+        root = cast(FSDPModule, self.module)
+        root.unshard()
+        for number in self._evaluated:
+            self.units[number].unshard()
+            if self._reshards_after_forward:
+                self.units[number].reshard()
+        self.reshard()
 
     def accumulate_whole(self, accumulates: bool) -> None:
         """Whether gradients of the next backwards stay unreduced, and whole on every rank."""
