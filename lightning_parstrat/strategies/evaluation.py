@@ -199,7 +199,10 @@ class EvaluatingStrategy(RanksStrategy):
         """
         if self._under_way is None or not self._is_in_step():
             return None
-        return self._under_way.loaders.steps_to_follow()
+        trainer = self._training_module.trainer
+        return self._under_way.loaders.steps_to_follow(
+            trainer.num_sanity_val_steps if trainer.sanity_checking else None
+        )
 
     def _meet(self, collective: str) -> None:
         if self._under_way is not None and self._is_in_step():
@@ -389,8 +392,11 @@ class EvaluatedLoaders:
     def _loaders(self) -> range:
         return range(self.turn, self.turn + 1) if self._takes_turns else range(len(self._lengths))
 
-    def steps_to_follow(self) -> int | None:
+    def steps_to_follow(self, at_most: float | None) -> int | None:
         """How many more steps of the loader others have, where this rank is in its last one. Not collective.
+
+        Args:
+            at_most: How many steps the sanity check takes of each loader; None outside of it.
 
         Returns:
             0 before the last one; None where some rank does not know the number of its steps, or has none, or where
@@ -399,8 +405,10 @@ class EvaluatedLoaders:
         known = self._takes_turns and not self.any_is_unknown and self._lengths[self.turn].least > 0
         if not known or self._step == 0:
             return None
-        own = self._own_lengths[self.turn]
-        return self._lengths[self.turn].most - own if self._step == own else 0
+        own, most = self._own_lengths[self.turn], self._lengths[self.turn].most
+        if at_most is not None:
+            own, most = int(min(own, at_most)), int(min(most, at_most))
+        return most - own if self._step == own else 0
 
     def meet(self, collective: str) -> None:
         """Is told of a collective in a step or its hooks: all ranks take part, and must be able to.

@@ -185,7 +185,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("make", "policy", "world_size"),
     slow_unless(
-        lambda *case: case in [(Intricate, "nested", 2), (Intricate, "kept", 2), (ByHand, "found", 2)],
+        lambda *case: case in [(Intricate, "nested", 3), (Intricate, "kept", 2), (ByHand, "found", 2)],
         [(make, policy, size) for make in (Intricate, ByHand) for policy in POLICIES for size in (2, 3)],
     ),
 )
