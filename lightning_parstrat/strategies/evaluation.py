@@ -192,6 +192,18 @@ class EvaluatingStrategy(RanksStrategy):
         if self._evaluations and name is not None and name.endswith("_dataloader()"):
             self._evaluations.pop(name.removesuffix("_dataloader()"), None)
 
+    def _steps_to_follow(self) -> int | None:
+        """Within a step: how many more of its loader other ranks have, where it is this rank's last; 0 where it is not.
+
+        None where ranks do not know from the beginning how many steps each has, or one has none.
+        """
+        if self._under_way is None or not self._is_in_step():
+            return None
+        trainer = self._training_module.trainer
+        return self._under_way.loaders.steps_to_follow(
+            trainer.num_sanity_val_steps if trainer.sanity_checking else None
+        )
+
     def _meet(self, collective: str) -> None:
         if self._under_way is not None and self._is_in_step():
             self._under_way.loaders.meet(collective)
@@ -307,6 +319,7 @@ class EvaluatedLoaders:
         self._takes_turns = True
         self._step = 0
         self._lengths: list[Lengths] = []
+        self._own_lengths: list[int] = []
         # By the turns in whose steps all ranks meet.
         self._collectives: dict[int, str] = {}
 
@@ -318,8 +331,10 @@ class EvaluatedLoaders:
             how many batches ranks have.
         """
         with watching("the comparison of all ranks' data loaders"):
-            lengths = Lengths(*extremes_over_ranks(self._limited(sized_len(dataloader)), self._control))
+            own = self._limited(sized_len(dataloader))
+            lengths = Lengths(*extremes_over_ranks(own, self._control))
         self._lengths.append(lengths)
+        self._own_lengths.append(own)
         if lengths.most == _UNKNOWN:
             return _TellsOfBatches(dataloader, self, len(self._lengths) - 1), lengths
         return dataloader, lengths
@@ -376,6 +391,24 @@ class EvaluatedLoaders:
 
     def _loaders(self) -> range:
         return range(self.turn, self.turn + 1) if self._takes_turns else range(len(self._lengths))
+
+    def steps_to_follow(self, at_most: float | None) -> int | None:
+        """How many more steps of the loader others have, where this rank is in its last one. Not collective.
+
+        Args:
+            at_most: How many steps the sanity check takes of each loader; None outside of it.
+
+        Returns:
+            0 before the last one; None where some rank does not know the number of its steps, or has none, or where
+            steps fetch their own batches.
+        """
+        known = self._takes_turns and not self.any_is_unknown and self._lengths[self.turn].least > 0
+        if not known or self._step == 0:
+            return None
+        own, most = self._own_lengths[self.turn], self._lengths[self.turn].most
+        if at_most is not None:
+            own, most = int(min(own, at_most)), int(min(most, at_most))
+        return most - own if self._step == own else 0
 
     def meet(self, collective: str) -> None:
         """Is told of a collective in a step or its hooks: all ranks take part, and must be able to.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_f
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
-from lightning_parstrat.distributed.comm.watch import watching
+from lightning_parstrat.distributed.comm.watch import met, watching
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
@@ -32,7 +32,6 @@ from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
-    check_not_of_shards,
     gather_every_module_state,
     gather_module_state,
     gather_optimizer_state,
@@ -42,6 +41,7 @@ from lightning_parstrat.distributed.zero3.state import (
     shard_optimizer_state,
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
+from lightning_parstrat.distributed.zero3.users_code import advice_on_shards, check_not_of_shards, is_of_shards
 from lightning_parstrat.strategies.gradients.observers import users_own
 from lightning_parstrat.strategies.lightning_compat import (
     AVERAGING,
@@ -85,6 +85,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     """
 
     flag = "zero3_custom"
+    _takes_shards = True
     _not_copied = StepsTogetherStrategy._not_copied | {"_sharded"}
 
     def __init__(
@@ -242,7 +243,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         self._reshard()
         self._broadcast_buffers()
         output = super().training_step(*args, **kwargs)
-        check_not_of_shards(output)
+        check_not_of_shards(output, self._advice_on_shards)
         return output
 
     @override
@@ -287,12 +288,16 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        self._meet("parameters are gathered, as zero3_custom does in every step")
-        try:
+        if self._sharded is None:
             yield
-        finally:
-            # Without a backward nothing else would, and code between steps would see what is gathered.
-            self._reshard()
+            return
+        to_follow = self._steps_to_follow()
+        if to_follow is None:
+            self._meet("parameters are gathered, as zero3_custom does in every step")
+        with self._sharded.evaluation_step(lambda: self._meet("gradients are computed, which zero3_custom sends")):
+            yield
+        for _ in range(to_follow or 0):
+            self._sharded.follow_evaluation_step()
 
     def _reshard(self) -> None:
         if self._sharded is not None:
@@ -400,14 +405,16 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Within it the module's parameters are whole on every rank, to read: for export, or a look at weights.
 
         Collective: all ranks must enter it, between steps. Memory for all parameters while it lasts; what is written to
-        them is lost.
+        them is lost. Ranks wait for each other first, by some four requests to the process group's store.
 
         Yields:
             The module.
         """
         if self._sharded is None:
             raise MisconfigurationException("`full_parameters()` was called before parameters were sharded.")
-        with self._sharded.gathered():
+        with ExitStack() as gathered:
+            with met("`strategy.full_parameters()`", self._groups.control, "Enter it on all ranks."):
+                gathered.enter_context(self._sharded.gathered())
             yield self._training_module
 
     @override
@@ -426,6 +433,19 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 f" with all else gathered at once{kept}."
             )
 
+    @property
+    def _advice_on_shards(self) -> str:
+        names = [] if self._sharded is None else self._sharded.names_of_units
+        return advice_on_shards(names, self._training_module.automatic_optimization)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Says of code that worked on shards which parameters are, and what to do instead."""
+        if self._sharded is not None and is_of_shards(exception):
+            said = exception.args[0].removesuffix(self._advice_on_shards)
+            exception.args = (f"{said}\n{self.flag}: {self._advice_on_shards}", *exception.args[1:])
+        super().on_exception(exception)
+
     @override
     def teardown(self) -> None:
         """Takes off what was put into the module, which stays sharded: another training goes on with it.
@@ -437,7 +457,26 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if module is not None and gives and module.trainer.state.fn == TrainerFn.FITTING:
             gather_every_module_state(module, self.local_rank == 0)
         self._close()
-        super().teardown()
+        with self._left_on_device():
+            super().teardown()
+
+    @contextmanager
+    def _left_on_device(self) -> Generator[None, None, None]:
+        """Within it nothing moves the module or the optimizers' state to the host, as Lightning does at the end.
+
+        A GPU's ranks could gather nothing there, for a checkpoint or in another training: Lightning's own strategies
+        that shard leave them, too. And torch moves no shard that a graph or a weak reference holds.
+        """
+        module, optimizers = self.lightning_module, self._optimizers
+        self._optimizers = []
+        if module is not None:
+            vars(module)["cpu"] = lambda: module
+        try:
+            yield
+        finally:
+            self._optimizers = optimizers
+            if module is not None:
+                del vars(module)["cpu"]
 
     def _close(self) -> None:
         for name, own in self._given_back.items():

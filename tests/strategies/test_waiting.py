@@ -15,14 +15,18 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm import watch
 from tests.distributed.comm.test_watch import Lines
 from tests.pool import RankPool
 from tests.strategies.parity import PoolEnvironment
 
 SOON = 0.6
-STRATEGIES: dict[str, Any] = {"zero1_custom": ZeRO1Strategy, "ddp_tuned": TunedDDPStrategy}
+STRATEGIES: dict[str, Any] = {
+    "zero1_custom": ZeRO1Strategy,
+    "ddp_tuned": TunedDDPStrategy,
+    "zero3_custom": ZeRO3Strategy,
+}
 
 
 def fit(
@@ -92,6 +96,13 @@ class Late(BoringModel):
         if self.global_step == 2 and self.where == "saves":
             self.comes_late()
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/late.ckpt")
+        if self.is_late("shows"):
+            self.comes_late()
+            with self.trainer.strategy.full_parameters():
+                assert self.layer.weight.shape == (2, 32)
+        if self.is_late("looks"):
+            self.comes_late()
+            assert self.layer.weight.full_tensor().shape == (2, 32)
 
 
 def _tells(store: Any, key: str, lines: Lines, before: int) -> None:
@@ -137,6 +148,11 @@ SAID = {
         "zero1_custom",
         "saves",
     ): r"meeting of all ranks, in `trainer\.save_checkpoint\(\)`, step 2, .*rank 1: in `on_train_batch",
+    (
+        "zero3_custom",
+        "shows",
+    ): r"meeting of all ranks, in `strategy\.full_parameters\(\)`, step 2, .*rank 1: in `on_train_batch",
+    ("zero3_custom", "looks"): r"in `full_tensor`, in `on_train_batch_end` of step 2, .*rank 1: in `on_train_batch",
     ("zero1_custom", "loads"): r"an agreement, in the agreement on the next training batch, step \d, .*rank 1: in ",
 }
 """By strategy and where rank 1 is late: what rank 0 says."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.layout import ParameterSpec, fingerprint
 from lightning_parstrat.distributed.comm.agreement import check_agreement
@@ -37,6 +38,28 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Gives all ranks rank 0's buffers, as DDP does before each synchronised forward. Collective."""
     ignored = names_ignored_by_ddp(module)
     broadcast_tensors((buffer for name, buffer in module.named_buffers() if name not in ignored), group)
+
+
+def check_whole(module: nn.Module, flag: str) -> None:
+    """Refuses a module whose parameters are in shards. Not collective.
+
+    Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as by DDP.
+
+    Args:
+        module: The module.
+        flag: Of the strategy that wants it whole.
+
+    Raises:
+        ValueError: An earlier training by ``zero3_custom``, or the user, has sharded it.
+    """
+    ignored = names_ignored_by_ddp(module)
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and name not in ignored:
+            raise ValueError(
+                f"{name!r} is in shards (a DTensor), as all parameters are that zero3_custom has trained, and {flag}"
+                " needs whole ones. Make the module anew, and load a checkpoint of that training into it; or go on by"
+                " zero3_custom."
+            )
 
 
 def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -160,6 +160,10 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 _OWN = Path(__file__).parents[2]
 _TORCH = Path(torch.__file__).parent
 _TORCHS_WAITS = (str(_TORCH / "distributed"), str(_TORCH / "nn" / "parallel" / "distributed.py"))
+# On their way to a collective, operators on tensors in shards go through these. They compute, too.
+_TORCHS_SHARDS = str(_TORCH / "distributed" / "tensor")
+_PASSED_THROUGH = ("_ops.py", "_library", "_tensor.py", "autograd/function.py", "utils/_pytree.py")
+_TORCHS_CALLS = tuple(str(_TORCH / name) for name in _PASSED_THROUGH)
 _OWN_FLOOR, _OWN_WAITS = str(_OWN / "distributed"), str(Path(__file__).parent)
 
 _FOR = {
@@ -195,7 +199,7 @@ def collective_of(stack: list[Place]) -> str:
     It does not show what torch waits for in C++, as in DDP's backward, what a handle that the user waits for is of, and
     on GPUs nothing for which streams wait.
     """
-    own_part = [place for place in stack if not _is_standard(place)]
+    own_part = [place for place in stack if not (_is_standard(place) or place.file.startswith(_TORCHS_CALLS))]
     if not own_part or not _waits(own_part[-1]):
         return ""
     name = purpose = served = ""
@@ -235,7 +239,8 @@ def _waits(place: Place) -> bool:
     ends_a_save = place.file.startswith(_OWN_FLOOR) and Path(place.file).stem == "writing" and place.function == "wait"
     # They wait for their own threads alone.
     looks_on = Path(place.file).stem in ("watch", "heartbeats")
-    return (place.file.startswith(_OWN_WAITS) and not looks_on) or _is_torchs_wait(place) or ends_a_save
+    in_torch = _is_torchs_wait(place) and not place.file.startswith(_TORCHS_SHARDS)
+    return (place.file.startswith(_OWN_WAITS) and not looks_on) or in_torch or ends_a_save
 
 
 _MOST_SHOWN = 6

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.backends import check_device_of, make_collectives
 from lightning_parstrat.distributed.comm.collectives import real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -113,6 +114,7 @@ class ShardedModule:
         self.group = group
         self._messages = messages
         self._device = device
+        self._reshards_after_forward = reshard_after_forward
         # Weakly: their memory is what sharding saves.
         self._before = {id(parameter): weakref.ref(parameter) for parameter in module.parameters()}
         if not is_sharded_module(module):
@@ -136,6 +138,8 @@ class ShardedModule:
         self._backwards = 0
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
+        self._evaluated: list[int] = []
+        self._before_gradients: Callable[[], None] | None = None
         self._fresh: set[int] | None = None
         self._hooks = [leaf.register_post_accumulate_grad_hook(hook) for leaf, hook in self._hooks_of_leaves()]
         self._hooks += [
@@ -193,6 +197,16 @@ class ShardedModule:
         cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
 
     @property
+    def _names(self) -> dict[nn.Module, str]:
+        return {part: name for name, part in self.module.named_modules()}
+
+    @property
+    def names_of_units(self) -> list[str]:
+        """Of the modules that are gathered by themselves, the outer ones first."""
+        names = self._names
+        return [names[unit] for unit in self.units]
+
+    @property
     def elements(self) -> int:
         """How many elements all parameters have."""
         return sum(parameter.numel() for parameter in self.parameters)
@@ -216,10 +230,11 @@ class ShardedModule:
     def _make(self, module: nn.Module, whole: set[Tensor]) -> None:
         """Brings what is not sharded yet to the device, with rank 0's values. Collective."""
         made: dict[Tensor, nn.Parameter] = {}
-        for name, part in module.named_modules():
+        names = self._names
+        for part in module.modules():
             before = dict(part.named_parameters(recurse=False))
             if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
-                _materialize(part, name, self._device)
+                _materialize(part, names[part], self._device)
                 for own, parameter in before.items():
                     # Making a module makes other parameters, and those that were one must be one again.
                     setattr(part, own, made.setdefault(parameter, getattr(part, own)))
@@ -263,11 +278,18 @@ class ShardedModule:
             leaf.tensor.requires_grad_(trainable)
 
     def _note_gradient(self, number: int, _: Tensor) -> None:
+        if self._before_gradients is not None:
+            self._before_gradients()
+            return
         self._used.add(number)
         self._graph_tasks.add(current_graph_task_id())
 
     def _note_forward(self, number: int, *_: Any) -> None:
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            self._evaluated.append(number)
+        elif self._before_gradients is not None:
+            self._before_gradients()
+        else:
             self._ran.append(number)
 
     def check_belongs(self, optimizers: Iterable[Optimizer]) -> None:
@@ -303,6 +325,35 @@ class ShardedModule:
             yield
         finally:
             self.reshard()
+
+    @contextmanager
+    def evaluation_step(self, before_gradients: Callable[[], None]) -> Iterator[None]:
+        """Within it, what is gathered is noted for :meth:`follow_evaluation_step`. Not collective.
+
+        Args:
+            before_gradients: Is called where a unit's forward, or a backward, is to give gradients: nobody follows that.
+        """
+        self._evaluated.clear()
+        self._before_gradients = before_gradients
+        try:
+            yield
+        finally:
+            self._before_gradients = None
+            # Without a backward nothing else would, and code between steps would see what is gathered.
+            self.reshard()
+
+    def follow_evaluation_step(self) -> None:
+        """Gathers what the last step without gradients has gathered, in its order, for ranks that have one more.
+
+        Collective: it stands for their step on a rank that has none.
+        """
+        root = cast(FSDPModule, self.module)
+        root.unshard()
+        for number in self._evaluated:
+            self.units[number].unshard()
+            if self._reshards_after_forward:
+                self.units[number].reshard()
+        self.reshard()
 
     def accumulate_whole(self, accumulates: bool) -> None:
         """Whether gradients of the next backwards stay unreduced, and whole on every rank."""
@@ -437,9 +488,13 @@ def is_sharded_module(module: nn.Module) -> bool:
 def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
     reset = getattr(module, "reset_parameters", None)
     if not callable(reset):
+        tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
+        on_meta = [own for own, tensor in tensors if tensor.is_meta]
+        kind = type(module).__name__
         raise ValueError(
-            f"{type(module).__name__} {name!r} was made on the meta device, and has no `reset_parameters` that would"
-            " give its parameters and buffers their values. Define one, or make it on the host."
+            f"{listed(on_meta)} of {kind} cannot be made: on the meta device they have no values, and {kind} has no"
+            " method `reset_parameters`, which is called to give it all of its own parameters and buffers. Define it,"
+            " or make them on the host."
         )
     module.to_empty(device=device, recurse=False)
     reset()

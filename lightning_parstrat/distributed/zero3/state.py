@@ -132,24 +132,6 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
     return replace_leaves(tree, whole)
 
 
-def check_not_of_shards(output: Any) -> None:
-    """Refuses what a step returns where it was computed from a unit's shards. Not collective.
-
-    Args:
-        output: A tensor, or a dict of them; anything else is passed over.
-
-    Raises:
-        RuntimeError: Other ranks may not take part in what a shard needs of them, and would be waited for.
-    """
-    values = output.values() if isinstance(output, Mapping) else (output,)
-    if any(isinstance(value, DTensor) for value in values):
-        raise RuntimeError(
-            "What `training_step` returned was computed from a weight that is in shards there: weights of a block can"
-            " be read within the block's own `forward`. Read it there, or have the block gathered with all else by"
-            " `wrap`, which names other classes, or by a larger `min_num_params`."
-        )
-
-
 def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
     """This rank's part of a tensor, sharded as a parameter is; of one that stays whole, a copy. Not collective.
 

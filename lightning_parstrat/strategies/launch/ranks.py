@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -29,6 +29,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of
+from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed
 from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, control_group, world_size
 from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch, explain_wait
@@ -62,6 +63,9 @@ class RanksStrategy(DDPStrategy):
 
     flag: str
     """The name it is registered under, with which messages begin."""
+
+    _takes_shards: ClassVar[bool] = False
+    """Whether a module may come with parameters in shards."""
 
     _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness", "_known_messages"})
     """Attributes that belong to one training and its ranks, and are None outside of it."""
@@ -146,6 +150,17 @@ class RanksStrategy(DDPStrategy):
             functools.partial(_progress_of, weakref.ref(self)),
             waits_on_host=self.root_device.type == "cpu",
         )
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Sets up what Lightning does, of a module that is whole. Collective.
+
+        Raises:
+            ValueError: Its parameters are in shards.
+        """
+        if not self._takes_shards:
+            check_whole(self._training_module, self.flag)
+        super().setup(trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

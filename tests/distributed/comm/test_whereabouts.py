@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lightning_parstrat.distributed import zero1
@@ -23,6 +24,8 @@ from lightning_parstrat.distributed.comm.whereabouts import (
 
 COMM, ZERO1 = Path(watch.__file__).parent, Path(zero1.__file__).parent
 C10D = dist.distributed_c10d.__file__
+TORCH = Path(torch.__file__).parent
+SHARDS, FUNCTIONAL = TORCH / "distributed/tensor", TORCH / "distributed/_functional_collectives.py"
 
 
 def frames(*places: tuple[Path | str, str]) -> list[Place]:
@@ -63,6 +66,21 @@ USER = ("/home/me/train.py", "training_step")
             [USER, (COMM / "agreement.py", "wait_for_all"), (COMM / "rounds_exchange.py", "wait")],
             "a meeting of all ranks",
         ),
+        (
+            [
+                USER,
+                (SHARDS / "_api.py", "full_tensor"),
+                (TORCH / "autograd/function.py", "apply"),
+                (SHARDS / "_redistribute.py", "forward"),
+                (FUNCTIONAL, "wait_tensor"),
+                (TORCH / "_ops.py", "__call__"),
+                (TORCH / "_library/autograd.py", "forward_no_grad"),
+                (TORCH / "_ops.py", "redispatch"),
+            ],
+            "`full_tensor`",
+        ),
+        # An operator on this rank's shards.
+        ([USER, (SHARDS / "_dispatch.py", "dispatch"), (TORCH / "_ops.py", "__call__")], ""),
         # At work, though called by something that waits at times.
         ([(COMM / "watch.py", "within"), (ZERO1 / "state_dict.py", "cut")], ""),
         ([(C10D, "all_reduce"), USER], ""),
