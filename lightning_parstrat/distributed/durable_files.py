@@ -69,6 +69,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
     Raises:
         IsADirectoryError: The name belongs to a folder that holds other things than a checkpoint.
+        FileExistsError: It belongs to a device, or the like.
     """
     tries_left = _TRIES
     while True:
@@ -106,11 +107,15 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def check_may_be_replaced(path: Path) -> None:
-    """Refuses to replace a folder that holds other things than a checkpoint.
+    """Refuses to replace a folder that holds other things than a checkpoint, and what is neither file nor folder.
 
     Raises:
         IsADirectoryError: ``path`` is such a folder.
+        FileExistsError: It is a device, or the like.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        # Else root's save to /dev/null would leave a file there, for the whole machine.
+        raise FileExistsError(errno.EEXIST, "what is neither a file nor a folder is not replaced", str(path))
     if not path.is_dir() or path.is_symlink():
         return
     others = sorted(entry.name for entry in path.iterdir() if not _is_of_checkpoint(entry.name))

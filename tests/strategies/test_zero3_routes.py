@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
 from torch import Tensor, nn
 
 from tests.comparing import assert_same
-from tests.pool import RankPool
+from tests.pool import RankError, RankPool
 from tests.scripts import run_python
 from tests.slow import slow_unless
 from tests.strategies import test_compiled, zoo
@@ -195,6 +195,35 @@ def test_ranks_evaluate_different_numbers_of_batches(
     expected = pool.run(world_size, evaluate_unevenly, make, None)
     actual = pool.run(world_size, evaluate_unevenly, make, POLICIES[policy])
     assert_same(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+class Sensitive(Intricate):
+    """Evaluates how much its output depends on its input."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            batch = batch.clone().requires_grad_(True)
+            (gradient,) = torch.autograd.grad(self(batch).sum(), batch)
+        self.log("val_loss", gradient.norm(), sync_dist=True)
+
+
+def evaluate_gradients(strategy: str, batches: tuple[int, int]) -> list[Any]:
+    torch.manual_seed(0)
+    chosen = ddp() if strategy == "ddp" else zero3(**POLICIES["nested"])
+    trainer = make_trainer(chosen, max_epochs=2, use_distributed_sampler=False, inference_mode=False)
+    module = Sensitive()
+    trainer.fit(module, own(24), zoo.loader(4 * batches[dist.get_rank()], 4))
+    return [float(trainer.callback_metrics["val_loss"]), [whole(p.detach()).clone() for p in module.parameters()]]
+
+
+def test_an_evaluation_may_compute_gradients(pool: RankPool) -> None:
+    expected = pool.run(2, evaluate_gradients, "ddp", (2, 2))
+    assert_same(pool.run(2, evaluate_gradients, "zero3", (2, 2)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_nobody_follows_gradients(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="val_dataloader.*gradients are computed"):
+        pool.run(2, evaluate_gradients, "zero3", (1, 2))
 
 
 def evaluate_exactly(strategy: str) -> list[Any]:

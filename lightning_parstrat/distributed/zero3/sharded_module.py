@@ -331,7 +331,7 @@ class ShardedModule:
         """Within it, what is gathered is noted for :meth:`follow_evaluation_step`. Not collective.
 
         Args:
-            before_gradients: Is called where a unit's forward, or a backward, is to give gradients: nobody follows that.
+            before_gradients: Is called where a forward or a backward is to give gradients: nobody follows that.
         """
         self._evaluated.clear()
         self._before_gradients = before_gradients

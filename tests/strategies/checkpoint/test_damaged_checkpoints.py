@@ -231,3 +231,13 @@ def test_ranks_that_read_different_checkpoints_are_told(pool: RankPool, tmp_path
 
 def attempt_apart(paths: list[str]) -> str:
     return attempt(paths[dist.get_rank()], "zero1")[0]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    """Such as /dev/null, which would then be a file for the whole machine."""
+    path = tmp_path / "a.ckpt"
+    os.mkfifo(path)
+    with pytest.raises(FileExistsError, match="neither a file nor a folder") as caught:
+        DurableCheckpointIO().save_checkpoint({"state_dict": {}}, path)
+    assert caught.value.filename == str(path)
+    assert path.is_fifo() and list(tmp_path.iterdir()) == [path]
