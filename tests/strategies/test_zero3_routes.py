@@ -222,7 +222,7 @@ def test_an_evaluation_may_compute_gradients(pool: RankPool) -> None:
 
 
 def test_nobody_follows_gradients(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="val_dataloader.*gradients are computed"):
+    with pytest.raises(RankError, match=r"val_dataloader.*gradients are computed"):
         pool.run(2, evaluate_gradients, "zero3", (1, 2))
 
 
