@@ -13,7 +13,7 @@ from benchmarks.scale.events import Compute, Event, Kind, Launch, Wait
 from lightning_parstrat.core.cost_model import AlphaBeta
 from lightning_parstrat.core.grouping import group_by_readiness
 from lightning_parstrat.core.layout import BucketLayout, LayoutPolicy, ParameterSpec, plan_buckets
-from lightning_parstrat.distributed.torch_compat import assign_to_buckets
+from lightning_parstrat.distributed.ddp.ddp_compat import assign_to_buckets
 
 MIB = 2**20
 DDP_CAPS = (1 * MIB, 25 * MIB)

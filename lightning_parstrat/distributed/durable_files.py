@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -113,7 +114,12 @@ def check_may_be_replaced(path: Path) -> None:
         IsADirectoryError: ``path`` is such a folder.
         FileExistsError: It is a device, or the like.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    try:
+        # Asked once: another job may remove it meanwhile.
+        kind = path.stat().st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
         # Else root's save to /dev/null would leave a file there, for the whole machine.
         raise FileExistsError(errno.EEXIST, "what is neither a file nor a folder is not replaced", str(path))
     if not path.is_dir() or path.is_symlink():

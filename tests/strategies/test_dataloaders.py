@@ -433,13 +433,23 @@ class SaveInEpoch(Callback):
             assert trainer.fit_loop.state_dict()["state_dict"]["combined_loader"] == [loader.state_dict()]
 
 
-@pytest.mark.parametrize("sized_loader", [True, False])
-def test_a_loader_with_a_state_resumes_as_under_ddp(pool: RankPool, tmp_path: Any, sized_loader: bool) -> None:
+def test_a_loader_with_a_state_resumes_as_under_ddp(pool: RankPool, tmp_path: Any) -> None:
     ours, theirs = (
-        pool.run(2, save_and_resume, strategy, sized_loader, FIRST[2], str(tmp_path / strategy), timeout=TIMEOUT)
+        pool.run(2, save_and_resume, strategy, True, FIRST[2], str(tmp_path / strategy), timeout=TIMEOUT)
         for strategy in ("zero1", "ddp")
     )
     assert_same_training(ours, theirs)
+
+
+def never_stopped(lengths: Lengths) -> Outcome:
+    return fit("zero1", Resumable(Stream(*lengths[dist.get_rank()]), batch_size=BATCH_SIZE), max_epochs=3)
+
+
+def test_one_without_a_length_resumes_where_ddp_loses_a_batch(pool: RankPool, tmp_path: Any) -> None:
+    resumed = pool.run(2, save_and_resume, "zero1", False, FIRST[2], str(tmp_path / "zero1"), timeout=TIMEOUT)
+    for actual, expected in zip(resumed, pool.run(2, never_stopped, FIRST[2], timeout=TIMEOUT), strict=True):
+        assert sum(actual.batches) == sum(expected.batches) - 4 and actual.global_step == expected.global_step
+        torch.testing.assert_close(actual.parameters, expected.parameters, **TOLERANCE)
 
 
 class ValidatesAlone(Takes):

@@ -270,8 +270,13 @@ def go_on(kind: str, optimizer: str, folder: str) -> tuple[list[Tensor], list[Te
     return through.parameters[-1], [whole(parameter.detach()) for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("kind", ["zero3", "zero3 sharded"])
-@pytest.mark.parametrize("optimizer", STEPPED_WHOLE)
+@pytest.mark.parametrize(
+    ("optimizer", "kind"),
+    slow_unless(
+        lambda *case: case in [("muon", "zero3"), ("lbfgs", "zero3 sharded")],
+        [(optimizer, kind) for optimizer in STEPPED_WHOLE for kind in ("zero3", "zero3 sharded")],
+    ),
+)
 def test_what_steps_whole_parameters_goes_on_to_the_bit(
     pool: RankPool, tmp_path: Path, optimizer: str, kind: str
 ) -> None:

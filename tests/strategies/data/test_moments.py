@@ -151,8 +151,6 @@ def resumed_case(folder: str, kind: str, name: str, hooks: tuple[str, ...]) -> d
             in (
                 ("distributed", "TunedDDPStrategy"),
                 ("generator", "ZeRO1Strategy"),
-                ("stateful that draws", "ZeRO1Strategy"),
-                ("stateful, no length", "TunedDDPStrategy"),
             )
         ),
         [(name, kind) for name in CASES for kind in ("ZeRO1Strategy", "TunedDDPStrategy")],
