@@ -153,7 +153,8 @@ def resumed_case(folder: str, kind: str, name: str, hooks: tuple[str, ...]) -> d
                 ("generator", "ZeRO1Strategy"),
             )
         ),
-        [(name, kind) for name in CASES for kind in ("ZeRO1Strategy", "TunedDDPStrategy")],
+        # Where loaders stand has nothing to do with the strategy: each under one.
+        [(name, ("ZeRO1Strategy", "TunedDDPStrategy")[number % 2]) for number, name in enumerate(CASES)],
     ),
 )
 def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
