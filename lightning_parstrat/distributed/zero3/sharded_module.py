@@ -141,12 +141,7 @@ class ShardedModule:
         self._evaluated: list[int] = []
         self._before_gradients: Callable[[], None] | None = None
         self._fresh: set[int] | None = None
-        self._hooks = [leaf.register_post_accumulate_grad_hook(hook) for leaf, hook in self._hooks_of_leaves()]
-        self._hooks += [
-            cast(Any, unit).register_forward_pre_hook(functools.partial(self._note_forward, number))
-            for number, unit in enumerate(self.units)
-        ]
-        self._hooks += self._graphs.hooks
+        self._hooks = [*self._register_hooks(), *self._graphs.hooks]
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
@@ -266,6 +261,12 @@ class ShardedModule:
             unit.reshard()
         for parameter, name in names.items():
             yield Leaf(name, found[parameter], parameter)
+
+    def _register_hooks(self) -> Iterator[RemovableHandle]:
+        for leaf, hook in self._hooks_of_leaves():
+            yield leaf.register_post_accumulate_grad_hook(hook)
+        for number, unit in enumerate(self.units):
+            yield cast(Any, unit).register_forward_pre_hook(functools.partial(self._note_forward, number))
 
     def _hooks_of_leaves(self) -> Iterator[tuple[Any, Callable[[Tensor], None]]]:
         for number, leaf in enumerate(self.leaves):

@@ -180,7 +180,7 @@ class SavesWhenPreempted(BetweenBatches):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the end of an epoch, before other callbacks save."""
-        self._resume_points.end_epoch()
+        self._resume_points.end_epoch(trainer)
 
     @override
     def on_train_batch_end(

@@ -106,8 +106,9 @@ class ResumePoints:
         self.epoch_has_ended = self._begins = False
         self._has_iterators = True
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, trainer: Trainer) -> None:
         """Notes the end of an epoch, before other callbacks save."""
+        self._positions.end_epoch(trainer)
         self.epoch_has_ended = True
         self._has_iterators, self._fetching_point = False, None
 

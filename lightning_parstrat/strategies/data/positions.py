@@ -27,6 +27,7 @@ from lightning_parstrat.strategies.data.orders import (
     unpacked,
 )
 from lightning_parstrat.strategies.data.own_states import OwnState, OwnStates
+from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.samplers import Pass, PositionedSampler, batches_before
 from lightning_parstrat.strategies.data.streams import (
     can_go_on_in_stream,
@@ -92,6 +93,7 @@ class LoaderPositions:
         self._own = OwnStates(_set_back_at_most)
         self._given: Sequence[Any] = ()
         self._has_own = False
+        self._trained_before: int | None = None
         self._at_end: Moments = ()
         self._shifted = False
         self._warned = False
@@ -194,6 +196,7 @@ class LoaderPositions:
         """Has Lightning count batches from where the loaders go on: among other ranks an epoch has others."""
         # Those of an earlier training, whose iterators were gone.
         self._at_end = ()
+        self._trained_before = _batches_trained(trainer) if self._within_epoch else None
         begun_again = self._begun_again(trainer)
         self._own.begin(trainer, self._given, begun_again)
         if self._within_epoch and not any(moment is None for moment in self.now(trainer)):
@@ -230,6 +233,12 @@ class LoaderPositions:
     def begin_epoch(self, trainer: Trainer) -> None:
         """Call when an epoch begins, and none goes on."""
         self._own.begin(trainer)
+
+    def end_epoch(self, trainer: Trainer) -> None:
+        """Call when an epoch has ended, before the next has its number."""
+        if _batches_trained(trainer) == self._trained_before:
+            # It went on where one loader was at its end, and the others were asked for nothing.
+            _begin_all_passes(trainer)
 
     def before_fetch(self, trainer: Trainer) -> bool:
         """Call before a batch is fetched; whether loaders have a state of their own, which has been noted."""
@@ -332,11 +341,25 @@ def _set_back_at_most(trainer: Trainer) -> int:
     return trainer.accumulate_grad_batches + batches_fetched_ahead(trainer) + 2
 
 
+def _batches_trained(trainer: Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+
 def _next_epoch(trainer: Trainer) -> int:
     """The number of the epoch that goes on, or comes next."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     # Saved after an epoch's last batch, a checkpoint does not count the epoch yet.
     return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
+
+
+def _begin_all_passes(trainer: Trainer) -> None:
+    """Asks every loader for a batch, for nobody: what goes on where a checkpoint was saved does so now, not later."""
+    random = rng_state()
+    for _, iterator in iterators_in_training(trainer):
+        if iterator is not None:
+            next(iterator, None)
+    # What is drawn for a batch that nobody trains on, nobody has drawn.
+    set_rng_state(random)
 
 
 def _begin_epoch_without_length(trainer: Trainer) -> None:

@@ -362,6 +362,9 @@ ROWS: dict[str, Row] = {
     "stateful, cycled beside a stream": Row(lambda: [stateful(13), streamed(30)], OWN),
     "stream, cycled beside stateful": Row(lambda: [loader(13), streamed(14), without_length(30)], OWN),
     "stateful, no lengths": Row(lambda: [without_length(10), stateful(9), without_length(30), loader(21)], OWN),
+    "stream first, min_size": Row(lambda: CombinedLoader([streamed(17), loader()], "min_size")),
+    "stream first, min_size, workers": Row(lambda: CombinedLoader([streamed(17), loader(num_workers=1)], "min_size")),
+    "stream first, min_size, stateful": Row(lambda: CombinedLoader([streamed(17), Dealt()], "min_size"), OWN),
     "stateful, min_size": Row(lambda: CombinedLoader([without_length(29), streamed(30)], "min_size"), OWN),
     "stateful, no length, max_size": Row(
         lambda: CombinedLoader([without_length(14), streamed(30), stateful(7)], "max_size"), OWN
