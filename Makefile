@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
+# With TORCH instead: another version is tried by VENV=.venv-2.11 TORCH=torch==2.11.0.
+PINS := $(VENV)/.constraints.txt
 
 PYTEST_ARGS ?=
 # Processes that share the tests, each with some 2 GB for ranks of its own; 0 for one, in which a debugger works.
@@ -42,15 +44,18 @@ help:  ## list the targets
 
 install: $(STAMP)  ## create .venv with everything in it
 
-# torch comes first and by its pinned version: resolved among the rest, another build of it could be chosen.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(PINS): $(CONSTRAINTS)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(RUN) pip install -c $(CONSTRAINTS) "$(TORCH)"
-	$(RUN) pip install -c $(CONSTRAINTS) -e ".[dev,plot]"
+	sed 's/^torch==.*/$(TORCH)/' $(CONSTRAINTS) > $@
+
+# torch comes first and by its pinned version: resolved among the rest, another build of it could be chosen.
+$(STAMP): pyproject.toml $(PINS)
+	$(RUN) pip install -c $(PINS) "$(TORCH)"
+	$(RUN) pip install -c $(PINS) -e ".[dev,plot]"
 	touch $@
 
-$(DOCS_STAMP): $(STAMP)
-	$(RUN) pip install -c $(CONSTRAINTS) -e ".[docs]"
+$(DOCS_STAMP): $(STAMP) $(PINS)
+	$(RUN) pip install -c $(PINS) -e ".[docs]"
 	touch $@
 
 demo: install  ## train a small GPT on two local CPU processes, in two to three minutes

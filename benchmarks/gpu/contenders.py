@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.gpu.clocks import device_clock
 from benchmarks.gpu.model import SIZES, Batches, Decoder
 from benchmarks.gpu.namespace import lightning, parstrat, strategies
-from benchmarks.gpu.rows import ALL_SHARDED, IN_16_BITS, OURS, PLAIN, Row
+from benchmarks.gpu.rows import IN_16_BITS, OURS, PLAIN, Row
 
 # The default on a GPU. Fused would take less memory, but Lightning refuses to clip for it in mixed precision.
 _ADAMW = {"lr": 3e-4, "foreach": True}
@@ -80,13 +80,6 @@ class TrainedByFSDP2(Trained):
 
 
 _MODULES = {"fsdp2": TrainedByFSDP2, "zero_redundancy": TrainedByZeroRedundancy}
-
-
-def reasons_against(names: Sequence[str]) -> dict[str, str]:
-    """Why strategies cannot train here, of those that cannot."""
-    if ALL_SHARDED not in names or hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        return {}
-    return {ALL_SHARDED: f"it needs torch 2.13, and {torch.__version__} is here"}
 
 
 def make_strategy(name: str, task: Task, **arguments: Any) -> Any:

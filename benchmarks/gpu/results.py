@@ -52,9 +52,8 @@ def lines_of(key: str, row: Mapping[str, Any]) -> Iterator[str]:
         if reason in row:
             yield f"  {reason}: {row[reason]}"
     for name, one in row.get("contenders", {}).items():
-        for how, what in (("failed", "failed in"), ("skipped", "skipped:")):
-            if how in one:
-                yield f"  {name:36s} {what} {one[how]}"
+        if "failed" in one:
+            yield f"  {name:36s} failed in {one['failed']}"
         parts = list(_parts(one))
         if parts:
             yield f"  {name:36s} " + ", ".join(parts)

@@ -5,7 +5,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from machine import describe_machine
 
 from benchmarks.gpu.clocks import CPUMemory, HostTime, Launches, Operators, StepTime
-from benchmarks.gpu.contenders import Task, clean_up, computing_seconds, fit, reasons_against, silence
+from benchmarks.gpu.contenders import Task, clean_up, computing_seconds, fit, silence
 from benchmarks.gpu.fake_world import fake_world
 from benchmarks.gpu.model import SIZES
 from benchmarks.gpu.namespace import lightning
@@ -52,18 +52,13 @@ class Report:
         path: The file.
         plan: How the row is measured.
         contenders: The strategies.
-        left_out: Those of them that cannot train here, and why.
     """
 
-    def __init__(
-        self, path: Path, plan: Plan, contenders: tuple[str, ...], left_out: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, path: Path, plan: Plan, contenders: tuple[str, ...]) -> None:
         self._path = path
         self.found: dict[str, Any] = {"machine": describe_machine()}
         self.found |= {"warm_up": plan.warm_up, "steps": plan.steps}
         self.contenders: dict[str, dict[str, Any]] = {name: {"turns": []} for name in contenders}
-        for name, reason in (left_out or {}).items():
-            self.contenders[name]["skipped"] = reason
         self.found["contenders"] = self.contenders
 
     @contextmanager
@@ -121,9 +116,7 @@ class Measurement:
         """One training; of a row of one process, a strategy that fails is left out from then on."""
         mine = self._report.contenders[name]
         # Several processes would have to agree on it.
-        if {"failed", "skipped"} & mine.keys() or (
-            self._alone and time.monotonic() + self._longest > self._plan.deadline
-        ):
+        if "failed" in mine or (self._alone and time.monotonic() + self._longest > self._plan.deadline):
             return
         began = time.monotonic()
         with self._report.at(f"{name}, {what}"):
@@ -213,7 +206,7 @@ def main() -> None:
     row = Row(*arguments.row)
     plan = Plan(arguments.warm_up, arguments.steps, arguments.turns, began + arguments.seconds)
     contenders = tuple(name for name in row.contenders if name in arguments.contenders or not arguments.contenders)
-    report = Report(arguments.answer, plan, contenders, reasons_against(contenders))
+    report = Report(arguments.answer, plan, contenders)
     report.found["size"] = SIZES[row.model]._asdict()
     Measurement(Task(row, device), plan, report).run()
     report.save()

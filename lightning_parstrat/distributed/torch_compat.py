@@ -111,8 +111,11 @@ Used through this file: what for | what happens without it.
         epoch cannot be saved
     torch.distributed.fsdp.FSDPModule._get_fsdp_state
         finds who gathers a sharded parameter | zero3_custom does not begin
-    torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_groups
+    torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group
         as `_get_fsdp_state` | as `_get_fsdp_state`
+    torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param
+        under torch 2.12 and older, finds parameters that this rank has not used | ranks that use different parameters
+        of a block hang
     torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info
         whether a parameter is gathered | under zero3_custom setting `parameter.data` fails
     torch.distributed.tensor.DTensor._local_tensor
@@ -131,6 +134,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
         ranks only
 """
 
+import functools
 import io
 import pickle
 import re
@@ -151,7 +155,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-TORCH_SEEN = ("2.13.0",)
+TORCH_SEEN = ("2.11.0", "2.13.0")
 """The versions of torch that the names below were seen in, and the tests run with."""
 
 
@@ -312,8 +316,34 @@ def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
 
 def kept_by_fsdp(module: nn.Module) -> Iterator[tuple[Tensor, Any]]:
     """The parameters that a sharded module gathers itself, and what of FSDP2 does so for each."""
-    groups: Any = cast(Any, module)._get_fsdp_state()._fsdp_param_groups
-    return ((keeper.sharded_param, keeper) for group in groups for keeper in group.fsdp_params)
+    group = _fsdp_group(module)
+    return ((keeper.sharded_param, keeper) for keeper in (() if group is None else group.fsdp_params))
+
+
+def _fsdp_group(module: nn.Module) -> Any:
+    return cast(Any, module)._get_fsdp_state()._fsdp_param_group
+
+
+def reduce_unused_too(module: nn.Module) -> None:
+    """Has a sharded module reduce zeros for those of its parameters that this rank has not used: others may have."""
+    if hasattr(module, "set_reduce_scatter_unused_params"):
+        cast(Any, module).set_reduce_scatter_unused_params(True, recurse=False)
+        return
+    # torch 2.12 and older.
+    group = _fsdp_group(module)
+    if group is not None:
+        group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
+
+
+def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    for keeper in group.fsdp_params if group.reduce_grads else ():
+        # Before it is gathered for the first time, there is none.
+        gathered: Any = getattr(keeper, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad or keeper.unsharded_accumulated_grad is not None:
+            continue
+        if gathered.grad is None:
+            gathered.grad = torch.zeros_like(gathered)
+    post_backward(*unused)
 
 
 def exchange_shard(parameter: Tensor, keeper: Any, shard: Tensor) -> None:

@@ -179,7 +179,7 @@ def untried_versions(torch_version: str, lightning_version: str) -> str | None:
     if not newer:
         return None
     found = " and ".join(f"{name} {found}" for name, found, _ in newer)
-    tried = " and ".join(f"{name} {', '.join(seen)}" for name, _, seen in newer)
+    tried = " and ".join(f"{name} up to {seen[-1]}" for name, _, seen in newer)
     return (
         f"lightning_parstrat was tried with {tried}, and {found} is installed, which is newer. Training goes on."
         " If something fails that works under `ddp`, install the version that was tried, or a newer lightning-parstrat."

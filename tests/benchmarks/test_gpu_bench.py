@@ -112,21 +112,9 @@ def test_a_strategy_that_fails_leaves_the_others(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "answer.json").read_text())
     assert "no such strategy" in found["contenders"]["no such strategy"]["failed"]
     assert is_measured(found["contenders"]["single_device"]) and "at" not in found
+    assert failures(row.key, found) == [f"{row.key} no such strategy"]
     summarize(found)
     assert any("failed in turn 1" in line for line in lines_of(row.key, found))
-
-
-def test_what_cannot_train_here_is_skipped_and_does_not_fail(tmp_path: Path) -> None:
-    plan = Plan(warm_up=3, steps=1, turns=1, deadline=math.inf)
-    names = ("zero3_custom", "single_device")
-    report = Report(tmp_path / "answer.json", plan, names, {"zero3_custom": "torch is too old"})
-    row = Row("world", 1, "tiny", "bf16-mixed")
-    Measurement(Task(row, torch.device("cpu")), plan, report).run()
-    found = json.loads((tmp_path / "answer.json").read_text())
-    assert found["contenders"]["zero3_custom"] == {"turns": [], "skipped": "torch is too old"}
-    assert is_measured(found["contenders"]["single_device"]) and not failures(row.key, found)
-    summarize(found)
-    assert any(line.endswith("skipped: torch is too old") for line in lines_of(row.key, found))
 
 
 def test_no_turn_begins_after_the_deadline(tmp_path: Path) -> None:

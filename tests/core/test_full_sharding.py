@@ -55,9 +55,10 @@ class Sent:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        gather, reduce = dist.all_gather_single, ExchangedReduceScatter.__call__
+        name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        gather, reduce = getattr(dist, name), ExchangedReduceScatter.__call__
         with (
-            mock.patch.object(dist, "all_gather_single", self._counted(gather, "output_tensor")),
+            mock.patch.object(dist, name, self._counted(gather, "output_tensor")),
             mock.patch.object(ExchangedReduceScatter, "__call__", self._counted(reduce, "input_tensor")),
         ):
             yield

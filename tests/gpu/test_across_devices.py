@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from tests.comparing import distance
-from tests.gpu.trainings import LACKS_FSDP, parameters_on_host
+from tests.gpu.trainings import parameters_on_host
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -97,8 +97,6 @@ def check(found: Way, *ends: End) -> None:
 @pytest.mark.parametrize("route", slow_unless(lambda route: route == "to CPU", ROUTES))
 def test_training_goes_on_on_another_device(ranks: RankPool, pool: RankPool, tmp_path: Path, route: str) -> None:
     start, end = ROUTES[route]
-    if LACKS_FSDP and "zero3" in (start.strategy, end.strategy):
-        pytest.skip(LACKS_FSDP)
     source, target = (ranks if one.on_device else pool for one in (start, end))
     check(go_on(source, start, target, end, tmp_path), start, end)
 

@@ -17,7 +17,7 @@ import torch
 
 from tests.comparing import distance
 from tests.gpu.run import ROOT
-from tests.gpu.trainings import LACKS_FSDP, Layers, clip_with_fused, fit, fused, parameters_on_host, waits_of
+from tests.gpu.trainings import Layers, clip_with_fused, fit, fused, parameters_on_host, waits_of
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -172,9 +172,7 @@ def free_port() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "stage", ["1", pytest.param("3", marks=pytest.mark.skipif(bool(LACKS_FSDP), reason=LACKS_FSDP))]
-)
+@pytest.mark.parametrize("stage", ["1", "3"])
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(
     two: RankPool, tmp_path: Path, where: str, stage: str

@@ -18,7 +18,6 @@ from tests.comparing import distance
 from tests.gpu.test_features import TOLERANCE, Blocks, Checkpoints, CompiledBlocks
 from tests.gpu.test_memory import WITHIN, let_libraries_allocate
 from tests.gpu.trainings import (
-    LACKS_FSDP,
     Layers,
     MostHeld,
     allocated,
@@ -34,8 +33,6 @@ from tests.strategies.cases import CASES
 from tests.strategies.late import CYCLES_PER_SECOND, PAUSES, pause
 from tests.strategies.oracles import make, oracle
 from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero3
-
-pytestmark = pytest.mark.skipif(bool(LACKS_FSDP), reason=LACKS_FSDP)
 
 TABLE: dict[str, dict[str, Any]] = {
     "mlp": {},

@@ -12,19 +12,12 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from tests import devices
 from tests.strategies.parity import make_trainer, whole
-
-LACKS_FSDP = (
-    ""
-    if hasattr(FSDPModule, "set_reduce_scatter_unused_params")
-    else f"torch {torch.__version__}: zero3_custom needs 2.13 or newer"
-)
 
 Make = Callable[[Iterable[Any]], Optimizer]
 

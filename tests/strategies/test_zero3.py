@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.pool import RankError, RankPool
@@ -70,6 +71,19 @@ def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -
     for parameters, losses in pool.run(world_size, compare, name, arguments_for(name)):
         assert parameters <= case.tolerance
         assert losses <= 10 * case.tolerance
+
+
+def compare_under_older_torch(name: str) -> tuple[float, float]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
+        return compare(name, arguments_for(name))
+
+
+@pytest.mark.parametrize("name", ["unused by some ranks", "accumulate, unused"])
+def test_torch_before_2_13_reduces_what_only_some_ranks_have_used(pool: RankPool, name: str) -> None:
+    for parameters, losses in pool.run(2, compare_under_older_torch, name):
+        assert parameters <= FP32
+        assert losses <= 10 * FP32
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ Used through this file: what for | what happens without it.
     torch.nn.parallel.distributed.DistributedDataParallel._build_debug_param_to_name_mapping
         a reducer wants names | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
     torch.nn.parallel.distributed.DistributedDataParallel._bucket_config
-        the caps of buckets | buckets are left as they are; a report says so
+        since torch 2.13: the caps of buckets, beside DDP's attributes | ddp_tuned cannot change buckets: adapt this
+        file, or give `bucket_cap_mb` a number
     torch.nn.parallel.distributed.DistributedDataParallel._use_python_reducer
         torch.compile sends gradients by itself | ddp_tuned cannot change buckets: adapt this file, or give
         `bucket_cap_mb` a number
@@ -32,23 +33,36 @@ Used through this file: what for | what happens without it.
         takes the old reducer off the parameters, whoever still holds it | as `_check_reducer_finalized`
     torch.distributed._register_comm_hook
         registers them | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
-    torch.nn.parallel.distributed._BucketCapacityConfig
-        caps of single buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
+        the default's first cap | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
     torch.distributed._compute_bucket_assignment_by_size
         foretells DDP's buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
 """
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel import distributed as ddp_module
 
 _dist: Any = dist
-_ddp_module: Any = ddp_module
+
+
+class BucketCaps(NamedTuple):
+    """By what sizes a wrapper's buckets are made, in bytes.
+
+    Attributes:
+        first: Of the first bucket, where ``single`` is empty.
+        others: Of all others.
+        single: Of each bucket; the last is that of all further ones, too.
+    """
+
+    first: int
+    others: int
+    single: tuple[int, ...] = ()
 
 
 def parameters_for_reducer(ddp: DistributedDataParallel) -> tuple[list[Tensor], list[bool]]:
@@ -63,19 +77,16 @@ def names_for_reducer(ddp: DistributedDataParallel, parameters: Sequence[Tensor]
     return names
 
 
-def bucket_caps(ddp: DistributedDataParallel) -> Any:
-    """The caps that the wrapper's buckets were made by; None in versions that have no caps for single buckets."""
-    return getattr(ddp, "_bucket_config", None)
+def bucket_caps(ddp: DistributedDataParallel) -> BucketCaps:
+    """The caps that the wrapper's buckets were made by."""
+    wrapper = cast(Any, ddp)
+    first = _dist._DEFAULT_FIRST_BUCKET_BYTES if wrapper.bucket_bytes_cap_default else wrapper.bucket_bytes_cap
+    return BucketCaps(first, wrapper.bucket_bytes_cap, tuple(wrapper.bucket_bytes_cap_list))
 
 
 def comm_hook_states(ddp: DistributedDataParallel) -> list[object]:
     """What the wrapper's communication hooks keep from call to call."""
     return [state for _, state in cast(Any, ddp)._comm_hooks]
-
-
-def make_bucket_caps(mebibytes: Sequence[float]) -> Any:
-    """Caps for :func:`exchange_reducer`, one for each bucket."""
-    return _ddp_module._BucketCapacityConfig.create(None, list(mebibytes), False)
 
 
 def sends_by_compiled_code(ddp: DistributedDataParallel) -> bool:
@@ -96,7 +107,7 @@ def exchange_reducer(
     parameters: Sequence[Tensor],
     expect_sparse: Sequence[bool],
     names: dict[int, str],
-    caps: Any,
+    caps: BucketCaps,
 ) -> None:
     """Gives the wrapper a new reducer. All ranks must; where it raises, attributes have changed.
 
@@ -105,7 +116,7 @@ def exchange_reducer(
         parameters: See :func:`parameters_for_reducer`.
         expect_sparse: As above.
         names: See :func:`names_for_reducer`.
-        caps: See :func:`bucket_caps` and :func:`make_bucket_caps`.
+        caps: Of its buckets.
 
     Raises:
         RuntimeError: The old one still waits for gradients of the last backward, which were not averaged.
@@ -114,10 +125,7 @@ def exchange_reducer(
     # Else this would hide what torch says in the next forward.
     wrapper._check_reducer_finalized()
     old = wrapper.reducer
-    wrapper._bucket_config = caps
-    wrapper.bucket_bytes_cap = caps.bucket_bytes_cap
-    wrapper.bucket_bytes_cap_list = list(caps.per_bucket_bytes_caps)
-    wrapper.bucket_bytes_cap_default = caps.first_bucket_bytes_cap < caps.bucket_bytes_cap
+    _set_bucket_caps(wrapper, caps)
     wrapper._ddp_init_helper(parameters, expect_sparse, names, wrapper.static_graph)
     wrapper._has_rebuilt_buckets = False
     if wrapper.static_graph:
@@ -129,3 +137,16 @@ def exchange_reducer(
         _dist._register_comm_hook(wrapper.reducer, state, hook)
     # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
     old._remove_autograd_hooks()
+
+
+def _set_bucket_caps(wrapper: Any, caps: BucketCaps) -> None:
+    wrapper.bucket_bytes_cap = caps.others
+    wrapper.bucket_bytes_cap_list = list(caps.single)
+    wrapper.bucket_bytes_cap_default = caps.first < caps.others
+    if hasattr(wrapper, "_bucket_config"):
+        wrapper._bucket_config = dataclasses.replace(
+            wrapper._bucket_config,
+            bucket_bytes_cap=caps.others,
+            per_bucket_bytes_caps=caps.single,
+            first_bucket_bytes_cap=caps.first,
+        )

@@ -11,16 +11,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Caps
 from lightning_parstrat.distributed.ddp.ddp_compat import (
+    BucketCaps,
     assign_to_buckets,
     bucket_caps,
     exchange_reducer,
-    make_bucket_caps,
     names_for_reducer,
     parameters_for_reducer,
     sends_by_compiled_code,
 )
-
-_MIB = 2**20
 
 
 @contextmanager
@@ -55,7 +53,6 @@ class DDPBuckets:
         self._ddp = ddp
         self.parameters: list[Tensor]
         self.parameters, self._expect_sparse = parameters_for_reducer(ddp)
-        # None in versions of torch that have no caps for single buckets.
         self._default = bucket_caps(ddp)
         # Only now: torch raises if parameters have been unfrozen or added since.
         self._names = names_for_reducer(ddp, self.parameters)
@@ -76,8 +73,6 @@ class DDPBuckets:
         """Why buckets cannot be changed; None where they can."""
         if sends_by_compiled_code(self._ddp):
             return "torch.compile sends gradients by itself"
-        if self._default is None:
-            return "this version of torch has no caps for single buckets"
         if any(self._expect_sparse):
             return "there are sparse gradients, which travel by themselves"
         if getattr(self._ddp, "mixed_precision", None) is not None:
@@ -96,9 +91,8 @@ class DDPBuckets:
 
     def assigned(self, caps: Caps | None, ready_seconds: Sequence[float]) -> list[list[int]]:
         """The parameters of each bucket, in the order in which they are sent; None for the default's caps."""
-        config = self._default
-        default = [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
-        limits = list(config.per_bucket_bytes_caps or default) if caps is None else list(caps)
+        default = self._default
+        limits = list((default.single or (default.first, default.others)) if caps is None else caps)
         if self._rebuilds:
             order = self._all_in_order(ready_seconds)
             in_order, sparse = [self.parameters[index] for index in order], [False] * len(order)
@@ -134,10 +128,11 @@ class DDPBuckets:
             raise
         self.are_default = caps is None
 
-    def _given_caps(self, caps: Caps | None) -> Any:
+    def _given_caps(self, caps: Caps | None) -> BucketCaps:
         if caps is None:
             return self._default
-        return make_bucket_caps([cap / _MIB for cap in (caps if self._rebuilds else reversed(caps))])
+        largest = max(caps)
+        return BucketCaps(largest, largest, tuple(caps if self._rebuilds else reversed(caps)))
 
     def _all_in_order(self, ready_seconds: Sequence[float]) -> list[int]:
         positions = range(len(self.parameters))

@@ -274,7 +274,7 @@ class TrainedParameters:
 
     def _exchange(self, wanted: Collection[Tensor]) -> bool:
         ddp = self._ddp
-        if self._caps is None or sends_by_compiled_code(ddp) or getattr(ddp, "mixed_precision", None) is not None:
+        if sends_by_compiled_code(ddp) or getattr(ddp, "mixed_precision", None) is not None:
             # Every step is right all the same, and takes longer.
             return False
         failure: Exception | None = None

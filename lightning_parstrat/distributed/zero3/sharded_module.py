@@ -35,6 +35,7 @@ from lightning_parstrat.distributed.torch_compat import (
     lend_hooks,
     multiply_all,
     names_ignored_by_ddp,
+    reduce_unused_too,
     replays_captured_graphs,
     take_over_attributes,
 )
@@ -80,7 +81,6 @@ class ShardedModule:
     Raises:
         ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module; a part of the
             module replays a captured graph; or the group sends what lies on the host, and the device is another.
-        RuntimeError: torch is too old.
     """
 
     def __init__(
@@ -97,11 +97,6 @@ class ShardedModule:
         gather_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-            raise RuntimeError(
-                f"torch {torch.__version__} cannot reduce gradients of parameters that only some ranks have used."
-                " Install torch 2.13 or newer, or take strategy='zero1_custom'."
-            )
         if replays_captured_graphs(module):
             raise ValueError(
                 "A part of the module replays a CUDA graph that was captured before the training, and would go on"
@@ -124,7 +119,7 @@ class ShardedModule:
             self._shard(wrap, min_num_params, by_child, reshard_after_forward, precision)
         self.units = [part for part in self._parts if part is not module]
         for part in self._parts:
-            part.set_reduce_scatter_unused_params(True, recurse=False)
+            reduce_unused_too(part)
         let_data_be_assigned(self._parts)
         self._exchange_gradients()
         self._whole = [p for p in module.parameters() if not isinstance(p, DTensor)]

@@ -24,6 +24,7 @@ from lightning_parstrat.distributed.comm.process_groups import (
 )
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.pool import RankPool
+from tests.torch_versions import needs_torch
 
 
 def sockets() -> int:
@@ -65,6 +66,7 @@ def scheduling_of_gloos_threads() -> list[int]:
     return [os.sched_getscheduler(int(one.name)) for one in tasks if (one / "comm").read_text().startswith("gloo_")]
 
 
+@needs_torch("2.13", "Gloo's threads have no names")
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no batch class")
 def test_threads_that_read_from_connections_interrupt_nobody(pool: RankPool) -> None:
     for scheduling in pool.run(2, scheduling_of_gloos_threads):
