@@ -329,9 +329,9 @@ def reduce_unused_too(module: nn.Module) -> None:
     if hasattr(module, "set_reduce_scatter_unused_params"):
         cast(Any, module).set_reduce_scatter_unused_params(True, recurse=False)
         return
-    # torch 2.12 and older.
+    # torch 2.12 and older. On the object, and once: a module may be trained again.
     group = _fsdp_group(module)
-    if group is not None:
+    if group is not None and "post_backward" not in vars(group):
         group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
 
 
