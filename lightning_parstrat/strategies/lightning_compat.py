@@ -163,7 +163,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
 from lightning_parstrat.distributed.zero1.optimizer import lend_methods
 
-LIGHTNING_SEEN = ("2.6.6",)
+LIGHTNING_SEEN = ("2.6.0", "2.6.6")
 """The versions of Lightning that the names below were seen in, and the tests run with."""
 
 

@@ -63,11 +63,13 @@ def test_the_host_waits_no_more_than_a_plain_trainers(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_weights_of_losses_are_waited_for_where_the_host_must_know_them(
-    ranks: RankPool, tmp_path: Path, weight: str
+    ranks: RankPool, tmp_path: Path, weight: str, precision: str
 ) -> None:
-    compare(ranks, {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}, "by flag", weight, tmp_path)
+    training = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "precision": precision}
+    compare(ranks, training, "by flag", weight, tmp_path)
 
 
 class Looks(Layers):

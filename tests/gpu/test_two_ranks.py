@@ -27,6 +27,7 @@ from tests.strategies.oracles import make, oracle
 from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, train, zero1
 from tests.strategies.test_callbacks import CASES as CALLBACKS
 from tests.strategies.test_callbacks import compare as compare_callback
+from tests.strategies.test_ddp import tune_with_tiny_buckets
 
 TABLE: dict[str, dict[str, Any]] = {
     "mlp": {},
@@ -123,6 +124,22 @@ def compare_layers(precision: str, policy: dict[str, Any]) -> tuple[float, float
 def test_a_larger_training_is_ddps(two: RankPool, precision: str, tolerance: float, number: int) -> None:
     for difference, largest in two.run(2, compare_layers, precision, CHOICES[number]):
         assert difference <= tolerance * largest
+
+
+TUNED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "clipped": (zoo.MLP, {}, {"gradient_clip_val": 0.05}),
+    "accumulated": (zoo.MLP, {}, {"accumulate_grad_batches": 2}),
+    "bf16-mixed": (zoo.MLP, {}, {"precision": "bf16-mixed"}),
+    "unused are found": (zoo.Unused, {"find_unused_parameters": True}, {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TUNED)
+def test_buckets_that_are_tuned_change_no_result(two: RankPool, name: str) -> None:
+    for difference, kinds, verdict in two.run(2, tune_with_tiny_buckets, *TUNED[name]):
+        assert difference <= FP32 and kinds > 1
+        assert verdict in ("tuned", "default is best")
 
 
 def count_waits(path: str, accumulate: int) -> tuple[Counter[str], Counter[str], int]:

@@ -123,15 +123,17 @@ class LateCollectives(Collectives):
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
         self._set_off("reduce-scatter", buffer)
-        received = torch.empty_like(shard)
-        work = self.inner._reduce_scatter(buffer, received, bounds)
-        return self._late(work, received, shard)
+        with self._beside(buffer):
+            received = torch.empty_like(shard)
+            work = self.inner._reduce_scatter(buffer, received, bounds)
+        return self._late(work, received, shard, buffer)
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Any) -> Work:
         self._set_off("all-gather", buffer)
-        arrived = buffer.clone()
-        work = self.inner._all_gather(arrived, bounds)
+        with self._beside(buffer):
+            arrived = buffer.clone()
+            work = self.inner._all_gather(arrived, bounds)
         return self._late(work, arrived, buffer)
 
     def _set_off(self, kind: str, buffer: Tensor) -> None:
@@ -144,8 +146,20 @@ class LateCollectives(Collectives):
             # Ranks set off at different times.
             pause()
 
-    def _late(self, work: Work, arrived: Tensor, target: Tensor) -> Work:
-        def arrive() -> None:
+    @contextmanager
+    def _beside(self, buffer: Tensor) -> Iterator[None]:
+        """Launches on the stream that waits, on a GPU: what a transfer allocates is that stream's, and freed there."""
+        if not buffer.is_cuda:
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream(buffer.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _late(self, work: Work, arrived: Tensor, target: Tensor, *sent: Tensor) -> Work:
+        def arrive(_: tuple[Tensor, ...] = sent) -> None:
+            # What was sent is the launching stream's memory, and lives until that stream has waited.
             work.wait()
             target.copy_(arrived)
 
@@ -153,7 +167,6 @@ class LateCollectives(Collectives):
             target.fill_(float("nan"))
         if not target.is_cuda:
             return OnHost(arrive, self._thread, self.by_itself)
-        self._stream = self._stream or torch.cuda.Stream(target.device)
         return OnStream(arrive, self._stream, self.by_itself)
 
 

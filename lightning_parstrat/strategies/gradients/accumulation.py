@@ -254,7 +254,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._backward_has_ended = False
         if factor is not None and closure_loss.requires_grad:
             # Its gradient, not the loss itself: that goes on through the user's plugins and hooks as it is.
-            weigh = functools.partial(torch.mul, other=factor)
+            weigh = functools.partial(_weighed, factor)
             self._loss_hook = closure_loss.register_hook(weigh)  # type: ignore[no-untyped-call]
         super().pre_backward(closure_loss)
 
@@ -445,6 +445,11 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if message not in self._said:
             self._said.add(message)
             say(f"{self.flag}: {message}")
+
+
+def _weighed(factor: float | Tensor, gradient: Tensor) -> Tensor:
+    # A factor on the device is fp32, and so would its product be with a 0-d gradient of 16 bits.
+    return (gradient * factor).to(gradient.dtype)
 
 
 class _Once:

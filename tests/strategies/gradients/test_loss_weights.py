@@ -156,6 +156,33 @@ def test_weights_that_only_the_device_knows(
         assert (max(filtered) > 0) is each
 
 
+class LossIn16Bits(Masked):
+    """As in a training in bf16-true, whose loss is in bf16."""
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        return {**output, "loss": output["loss"].bfloat16()}
+
+
+def weighed_in_16_bits(on_device: bool) -> list[Tensor]:
+    add, module = LossWeights.add, LossIn16Bits()
+
+    def add_on_device(self: LossWeights, *of_micro_batch: Any) -> Any:
+        return torch.tensor(add(self, *of_micro_batch))
+
+    with mock.patch.object(LossWeights, "add", add_on_device if on_device else add):
+        fit(module, strategy("zero1"), BATCHES)
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def difference_of_a_weight_on_the_device() -> float:
+    return distance(weighed_in_16_bits(True), weighed_in_16_bits(False))
+
+
+def test_a_loss_in_16_bits_is_weighed_by_a_number_on_the_device_as_by_one_on_the_host(pool: RankPool) -> None:
+    assert max(pool.run(2, difference_of_a_weight_on_the_device)) <= 2e-6
+
+
 def weightless(kind: str, accumulate: int) -> tuple[float, int, list[str]]:
     weights = (1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 3.0, 5.0)
     data = [big_batch.samples(BATCHES, seed=rank, weights=weights) for rank in range(dist.get_world_size())]
