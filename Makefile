@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs-installed
 CONSTRAINTS := constraints.txt
 TORCH := $(shell grep '^torch==' $(CONSTRAINTS))
-# With TORCH instead: another version is tried by VENV=.venv-2.11 TORCH=torch==2.11.0.
+# With TORCH in the place of its own, and what only it asks for left to it: another is tried by VENV=.venv-2.11 TORCH=torch==2.11.0.
 PINS := $(VENV)/.constraints.txt
 
 PYTEST_ARGS ?=
@@ -46,7 +46,7 @@ install: $(STAMP)  ## create .venv with everything in it
 
 $(PINS): $(CONSTRAINTS)
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	sed 's/^torch==.*/$(TORCH)/' $(CONSTRAINTS) > $@
+	sed -e 's/^torch==.*/$(TORCH)/' -e '/^setuptools==/d' $(CONSTRAINTS) > $@
 
 # torch comes first and by its pinned version: resolved among the rest, another build of it could be chosen.
 $(STAMP): pyproject.toml $(PINS)
