@@ -147,6 +147,7 @@ def whole_parameters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     return count_by_program(tmp_path_factory.mktemp("whole"), "--sizes", *map(str, SIZES), *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 37])
 def test_owners_of_whole_parameters_receive_no_more_than_two_buckets_whatever_n(
     whole_parameters: dict[str, Any], rank: int
@@ -158,6 +159,7 @@ def test_owners_of_whole_parameters_receive_no_more_than_two_buckets_whatever_n(
             assert bucket * (size - 1) // size <= counted["largest_receive_bytes"] <= 2 * bucket
 
 
+@pytest.mark.slow
 def test_a_settled_step_of_whole_parameters_over_nccl(whole_parameters: dict[str, Any]) -> None:
     buckets = len(BUCKETS)
     for size, counted in of_phase(whole_parameters, "nccl", "step"):
@@ -183,6 +185,7 @@ def steps_in_groups(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return count_by_program(tmp_path_factory.mktemp("groups"), "--sizes", *sizes, *asked)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 37])
 def test_a_settled_step_in_shard_groups(steps_in_groups: dict[str, Any], rank: int) -> None:
     buckets = len(BUCKETS)
@@ -209,6 +212,7 @@ def test_a_settled_step_in_shard_groups(steps_in_groups: dict[str, Any], rank: i
         }
 
 
+@pytest.mark.slow
 def test_ranks_are_connected_with_those_of_their_group_and_of_their_shard(steps_in_groups: dict[str, Any]) -> None:
     for one in steps_in_groups["gloo"]["played"]:
         others = SHARD_GROUP - 1 + one["size"] // SHARD_GROUP - 1

@@ -272,6 +272,7 @@ def tune_by_a_wrong_model(name: str) -> TuningReport | None:
         return tune_sleeping(name)[0]
 
 
+@pytest.mark.slow
 @undisturbed
 def test_what_turns_out_slower_is_taken_back(pool: RankPool, tmp_path: Path) -> None:
     report = pool.run(2, tune_by_a_wrong_model, "delay per collective")[0]
@@ -314,7 +315,8 @@ def damage(path: Path) -> None:
     path.write_text(path.read_text()[:100])
 
 
-@pytest.mark.parametrize(("disturb", "warned"), [pytest.param(make_slow, 0, marks=pytest.mark.slow), (damage, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("disturb", "warned"), [(make_slow, 0), (damage, 1)])
 @undisturbed
 def test_a_plan_that_is_no_good_any_more_is_made_anew(
     pool: RankPool, tmp_path: Path, disturb: Callable[[Path], None], warned: int
@@ -489,6 +491,7 @@ def save_report(folder: str) -> list[str]:
     return strategy.tuning_report.lines()
 
 
+@pytest.mark.slow
 @undisturbed
 def test_the_report_is_saved_as_it_is_told(pool: RankPool, tmp_path: Path) -> None:
     lines = pool.run(2, save_report, str(tmp_path))[0]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, FP32
 from tests.strategies.late import delayed, late
@@ -39,7 +40,10 @@ def compare_late(name: str) -> tuple[float, float, int]:
     return largest_difference(actual, expected), largest_loss_difference(actual, expected), strategy.under_way
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if 2 in case.world_sizes])
+NAMES = [name for name, case in CASES.items() if 2 in case.world_sizes]
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in NAMES[::2], NAMES))
 def test_trains_as_the_oracle_does_where_parameters_arrive_late(pool: RankPool, name: str) -> None:
     for parameters, losses, under_way in pool.run(2, compare_late, name):
         assert parameters <= CASES[name].tolerance
