@@ -156,7 +156,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 TORCH_SEEN = ("2.11.0", "2.13.0")
-"""The versions of torch that the names below were seen in, and the tests run with."""
+"""The versions of torch that the names above were seen in, and the tests have run with; the last is the pinned one."""
 
 
 def is_newer(version: str, seen: Collection[str]) -> bool:

@@ -164,7 +164,7 @@ from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
 from lightning_parstrat.distributed.zero1.optimizer import lend_methods
 
 LIGHTNING_SEEN = ("2.6.0", "2.6.6")
-"""The versions of Lightning that the names below were seen in, and the tests run with."""
+"""The versions of Lightning that the names above were seen in, and the tests, or the quick ones, have run with."""
 
 
 def untried_versions(torch_version: str, lightning_version: str) -> str | None:

@@ -5,6 +5,7 @@ after a sleep of the device, and whoever waits has only its stream wait; on CPU 
 World size 1 is as any other: its shards arrive late, too, though nothing is sent.
 """
 
+import functools
 import random
 import time
 from collections import Counter
@@ -123,18 +124,20 @@ class LateCollectives(Collectives):
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Any) -> Work:
         self._set_off("reduce-scatter", buffer)
+        # Copied first: NaN goes to the shard at once, which may be a part of the buffer.
+        sent = buffer.clone()
         with self._beside(buffer):
             received = torch.empty_like(shard)
-            work = self.inner._reduce_scatter(buffer, received, bounds)
-        return self._late(work, received, shard, buffer)
+            work = self.inner._reduce_scatter(sent, received, bounds)
+        return self._late(work, sent, received, shard)
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Any) -> Work:
         self._set_off("all-gather", buffer)
+        arrived = buffer.clone()
         with self._beside(buffer):
-            arrived = buffer.clone()
             work = self.inner._all_gather(arrived, bounds)
-        return self._late(work, arrived, buffer)
+        return self._late(work, arrived, arrived, buffer)
 
     def _set_off(self, kind: str, buffer: Tensor) -> None:
         self.launched[kind] += 1
@@ -157,17 +160,19 @@ class LateCollectives(Collectives):
         with torch.cuda.stream(self._stream):
             yield
 
-    def _late(self, work: Work, arrived: Tensor, target: Tensor, *sent: Tensor) -> Work:
-        def arrive(_: tuple[Tensor, ...] = sent) -> None:
-            # What was sent is the launching stream's memory, and lives until that stream has waited.
-            work.wait()
-            target.copy_(arrived)
-
+    def _late(self, work: Work, sent: Tensor, arrived: Tensor, target: Tensor) -> Work:
+        arrive = functools.partial(_arrive, work, sent, arrived, target)
         with torch.no_grad():
             target.fill_(float("nan"))
         if not target.is_cuda:
             return OnHost(arrive, self._thread, self.by_itself)
         return OnStream(arrive, self._stream, self.by_itself)
+
+
+def _arrive(work: Work, sent: Tensor, arrived: Tensor, target: Tensor) -> None:
+    """What was ``sent`` is the launching stream's memory, and is held here until that stream has waited."""
+    work.wait()
+    target.copy_(arrived)
 
 
 class LateZeRO1(ZeRO1Strategy):

@@ -239,6 +239,7 @@ class LoaderPositions:
         if _batches_trained(trainer) == self._trained_before:
             # It went on where one loader was at its end, and the others were asked for nothing.
             _begin_all_passes(trainer)
+        self._trained_before = None
 
     def before_fetch(self, trainer: Trainer) -> bool:
         """Call before a batch is fetched; whether loaders have a state of their own, which has been noted."""

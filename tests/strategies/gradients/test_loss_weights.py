@@ -113,12 +113,17 @@ def test_a_loss_that_is_nan_without_weight_does_not_count_and_the_users_loss_sta
             assert [loss * accumulate for loss in returned] == pytest.approx(logged, nan_ok=True)
 
 
-def masked_on_device(kind: str, arguments: dict[str, Any], accumulate: int) -> tuple[float, set[int]]:
-    """As if weights were on a GPU, where the host is given no number; and of how many parameters each is filtered."""
-    add, filtered = LossWeights.add, set()
+_ADD = LossWeights.add
 
-    def add_on_device(self: LossWeights, *of_micro_batch: Any) -> Any:
-        return torch.tensor(add(self, *of_micro_batch))
+
+def add_on_device(self: LossWeights, *of_micro_batch: Any) -> Any:
+    """As if weights were on a GPU, where the host is given no number."""
+    return torch.tensor(_ADD(self, *of_micro_batch))
+
+
+def masked_on_device(kind: str, arguments: dict[str, Any], accumulate: int) -> tuple[float, set[int]]:
+    """How far parameters are from the truth's, and of how many parameters each is filtered."""
+    filtered = set()
 
     def filter_each(parameters: Iterable[Tensor], factor: Any) -> Any:
         parameters = list(parameters)
@@ -165,12 +170,8 @@ class LossIn16Bits(Masked):
 
 
 def weighed_in_16_bits(on_device: bool) -> list[Tensor]:
-    add, module = LossWeights.add, LossIn16Bits()
-
-    def add_on_device(self: LossWeights, *of_micro_batch: Any) -> Any:
-        return torch.tensor(add(self, *of_micro_batch))
-
-    with mock.patch.object(LossWeights, "add", add_on_device if on_device else add):
+    module = LossIn16Bits()
+    with mock.patch.object(LossWeights, "add", add_on_device if on_device else _ADD):
         fit(module, strategy("zero1"), BATCHES)
     return [parameter.detach().clone() for parameter in module.parameters()]
 
