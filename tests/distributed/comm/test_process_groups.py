@@ -43,6 +43,8 @@ def sockets_of_new_groups(seconds: int) -> tuple[int, int]:
     before = sockets()
     groups = groups_connected_on_demand(seconds)
     made = sockets()
+    # By the default group, which is connected: the first message of a rank ahead would be counted with what was made.
+    dist.barrier()
     messages = ControlMessages(make_collectives(groups.control, torch.device("cpu")))
     for _ in range(3):
         messages.launch().wait()
@@ -54,10 +56,10 @@ def test_ranks_are_connected_when_they_have_something_to_send(pool: RankPool, wo
     # Several: which of two ranks waits for the other to be connected depends on where they listen.
     for seconds in (61, 81, 82, 83):
         for rank, (made, used) in enumerate(pool.run(world_size, sockets_of_new_groups, seconds)):
-            # Each group listens, and its making takes messages of the default one; a full mesh has five for each.
-            assert made <= 4 + 4
+            # Each group listens; in a full mesh it has a connection to each other rank, too.
+            assert made == 4
             # A connection for either way.
-            assert used <= 2 * exchange_rounds(rank, world_size).messages
+            assert 0 < used <= 2 * exchange_rounds(rank, world_size).messages
 
 
 def scheduling_of_gloos_threads() -> list[int]:
