@@ -261,6 +261,7 @@ def test_exponents_of_what_is_known() -> None:
     assert found == {"messages": math.log(9) / math.log(8), "hops": 0, "calls": -math.inf, "store_requests": math.inf}
 
 
+@pytest.mark.slow
 def test_what_a_simulator_replays(tmp_path: Path) -> None:
     size = 64
     events = tmp_path / "events.jsonl"

@@ -186,6 +186,7 @@ ended.set()
 """
 
 
+@pytest.mark.slow
 def test_looks_from_another_thread_change_nothing_in_the_one_looked_at() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", LOOKS_WHILE_GARBAGE_IS_COLLECTED], capture_output=True, text=True, timeout=120
@@ -219,6 +220,7 @@ print("looked on", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_looks_while_torchs_threads_enter_python_harm_nobody() -> None:
     # Ended by the program that looks: threads that enter Python while it ends would.
     program = LOOKS_WHILE_THREADS_ENTER_PYTHON + "import os; os._exit(0)"

@@ -85,7 +85,8 @@ def resumed(folder: str, kind: str, name: str, quick: tuple[int, ...]) -> list[A
     """For each save: what differs between the training that went on from it and the one that never stopped."""
     row = ROWS[name]
     expected = fit(kind, row, 0)
-    saves = quick or tuple(range(1, len(expected.seen)))
+    # All batches of rows alike are too many: every other one, by turns the odd and the even.
+    saves = quick or tuple(range(1 + list(ROWS).index(name) // 2 % 2, len(expected.seen), 2))
     saved = fit(kind, row, 0, Saves(folder, saves))
     found: list[Any] = [(saved.seen == expected.seen, distance(saved.parameters, expected.parameters))]
     window = row.arguments.get("accumulate_grad_batches", 1)
