@@ -21,7 +21,7 @@ TINY = ["--width", "32", "--depth", "1", "--pairs", "1", "--steps", "2", "--warm
 
 def run_benchmark(program: str, arguments: Sequence[str], folder: Path) -> dict[str, Any]:
     output = folder / "results" / "result.json"
-    ran = run_python([BENCHMARKS / program, *arguments, "--output", output], folder)
+    ran = run_python([BENCHMARKS / program, *arguments, "--output", output], folder, timeout=600)
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     return read_result(output, program)
 

@@ -48,13 +48,13 @@ def test_an_exception_on_one_rank_is_raised_with_its_traceback_and_the_pool_reco
 def test_a_hang_ends_with_the_stack_of_the_rank_that_hangs(own_pool: RankPool) -> None:
     own_pool.run(2, sum_of_ranks)
     with pytest.raises(RankError, match="in wait_on_rank_zero"):
-        own_pool.run(2, wait_on_rank_zero, timeout=1.0)
+        own_pool.run(2, wait_on_rank_zero, timeout=3.0)
 
 
 def test_of_a_rank_that_cannot_show_its_stack_the_state_of_its_threads_is_told(own_pool: RankPool) -> None:
     own_pool.run(2, sum_of_ranks)
     with pytest.raises(RankError, match=r"rank 0\nno answer in time; its stack:\n\(none; its threads: .* T in"):
-        own_pool.run(2, stop_rank_zero, timeout=1.0)
+        own_pool.run(2, stop_rank_zero, timeout=3.0)
 
 
 def test_a_rank_that_has_ended_between_tests_is_told_of_and_replaced(own_pool: RankPool) -> None:

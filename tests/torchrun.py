@@ -12,7 +12,7 @@ from tests.scripts import TIMEOUT, clean_environment
 
 # Agents look after their ranks often, and miss each other after few seconds.
 _QUICKLY = ("--monitor-interval", "0.1")
-_RENDEZVOUS = "last_call_timeout=5,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=4"
+_RENDEZVOUS = "last_call_timeout=10,join_timeout=60,keep_alive_interval=1,keep_alive_max_attempt=8"
 
 
 class Agent(NamedTuple):

@@ -1,9 +1,7 @@
 """``ddp_tuned`` is torch's DDP, with the gradients in its buckets, and with buckets that are planned."""
 
-import functools
 import json
 import random
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,11 +26,12 @@ from lightning_parstrat.core.tuning_report import TuningReport
 from lightning_parstrat.distributed.comm import calibration
 from lightning_parstrat.distributed.ddp import bucket_tuner, plan_cache
 from lightning_parstrat.distributed.ddp import reducer_buckets as ddp_buckets
-from tests.pool import RankError, RankPool
+from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train
 from tests.strategies.sleeping import CASES, SleepingLayers, slow_wire
+from tests.undisturbed import undisturbed
 
 
 class LookAtWrapper(Callback):
@@ -179,28 +178,6 @@ def test_three_ranks_round_sums_in_another_order_at_most(pool: RankPool) -> None
         assert difference < 1e-5 and kinds > 1
 
 
-def undisturbed(test: Callable[..., None]) -> Callable[..., None]:
-    """What is measured is disturbed by other programs: it must hold in one of three trainings, with time between."""
-
-    @pytest.mark.alone
-    @functools.wraps(test)
-    def attempt(*args: Any, tmp_path: Path, **kwargs: Any) -> None:
-        for number in range(3):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            try:
-                return test(*args, tmp_path=folder, **kwargs)
-            except RankError:
-                raise
-            except AssertionError:
-                if number == 2:
-                    raise
-                time.sleep(10.0 * number)
-        return None
-
-    return attempt
-
-
 class Tuned(Callback):
     """When tuning was over, and what the steps after it had."""
 
@@ -232,6 +209,7 @@ def tune_sleeping(name: str, steps: int = 30, **arguments: Any) -> tuple[TuningR
         lambda name: name == "late large tensor", ["many small tensors", "late large tensor", "delay per collective"]
     ),
 )
+@pytest.mark.alone
 @undisturbed
 def test_buckets_are_changed_where_that_pays(pool: RankPool, name: str, tmp_path: Path) -> None:
     (report, _, buckets), (of_rank_1, *_) = pool.run(2, tune_sleeping, name)
@@ -256,6 +234,7 @@ def tune_generously(name: str) -> tuple[TuningReport | None, int, str]:
     ("name", "verdict", "said"),
     [("bandwidth-bound", "bandwidth-bound", "zero1_custom"), ("hidden anyway", "default is best", "less than")],
 )
+@pytest.mark.alone
 @undisturbed
 def test_the_default_is_left_alone_where_nothing_is_to_be_gained(
     pool: RankPool, name: str, verdict: str, said: str, tmp_path: Path
@@ -273,6 +252,7 @@ def tune_by_a_wrong_model(name: str) -> TuningReport | None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @undisturbed
 def test_what_turns_out_slower_is_taken_back(pool: RankPool, tmp_path: Path) -> None:
     report = pool.run(2, tune_by_a_wrong_model, "delay per collective")[0]
@@ -294,6 +274,7 @@ def tune_twice(folder: str, name: str, disturb: Callable[[Path], None] | None) -
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @undisturbed
 def test_a_later_training_begins_with_the_plan_of_an_earlier_one(pool: RankPool, tmp_path: Path) -> None:
     (first, *_), (again, over_after, buckets), kept, _ = pool.run(
@@ -317,6 +298,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("disturb", "warned"), [(make_slow, 0), (damage, 1)])
+@pytest.mark.alone
 @undisturbed
 def test_a_plan_that_is_no_good_any_more_is_made_anew(
     pool: RankPool, tmp_path: Path, disturb: Callable[[Path], None], warned: int
@@ -492,6 +474,7 @@ def save_report(folder: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @undisturbed
 def test_the_report_is_saved_as_it_is_told(pool: RankPool, tmp_path: Path) -> None:
     lines = pool.run(2, save_report, str(tmp_path))[0]

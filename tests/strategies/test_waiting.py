@@ -20,6 +20,7 @@ from lightning_parstrat.distributed.comm import watch
 from tests.distributed.comm.test_watch import Lines
 from tests.pool import RankPool
 from tests.strategies.parity import PoolEnvironment
+from tests.undisturbed import undisturbed
 
 SOON = 0.6
 STRATEGIES: dict[str, Any] = {
@@ -68,7 +69,7 @@ class Late(BoringModel):
         return where == self.where and self.global_step == 2
 
     def comes_late(self) -> None:
-        key = f"heard/{type(self.trainer.strategy).__name__}/{self.where}"
+        key = f"heard/{self.trainer.default_root_dir}"
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
             lines = next(handler for handler in watch.log.handlers if isinstance(handler, Lines))
@@ -159,6 +160,7 @@ SAID = {
 
 
 @pytest.mark.parametrize(("strategy", "where"), SAID)
+@undisturbed
 def test_a_rank_that_waits_in_training_says_for_whom(pool: RankPool, tmp_path: Path, strategy: str, where: str) -> None:
     (said, threads), (_, threads_of_1) = pool.run(2, trains_with_a_late_rank, strategy, where, str(tmp_path))
     assert threads == threads_of_1 == []

@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages, Said, WeightSum
 from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.torch_compat import default_store
 from tests.pool import RankPool
 
 ROUNDS = 5
@@ -69,25 +71,26 @@ def test_messages_are_counted(pool: RankPool, world_size: int) -> None:
     assert pool.run(world_size, counted) == [(3, 3 * (world_size > 1))] * world_size
 
 
-def goes_on_meanwhile() -> list[bool]:
-    """Whether `launch` returns, and the message is seen through, while nobody waits for it."""
-    messages, rank = control_messages(), dist.get_rank()
-    began = time.monotonic()
+def goes_on_meanwhile() -> bool:
+    """Whether the message is seen through while nobody waits for it; rank 0 launches when all others have."""
+    messages, rank, store = control_messages(), dist.get_rank(), default_store()
+    launched = [f"goes on meanwhile/{other}" for other in range(1, dist.get_world_size())]
     if rank == 0:
-        time.sleep(2.0)
+        store.wait(launched, timedelta(seconds=60))
     message = messages.launch()
-    returned = time.monotonic() - began < 1.5 or rank == 0
+    if rank > 0:
+        store.set(launched[rank - 1], "launched")
     deadline = time.monotonic() + 20
     while not message.has_arrived and messages._thread is not None and time.monotonic() < deadline:
         time.sleep(0.01)
     arrived = message.has_arrived or messages._thread is None
     message.wait()
-    return [returned, arrived]
+    return arrived
 
 
 @pytest.mark.parametrize("world_size", [2, 5, 6])
 def test_the_host_goes_on_and_a_thread_sees_rounds_through(pool: RankPool, world_size: int) -> None:
-    assert pool.run(world_size, goes_on_meanwhile) == [[True, True]] * world_size
+    assert pool.run(world_size, goes_on_meanwhile) == [True] * world_size
     threads = [not exchange_rounds(rank, world_size).is_one_exchange for rank in range(world_size)]
     assert any(threads) is (world_size > 4)
 

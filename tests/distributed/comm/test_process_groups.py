@@ -1,5 +1,6 @@
 """Process groups: connections are made for whom there is something to send to, not for all."""
 
+import gc
 import os
 import sys
 from datetime import timedelta
@@ -32,6 +33,11 @@ def sockets() -> int:
     return sum(one.is_symlink() and os.readlink(one).startswith("socket:") for one in list(descriptors.iterdir()))
 
 
+def _free_groups_of_other_tests() -> None:
+    """Else a collection of garbage may close their sockets while this test counts."""
+    gc.collect()
+
+
 def groups_connected_on_demand(seconds: int) -> ProcessGroups:
     """As in a large world; no other test has groups of this timeout."""
     with patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
@@ -40,6 +46,7 @@ def groups_connected_on_demand(seconds: int) -> ProcessGroups:
 
 def sockets_of_new_groups(seconds: int) -> tuple[int, int]:
     """How many sockets this rank has more when the groups were made, and when a control message was sent."""
+    _free_groups_of_other_tests()
     before = sockets()
     groups = groups_connected_on_demand(seconds)
     made = sockets()
@@ -95,6 +102,7 @@ def sockets_of_first_sum(connects: bool) -> int:
     group = groups_connected_on_demand(63 + connects).gradients
     if connects:
         connect_for_sums(group, torch.device("cpu"))
+    _free_groups_of_other_tests()
     before = sockets()
     summed = torch.ones(100_000)
     dist.all_reduce(summed, group=group)

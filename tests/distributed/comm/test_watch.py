@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -27,6 +28,7 @@ from lightning_parstrat.distributed.torch_compat import collectives_launched, de
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.distributed.engines import adamw, backward, make_engine, perceptron, squared_error
 from tests.pool import RankPool
+from tests.undisturbed import undisturbed
 
 SOON = 0.5
 
@@ -47,6 +49,8 @@ def watched(name: str, warn_after: float | None, act: Callable[[int, Lines], Any
     lines = Lines()
     watch_module.log.addHandler(lines)
     try:
+        # The watch begins when all are here: who comes to what is tried much later than the others would be named, too.
+        dist.barrier()
         begin_watch(Liveness(name), "zero1_custom", warn_after)
         result = act(dist.get_rank(), lines)
         end_watch("ended its training", wait=True)
@@ -114,10 +118,11 @@ def tells(lines: Lines, key: str) -> None:
         (3, [1, 2], "ranks 1, 2"),
     ],
 )
+@undisturbed
 def test_a_rank_that_waits_names_who_has_not_come_and_where_it_is(
-    pool: RankPool, world_size: int, late: list[int], who: str
+    pool: RankPool, world_size: int, late: list[int], who: str, tmp_path: Path
 ) -> None:
-    found = pool.run(world_size, idiom, f"idiom {world_size} {late}", late, 20.0)
+    found = pool.run(world_size, idiom, str(tmp_path), late, 20.0)
     said = [line for _, lines, _ in found for line in lines]
     asker = next(rank for rank in range(world_size) if rank not in late)
     # One of those that wait asks for all.
@@ -169,8 +174,9 @@ def one_is_late(name: str, what: str) -> tuple[Any, list[str], list[str]]:
 
 
 @pytest.mark.parametrize("what", CALLS)
-def test_other_calls_of_the_engine_are_watched(pool: RankPool, what: str) -> None:
-    (_, said, threads), by_1 = pool.run(2, one_is_late, what, what)
+@undisturbed
+def test_other_calls_of_the_engine_are_watched(pool: RankPool, what: str, tmp_path: Path) -> None:
+    (_, said, threads), by_1 = pool.run(2, one_is_late, str(tmp_path), what)
     assert len(said) == 1 and f"in `{what}`, at " in said[0]
     assert re.search(r"rank 1: for \d s, at .*`stays_away`", said[0]), said
     assert by_1 == (None, [], []) and threads == []
@@ -205,16 +211,18 @@ def waits_for_collective(name: str, does_not_answer: bool) -> tuple[Any, list[st
 AT = r" at .*`act` \(test_watch\.py, line \d+\) > "
 
 
-def test_where_the_host_waits_in_c_it_asks_and_answers(pool: RankPool) -> None:
-    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, "c False", False)
+@undisturbed
+def test_where_the_host_waits_in_c_it_asks_and_answers(pool: RankPool, tmp_path: Path) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, str(tmp_path), False)
     # Both wait, each in a collective of its own: one of them speaks.
     (line,) = [*said, *said_by_1]
     other = "1: waiting in `all_reduce`" if said else "0: waiting in `barrier`"
     assert re.search(rf"Not there: rank {other}, .*for \d s,{AT}", line), line
 
 
-def test_a_rank_that_cannot_answer_is_shown_at_its_last_heartbeat(pool: RankPool) -> None:
-    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, "c True", True)
+@undisturbed
+def test_a_rank_that_cannot_answer_is_shown_at_its_last_heartbeat(pool: RankPool, tmp_path: Path) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, waits_for_collective, str(tmp_path), True)
     where = r"Not there: rank 1: no sign of life for \d s \(ended, stopped, .*lock\), at its last heartbeat "
     assert said and re.search(where, said[0]), said
     assert said_by_1 == []
@@ -236,8 +244,9 @@ def stops_when_it_was_named(name: str) -> tuple[Any, list[str], list[str]]:
     return watched(name, SOON, act)
 
 
-def test_a_rank_that_stops_after_the_first_line_is_told_from_one_that_is_late(pool: RankPool) -> None:
-    (_, said, _), (_, said_by_1, _) = pool.run(2, stops_when_it_was_named, "stops later")
+@undisturbed
+def test_a_rank_that_stops_after_the_first_line_is_told_from_one_that_is_late(pool: RankPool, tmp_path: Path) -> None:
+    (_, said, _), (_, said_by_1, _) = pool.run(2, stops_when_it_was_named, str(tmp_path))
     assert len(said) == 2 and said_by_1 == [], said
     assert re.search(r"Not there: rank 1: for \d s, at .*`stays_away`", said[0]), said
     assert re.search(r"Not there: rank 1: no sign of life for \d s ", said[1]), said
@@ -289,8 +298,9 @@ def ends_while_another_waits(name: str) -> str:
     return watched(name, SOON, act)[0]
 
 
-def test_a_rank_that_has_ended_is_named_and_so_does_the_error_of_the_timeout(pool: RankPool) -> None:
-    error, _ = pool.run(2, ends_while_another_waits, "ended")
+@undisturbed
+def test_a_rank_that_has_ended_is_named_and_so_does_the_error_of_the_timeout(pool: RankPool, tmp_path: Path) -> None:
+    error, _ = pool.run(2, ends_while_another_waits, str(tmp_path))
     assert error.startswith("Not all ranks have come to `optimizer.state_dict()`. zero1_custom, rank 0: has waited ")
     assert "Not there: rank 1: ended its training by ValueError. Call it on all ranks" in error
 
@@ -312,8 +322,9 @@ def saves_after_training(name: str) -> tuple[Any, list[str], list[str]]:
     return watched(name, SOON, act)
 
 
-def test_after_training_it_is_watched_as_long_as_somebody_waits(pool: RankPool) -> None:
-    (groups, said, threads), by_1 = pool.run(2, saves_after_training, "after training")
+@undisturbed
+def test_after_training_it_is_watched_as_long_as_somebody_waits(pool: RankPool, tmp_path: Path) -> None:
+    (groups, said, threads), by_1 = pool.run(2, saves_after_training, str(tmp_path))
     assert groups == 1 and by_1 == (1, [], []) and threads == []
     assert len(said) == 1 and "Not there: rank 1: ended its training. Call it on all ranks" in said[0]
 

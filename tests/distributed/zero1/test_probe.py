@@ -405,9 +405,11 @@ def test_state_is_not_copied_even_where_a_scheduler_refers_to_the_optimizer() ->
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adafactor, Momentum, GlobalNorm])
 def test_many_parameters_take_no_longer(cls: Any) -> None:
     optimizer = cls([nn.Parameter(torch.zeros(3, 5)) for _ in range(3000)])
-    start = time.monotonic()
+    # What a first call imports is not what many parameters cost; nor is what other programs have held it up.
+    steps_parameters_alone(cls([nn.Parameter(torch.zeros(3, 5))]))
+    start = time.thread_time()
     assert steps_parameters_alone(optimizer) is (cls is not GlobalNorm)
-    assert time.monotonic() - start < 2.0
+    assert time.thread_time() - start < 2.0
 
 
 def test_large_parameters_are_not_copied() -> None:
