@@ -17,8 +17,8 @@ from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedEr
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 
 # Of the two packages that Lightning is published as, only one may be installed.
-checkpoints, states_in_files = (
-    import_module(f"{package_in_use()}.strategies.checkpoint.{name}") for name in ("checkpoints", "states_in_files")
+checkpoint_io, states_in_files = (
+    import_module(f"{package_in_use()}.strategies.checkpoint.{name}") for name in ("checkpoint_io", "states_in_files")
 )
 
 _DESCRIPTION = """
@@ -71,7 +71,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
 
 def _with_all_states(checkpoint: ShardedCheckpoint) -> Any:
     """The skeleton with what each rank has in a file of its own."""
-    key = checkpoints.CHECKPOINT_KEY
+    key = checkpoint_io.CHECKPOINT_KEY
     own = checkpoint.skeleton.get(key, {})
     read = {rank: checkpoint.own_of(rank) for rank in states_in_files.with_files(own)}
     return {**checkpoint.skeleton, key: states_in_files.with_states_of_all(own, read, None)}

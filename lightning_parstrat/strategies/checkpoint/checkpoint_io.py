@@ -16,6 +16,12 @@ from typing_extensions import override
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.durable_files import check_may_be_replaced, remove_atomically, written_durably
 
+CHECKPOINT_KEY = "lightning_parstrat"
+"""The key of this package's own entries in a checkpoint. Other strategies ignore it."""
+
+FORMAT = 3
+"""Version of the entries under that key, and of sharded checkpoints."""
+
 _MAGIC_OF_ZIP = b"PK\x03\x04"
 _NEEDED = ("state_dict", "pytorch-lightning_version")
 
@@ -112,6 +118,21 @@ def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
         raise MisconfigurationException(
             f"{path} is not a checkpoint of a Lightning Trainer: it lacks {' and '.join(map(repr, missing))}. To start"
             " from weights of another source, load them in the module (`load_state_dict`), and pass no `ckpt_path`."
+        )
+
+
+def check_readable(checkpoint: Any, path: str | Path) -> None:
+    """Refuses what was not written by a Trainer, or by a newer version of this package.
+
+    Raises:
+        MisconfigurationException: It was written by something else.
+    """
+    check_is_checkpoint(checkpoint, path)
+    found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
+    if found > FORMAT:
+        raise MisconfigurationException(
+            f"{path} was saved by a newer lightning-parstrat (its format is {found}, this version reads {FORMAT})."
+            " Upgrade it: `pip install -U lightning-parstrat`."
         )
 
 

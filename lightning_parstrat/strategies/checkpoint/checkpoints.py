@@ -3,6 +3,7 @@
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,10 @@ from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state_dict import check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
+    CHECKPOINT_KEY,
+    FORMAT,
     DurableCheckpointIO,
-    check_is_checkpoint,
+    check_readable,
     local_path,
     local_path_of_folder,
 )
@@ -77,12 +80,6 @@ from lightning_parstrat.strategies.lightning_compat import (
     trainer_of,
     unwrapped,
 )
-
-CHECKPOINT_KEY = "lightning_parstrat"
-"""The key of this package's own entries in a checkpoint. Other strategies ignore it."""
-
-FORMAT = 3
-"""Version of the entries under that key, and of sharded checkpoints."""
 
 _AFTER_SAVING = "Trainer.save_checkpoint"
 
@@ -386,10 +383,10 @@ class CheckpointingStrategy(RanksStrategy):
             recover(local)
         if local is not None and is_sharded_checkpoint(local):
             self._loaded = ShardedCheckpoint(local, weights_only, self._control.group if self._has_ranks else None)
-            _check_readable(self._loaded.skeleton, path)
+            check_readable(self._loaded.skeleton, path)
             return None
         checkpoint = super().load_checkpoint(path, weights_only)
-        _check_readable(checkpoint, path)
+        check_readable(checkpoint, path)
         return checkpoint
 
     def _agreed_sharded(self, is_sharded: bool, path: str | Path) -> bool:
@@ -539,6 +536,15 @@ class CheckpointingStrategy(RanksStrategy):
         self._trains = False
         self.wait_for_saves()
 
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Notes where the loaders stand, for a checkpoint that is saved all the same. Not collective."""
+        super().on_exception(exception)
+        # What a loader of the user's raises when it is asked must not stand in for this exception.
+        with suppress(Exception):
+            if self._trains:
+                self._positions.end_training(self._training_module.trainer)
+
     def wait_for_saves(self) -> None:
         """Returns when no checkpoint is being written. If one is, all ranks must call it.
 
@@ -581,14 +587,3 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _position_of(self, optimizer: Optimizer) -> int:
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
-
-
-def _check_readable(checkpoint: Any, path: str | Path) -> None:
-    """Refuses what was not written by a Trainer, or by a newer version."""
-    check_is_checkpoint(checkpoint, path)
-    found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
-    if found > FORMAT:
-        raise MisconfigurationException(
-            f"{path} was saved by a newer lightning-parstrat (its format is {found}, this version reads {FORMAT})."
-            " Upgrade it: `pip install -U lightning-parstrat`."
-        )

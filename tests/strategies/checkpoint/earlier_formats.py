@@ -9,7 +9,7 @@ import torch
 
 from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, file_of
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY
 from lightning_parstrat.strategies.checkpoint.states_in_files import with_files, with_states_of_all
 from lightning_parstrat.strategies.data.positions import LOADERS
 

@@ -15,8 +15,7 @@ from lightning.pytorch.plugins.io.torch_plugin import TorchCheckpointIO
 from torch import Tensor
 
 import lightning_parstrat
-from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
-from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import adafactor

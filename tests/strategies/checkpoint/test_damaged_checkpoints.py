@@ -15,8 +15,7 @@ import torch.distributed as dist
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.durable_files import put_in_place
-from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
-from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.checkpoint.test_sharded_checkpoints import load, tuned, write

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_parstrat.strategies.checkpoint import preemption
-from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY
 from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_number
 from tests.pool import RankPool
 from tests.strategies import zoo

@@ -154,6 +154,35 @@ def test_a_resumed_training_may_be_saved_before_its_first_batch(pool: RankPool, 
     assert pool.run(2, saved_twice, str(tmp_path), name) == [(True, 0.0)] * 2
 
 
+class RanOutError(Exception):
+    """Whatever ends a training that is caught, and saved after."""
+
+
+class Fails(Callback):
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == 3:
+            raise RanOutError
+
+
+def saved_after_an_exception(folder: str, kind: str, name: str) -> tuple[bool, float]:
+    row, path = ROWS[name], f"{folder}/after.ckpt"
+    expected = fit(kind, row, 0)
+    torch.manual_seed(0)
+    strategy = getattr(lightning_parstrat, kind)(bucket_cap_mb=0.001)
+    trainer = make_trainer(strategy, callbacks=[Fails()], **{"max_epochs": 2, **row.arguments})
+    with workers_allowed(), pytest.raises(RanOutError):
+        trainer.fit(Sees(row), None if row.from_module else row.make())
+    trainer.save_checkpoint(path)
+    actual = fit(kind, row, 1, path=path)
+    return actual.seen == expected.seen[3:], distance(actual.parameters, expected.parameters)
+
+
+@pytest.mark.parametrize("name", ["shuffled", "workers", "stream", "stateful, no length"])
+def test_a_training_may_be_saved_after_an_exception(pool: RankPool, tmp_path: Path, name: str) -> None:
+    kind = "TunedDDPStrategy" if name == "workers" else "ZeRO1Strategy"
+    assert pool.run(2, saved_after_an_exception, str(tmp_path), kind, name) == [(True, 0.0)] * 2
+
+
 def until(folder: str, kind: str, name: str, batch: int) -> list[Any]:
     """On which samples a training was trained up to a save."""
     return fit(kind, ROWS[name], 0, Saves(folder, (batch,))).seen[:batch]
