@@ -1,10 +1,11 @@
 """Ranks meet in the store: before a collective that must not begin without all, or to see who is missing after one."""
 
+import json
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,7 +44,7 @@ class Liveness:
     def missing(self, occasion: str, grace: timedelta | None = None) -> list[int]:
         """The ranks that do not call this within ``grace``.
 
-        All ranks that are alive should call it. Up to five requests to the store; on a timeout, one more per rank.
+        All ranks that are alive should call it. Four requests to the store; on a timeout, one more per rank.
 
         Args:
             occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
@@ -55,16 +56,19 @@ class Liveness:
         call = self._next(occasion)
         try:
             self._store.set(f"{call}/{self._rank}", "here")
-            self._come(call)
-            if self._store.check([f"{call}/over"]):
-                # The others have given up and gone on without this rank: it must not count on them either.
+            absent: list[int] = []
+            if self._store.add(f"{call}/count", 1) < self._world_size:
+                # A timeout: each kind of store raises another subclass.
+                try:
+                    self._store.wait([f"{call}/missing"], GRACE if grace is None else grace)
+                except RuntimeError:
+                    absent = [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+            # Whoever says it first says it for all: one that comes meanwhile must not make ranks differ.
+            found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
+            if self._rank in found:
+                # The others have gone on without this rank: it must not count on them either.
                 return [rank for rank in range(self._world_size) if rank != self._rank]
-            # A timeout: each kind of store raises another subclass.
-            with suppress(RuntimeError):
-                self._store.wait([f"{call}/all"], GRACE if grace is None else grace)
-                return []
-            self._store.set(f"{call}/over", "over")
-            return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+            return list(found)
         except RuntimeError:
             # Rank 0's process serves the store, so the store ends with it.
             return [] if self._rank == 0 else [0]

@@ -28,7 +28,7 @@ def who_is_missing(name: str, comes: list[str]) -> list[int] | None:
     if when == "later":
         time.sleep(0.1)
     if when == "too late":
-        liveness._store.wait(["test/1/over"], LONG)
+        liveness._store.wait(["test/1/missing"], LONG)
     return liveness.missing("test", LONG if "later" in comes else SHORT)
 
 
