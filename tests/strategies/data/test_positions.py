@@ -154,14 +154,14 @@ def test_a_resumed_training_may_be_saved_before_its_first_batch(pool: RankPool, 
     assert pool.run(2, saved_twice, str(tmp_path), name) == [(True, 0.0)] * 2
 
 
-class RanOutError(Exception):
-    """Whatever ends a training that is caught, and saved after."""
+class FailedError(Exception):
+    """Ends a training, and is caught."""
 
 
 class Fails(Callback):
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.total_batch_idx == 3:
-            raise RanOutError
+            raise FailedError
 
 
 def saved_after_an_exception(folder: str, kind: str, name: str) -> tuple[bool, float]:
@@ -170,7 +170,7 @@ def saved_after_an_exception(folder: str, kind: str, name: str) -> tuple[bool, f
     torch.manual_seed(0)
     strategy = getattr(lightning_parstrat, kind)(bucket_cap_mb=0.001)
     trainer = make_trainer(strategy, callbacks=[Fails()], **{"max_epochs": 2, **row.arguments})
-    with workers_allowed(), pytest.raises(RanOutError):
+    with workers_allowed(), pytest.raises(FailedError):
         trainer.fit(Sees(row), None if row.from_module else row.make())
     trainer.save_checkpoint(path)
     actual = fit(kind, row, 1, path=path)
