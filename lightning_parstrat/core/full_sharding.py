@@ -27,9 +27,15 @@ class ItemSizes(NamedTuple):
     sharded: int = 4
     """Of what optimizers step, and of its gradient."""
     gathered: int = 4
-    """Of what is gathered and used, and of the gradient that backward makes of it."""
+    """Of what is gathered and used."""
+    gradient: int = 4
+    """Of what backward computes."""
     summed: int = 4
-    """Of gradients on the wire."""
+    """Of gradients as they are summed over ranks."""
+    sent: int = 4
+    """Of gradients as they travel."""
+    cast: int = 0
+    """Of the copy that autocast makes of a parameter and keeps until its backward: 2 where fp32 is gathered."""
 
 
 class FullySharded(NamedTuple):
@@ -83,14 +89,20 @@ class FullySharded(NamedTuple):
         """What a rank sends for one micro-batch: parameters in forward; again in backward, and gradients."""
         share = (self.world_size - 1) / self.world_size
         root, units = self._gathered(self.root, sizes), sum(self._gathered(unit, sizes) for unit in self.units)
-        summed = sum(self._reduced(unit, sizes) for unit in (self.root, *self.units))
-        return SentBytes(forward=share * (root + units), backward=share * (units + summed))
+        gradients = sum(self._padded(unit.trained) for unit in (self.root, *self.units)) * sizes.sent
+        return SentBytes(forward=share * (root + units), backward=share * (units + gradients))
 
     def _gathered(self, unit: GatheredUnit, sizes: ItemSizes) -> int:
         return self._padded((*unit.trained, *unit.frozen)) * sizes.gathered
 
     def _reduced(self, unit: GatheredUnit, sizes: ItemSizes) -> int:
-        return self._padded(unit.trained) * sizes.summed
+        # Those that are rounded to be sent are there twice: packed, and rounded.
+        rounded = sizes.sent if sizes.sent < sizes.summed else 0
+        return self._padded(unit.trained) * (sizes.summed + rounded)
+
+    def _cast(self, units: Sequence[GatheredUnit], sizes: ItemSizes) -> int:
+        shapes = [shape for unit in units for shape in (*unit.trained, *unit.frozen)]
+        return sum(map(math.prod, shapes)) * sizes.cast
 
     def _padded(self, shapes: Sequence[Shape]) -> int:
         return sum(_rows(shape, self.world_size) * self.world_size * math.prod(shape[1:]) for shape in shapes)
@@ -100,30 +112,33 @@ class FullySharded(NamedTuple):
         root = gathered[0]
         # What has been received, and its copy into parameters.
         yield 2 * root
-        for before, unit in pairwise(gathered):
+        for number, (before, unit) in enumerate(pairwise(gathered)):
             # What was received is kept until the next unit's has been received and copied.
-            yield root + before + 2 * unit
+            yield root + before + 2 * unit + self._cast([self.root, *self.units[:number]], sizes)
 
     def _in_backward(self, sizes: ItemSizes, accumulates: bool) -> Iterator[int]:
         """What there is beside sharded parameters and optimizer state."""
         every = sum(self._padded(unit.trained) for unit in (self.root, *self.units))
         shards = every // self.world_size * sizes.sharded if accumulates else 0
         root = self._gathered(self.root, sizes)
-        of_root = self._padded(self.root.trained) * sizes.gathered
+        of_root = self._padded(self.root.trained) * sizes.gradient
         gathered = [self._gathered(unit, sizes) for unit in self.units]
         sent_before = 0
         for number in reversed(range(len(self.units))):
             trained = self.units[number].trained
-            own, sent = self._padded(trained) * sizes.gathered, self._padded(trained) * sizes.summed
+            own, sent = self._padded(trained) * sizes.gradient, self._reduced(self.units[number], sizes)
             following = gathered[number - 1] if number else 0
+            # This rank's part of what is gathered, its shards rounded alike, and where both differ.
+            compared = (2 * sizes.gathered + 1) * self._padded(trained) // self.world_size
+            compared *= sizes.gathered < sizes.sharded
             # It is copied into parameters; or its last gradient is there, and what it had received has given way to the
             # following unit's; or its gradients are packed, and its parameters are gone.
             beside = max(
                 2 * gathered[number] + sent_before,
-                gathered[number] + following + own + sent_before,
+                gathered[number] + following + own + sent_before + compared,
                 following + own + sent,
             )
-            yield shards + root + of_root + beside
+            yield shards + root + of_root + beside + self._cast([self.root, *self.units[: number + 1]], sizes)
             shards += 0 if accumulates else self._padded(trained) // self.world_size * sizes.sharded
             sent_before = sent
         yield shards + of_root + max(root + sent_before, self._reduced(self.root, sizes))

@@ -151,8 +151,9 @@ class FullShardingPolicy:
         min_num_params: The smallest number of parameters of a block that is found.
         reshard_after_forward: Whether parameters are freed between forward and backward.
         shard_gradients: Whether gradients that are accumulated over micro-batches are sharded between them.
-        reduce_dtype: The dtype in which gradients travel and are summed.
-        gather_dtype: The dtype in which parameters travel and are used.
+        reduce_dtype: The dtype in which gradients travel; None for their own. They are summed in fp32.
+        gather_dtype: The dtype in which parameters travel and are used; None for their own. ``"auto"`` is ``"bf16"``
+            for weights of layers that "bf16-mixed" would round anyway, and None for all others.
 
     Raises:
         ValueError: A value is not allowed; the message says which are.
@@ -162,8 +163,8 @@ class FullShardingPolicy:
     min_num_params: int = 0
     reshard_after_forward: bool = True
     shard_gradients: bool = True
-    reduce_dtype: WireDtype = None
-    gather_dtype: WireDtype = None
+    reduce_dtype: Literal["bf16", "fp32"] | None = None
+    gather_dtype: Literal["auto", "bf16"] | None = "auto"
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.wrap, (list, tuple)) and all(isinstance(name, str) for name in self.wrap)
@@ -174,7 +175,16 @@ class FullShardingPolicy:
             raise ValueError(f"Invalid min_num_params: {number!r}. Must be a whole number >= 0.")
         _check_flag(self, "reshard_after_forward")
         _check_flag(self, "shard_gradients")
-        _check_wire_dtypes(self)
+        if self.reduce_dtype not in ("bf16", "fp32", None):
+            raise ValueError(
+                f"Invalid reduce_dtype: {self.reduce_dtype!r}. Must be 'bf16', 'fp32', or None for the gradients' own"
+                " dtype."
+            )
+        if self.gather_dtype not in ("auto", "bf16", None):
+            raise ValueError(
+                f"Invalid gather_dtype: {self.gather_dtype!r}. Must be 'auto', 'bf16', or None for the parameters' own"
+                " dtype."
+            )
 
 
 _IN_FLIGHT_ON_GPU = 4
@@ -211,7 +221,7 @@ def _check_choices(policy: object, **choices: object) -> None:
             raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
 
 
-def _check_wire_dtypes(policy: ShardingPolicy | FullShardingPolicy) -> None:
+def _check_wire_dtypes(policy: ShardingPolicy) -> None:
     for name in ("reduce_dtype", "gather_dtype"):
         value = getattr(policy, name)
         if value not in ("bf16", None):

@@ -114,8 +114,12 @@ Used through this file: what for | what happens without it.
     torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group
         as `_get_fsdp_state` | as `_get_fsdp_state`
     torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param
-        under torch 2.12 and older, finds parameters that this rank has not used | ranks that use different parameters
-        of a block hang
+        finds what was written to gathered parameters, and those that this rank has not used | zero3_custom does not
+        begin
+    torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded
+        keeps what was written to gathered parameters before they are freed | such writes are lost
+    torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._reshard_after_forward_event
+        has the next gather of a GPU wait for what was written | such writes may come one gather late
     torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info
         whether a parameter is gathered | under zero3_custom setting `parameter.data` fails
     torch.distributed.tensor.DTensor._local_tensor
@@ -134,6 +138,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
         ranks only
 """
 
+import dataclasses
 import functools
 import io
 import pickle
@@ -324,26 +329,56 @@ def _fsdp_group(module: nn.Module) -> Any:
     return cast(Any, module)._get_fsdp_state()._fsdp_param_group
 
 
+def gathered_by_fsdp(module: nn.Module) -> list[tuple[Any, Tensor]]:
+    """The sharded parameters that a module gathers itself, each with what it is gathered into. It is gathered now."""
+    return [(keeper.sharded_param, keeper._unsharded_param) for keeper in _fsdp_group(module).fsdp_params]
+
+
+def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None:
+    """Has ``callback`` called before a sharded module frees what it has gathered; takes the place of an earlier one."""
+    group = _fsdp_group(module)
+    if group is None:
+        return
+
+    def free() -> None:
+        try:
+            if group.is_unsharded:
+                callback()
+                if group.device.type == "cuda":
+                    # The next gather reads shards on a stream of its own: not before they are written.
+                    group._reshard_after_forward_event = torch.cuda.current_stream(group.device).record_event()
+        finally:
+            type(group)._to_sharded(group)
+
+    group._to_sharded = free
+
+
 def reduce_unused_too(module: nn.Module) -> None:
     """Has a sharded module reduce zeros for those of its parameters that this rank has not used: others may have."""
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        cast(Any, module).set_reduce_scatter_unused_params(True, recurse=False)
-        return
-    # torch 2.12 and older. On the object, and once: a module may be trained again.
     group = _fsdp_group(module)
-    if group is not None and "post_backward" not in vars(group):
-        group.post_backward = functools.partial(_reduce_with_zeros, group, group.post_backward)
+    if group is not None:
+        # FSDP2's own `set_reduce_scatter_unused_params` takes no gradients that are wider than their parameters.
+        group.post_backward = functools.partial(_reduce_with_zeros, group)
 
 
-def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+def _reduce_with_zeros(group: Any, *unused: Any) -> None:
     for keeper in group.fsdp_params if group.reduce_grads else ():
         # Before it is gathered for the first time, there is none.
         gathered: Any = getattr(keeper, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad or keeper.unsharded_accumulated_grad is not None:
             continue
         if gathered.grad is None:
-            gathered.grad = torch.zeros_like(gathered)
-    post_backward(*unused)
+            gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
+    type(group).post_backward(group, *unused)
+
+
+def gather_as_it_is(keeper: Any) -> None:
+    """Has FSDP2 gather one parameter in its own dtype, whatever the rest of its unit is gathered in. Before any is."""
+
+    def set_dtypes(policy: Any) -> None:
+        type(keeper).init_dtype_attrs(keeper, dataclasses.replace(policy, param_dtype=None))
+
+    keeper.init_dtype_attrs = set_dtypes
 
 
 def exchange_shard(parameter: Tensor, keeper: Any, shard: Tensor) -> None:

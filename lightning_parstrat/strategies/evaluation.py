@@ -27,8 +27,9 @@ from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.strategies.data.even import StandIn, all_batches
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import (
-    end_loaders_by,
-    end_loaders_by_itself,
+    call_after_last_batch,
+    give_back_loop,
+    leave_storing_to_others,
     logged_values,
     store_logged,
     takes_turns,
@@ -131,8 +132,9 @@ class EvaluatingStrategy(RanksStrategy):
         loop = _loop_of(trainer)
         self._under_way = _UnderWay(loaders, loop)
         loaders.begin_pass(takes_turns(loop))
+        call_after_last_batch(loop, self._end_batches)
         if loaders.any_is_unknown:
-            end_loaders_by(loop, self._end_loaders)
+            leave_storing_to_others(loop)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -142,6 +144,11 @@ class EvaluatingStrategy(RanksStrategy):
             self._end_loaders(dataloader_idx)
             self._under_way.loaders.begin_step()
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _end_batches(self) -> None:
+        """Ends the batches of a pass. Nothing of it has been logged yet."""
+        if self._under_way is not None and self._under_way.loaders.any_is_unknown:
+            self._end_loaders()
 
     def _end_loaders(self, before: int | None = None) -> None:
         """Ends with the loaders before one, or with all, each on all ranks."""
@@ -230,7 +237,7 @@ class EvaluatingStrategy(RanksStrategy):
         for loaders in (self._evaluations or {}).values():
             loaders.has_begun = False
         if self._under_way is not None:
-            end_loaders_by_itself(self._under_way.loop)
+            give_back_loop(self._under_way.loop)
             self._under_way = None
 
     @override

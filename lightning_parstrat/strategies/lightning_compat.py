@@ -377,26 +377,35 @@ def takes_turns(loop: Any) -> bool:
     return bool(loop._combined_loader._mode == "sequential")
 
 
-def end_loaders_by(loop: Any, end_loaders: Callable[[], None]) -> None:
-    """Leaves it to others when an evaluation ends with a loader, which Lightning knows only where it had a batch.
+def call_after_last_batch(loop: Any, callback: Callable[[], None]) -> None:
+    """Has ``callback`` called when an evaluation has no more batches, before its hooks and its logging.
 
     Args:
-        loop: The evaluation's, until :func:`end_loaders_by_itself`.
-        end_loaders: Is called after the last batch. What has been logged is then to be stored for every loader, see
-            :func:`store_logged`.
+        loop: The evaluation's, until :func:`give_back_loop`.
+        callback: Called once a pass.
+    """
+    loop.on_run_end = functools.partial(_end_run, loop, callback)
+
+
+def leave_storing_to_others(loop: Any) -> None:
+    """Has an evaluation not store what steps have logged for a loader: see :func:`store_logged`.
+
+    Lightning stores it where a loader had a batch.
+
+    Args:
+        loop: The evaluation's, until :func:`give_back_loop`.
     """
     loop._store_dataloader_outputs = _nothing
-    loop.on_run_end = functools.partial(_end_run, loop, end_loaders)
 
 
-def end_loaders_by_itself(loop: Any) -> None:
-    """Undoes :func:`end_loaders_by`."""
+def give_back_loop(loop: Any) -> None:
+    """Undoes :func:`call_after_last_batch` and :func:`leave_storing_to_others`."""
     vars(loop).pop("_store_dataloader_outputs", None)
     vars(loop).pop("on_run_end", None)
 
 
-def _end_run(loop: Any, end_loaders: Callable[[], None]) -> Any:
-    end_loaders()
+def _end_run(loop: Any, callback: Callable[[], None]) -> Any:
+    callback()
     return type(loop).on_run_end(loop)
 
 

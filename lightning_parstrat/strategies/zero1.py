@@ -36,7 +36,7 @@ from lightning_parstrat.strategies.gradients.observers import (
     observers_of_gradients,
 )
 from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
-from lightning_parstrat.strategies.report import StepMeter, describe, named
+from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, StepMeter, describe, named
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 
@@ -191,6 +191,8 @@ class ZeRO1Strategy(StepsTogetherStrategy):
             self._kept_plan(),
             self._messages,
         )
+        if self._engine.policy.reduce_dtype != self._policy.reduce_dtype:
+            rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         self._broadcast_buffers_next = True
         if self._in_training:
             self._prepare_for_users_of_gradients()

@@ -1,26 +1,31 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
 import functools
+import socket
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import FullShardingPolicy, WireDtype
+from lightning_parstrat.core.policy import FullShardingPolicy
+from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.watch import met, watching
@@ -40,7 +45,7 @@ from lightning_parstrat.distributed.zero3.state import (
     shard_module_state,
     shard_optimizer_state,
 )
-from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
+from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, rounded_by_autocast
 from lightning_parstrat.distributed.zero3.users_code import advice_on_shards, check_not_of_shards, is_of_shards
 from lightning_parstrat.strategies.gradients.observers import users_own
 from lightning_parstrat.strategies.lightning_compat import (
@@ -50,10 +55,12 @@ from lightning_parstrat.strategies.lightning_compat import (
     stands_for_none,
     unwrapped,
 )
+from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
 _SAVE = "`trainer.save_checkpoint()`"
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 _SAVE_ON_ALL = "Call it on all ranks: each has a part of the parameters."
 
 
@@ -75,9 +82,13 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         shard_gradients: Whether every micro-batch is reduce-scattered and accumulated in shards
             (``accumulate_grad_batches``). ``False`` sends gradients once in a step, and keeps them whole on every rank
             until then.
-        reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire, in which they are then summed.
-        gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire and while they are gathered, for
-            modules that compute in bf16 anyway ("bf16-mixed"). Each rank steps its shard in fp32.
+        reduce_dtype: What gradients travel in. They are summed in fp32. ``"bf16"`` sends half the bytes of fp32
+            gradients. By default gradients travel in their own dtype, and ``"fp32"`` widens those of "bf16-true" before
+            they are sent.
+        gather_dtype: What parameters are gathered and used in. Each rank steps its shard in its own dtype. ``"auto"``
+            gathers the weights of linear and convolution layers in bf16 under "bf16-mixed", where autocast rounds them
+            anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that compute in bf16. None gathers each
+            in its own dtype.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -94,8 +105,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool = True,
         shard_gradients: bool = True,
-        reduce_dtype: WireDtype = None,
-        gather_dtype: WireDtype = None,
+        reduce_dtype: Literal["bf16", "fp32"] | None = None,
+        gather_dtype: Literal["auto", "bf16"] | None = "auto",
         **kwargs: Any,
     ) -> None:
         self._policy = FullShardingPolicy(
@@ -174,23 +185,40 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             check_same_module(module, self._groups.control)
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
         self._begin_to_broadcast_buffers()
-        narrow = {"bf16": torch.bfloat16, None: None}
+        as_autocast = self._policy.gather_dtype == "auto"
         self._sharded = ShardedModule(
             module,
-            self._groups.gradients,
+            self._make_collectives(),
             self.root_device,
             lambda: self._messages,
             wrap=self._policy.wrap or (),
             min_num_params=self._policy.min_num_params,
             by_child=not module.automatic_optimization,
             reshard_after_forward=self._policy.reshard_after_forward,
-            gather_dtype=narrow[self._policy.gather_dtype],
-            reduce_dtype=narrow[self._policy.reduce_dtype],
+            gather_dtype=_DTYPES[self._gather_dtype],
+            gathers_as_autocast=as_autocast,
+            reduce_dtype=_DTYPES[self._policy.reduce_dtype],
         )
         for copy in averaged_copies(module.trainer):
             shard_copy(copy, module)
         if self._saves_sharded:
             check_cut_in_rows(module)
+
+    @property
+    def _gather_dtype(self) -> Literal["bf16"] | None:
+        if self._policy.gather_dtype != "auto":
+            return self._policy.gather_dtype
+        return "bf16" if self.precision_plugin.precision == "bf16-mixed" else None
+
+    def _make_collectives(self) -> Collectives:
+        """What carries gradients. Collective on GPUs."""
+        node, topology = Node(socket.gethostname(), self.node_rank), None
+        if self.root_device.type != "cpu" and self.world_size > 1:
+            topology = topology_of_ranks(node, self._control)
+        collectives = make_collectives(self._groups.gradients, self.root_device, topology)
+        if collectives.widens and self._policy.reduce_dtype == "bf16":
+            rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
+        return collectives
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -298,6 +326,20 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             yield
         for _ in range(to_follow or 0):
             self._sharded.follow_evaluation_step()
+
+    @override
+    def _end_batches(self) -> None:
+        """Compares what ranks have gathered in a pass of evaluation, before anything of it is logged. Collective."""
+        if self._sharded is not None:
+            with watching("the comparison of modules that were evaluated"):
+                self._sharded.end_evaluation(self._control)
+        super()._end_batches()
+
+    @override
+    def _progress(self) -> tuple[str, str]:
+        position, hook = super()._progress()
+        unit = "" if self._sharded is None else self._sharded.unit_called
+        return f"{position}, module {unit}" if unit else position, hook
 
     def _reshard(self) -> None:
         if self._sharded is not None:
@@ -430,8 +472,17 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             rank_zero_info(
                 f"{self.flag}: parameters, gradients and optimizer state are sharded over"
                 f" {counted(self.world_size, 'rank')}; {counted(units, 'unit')} of {self._sharded.elements:,} elements"
-                f" with all else gathered at once{kept}."
+                f" with all else gathered at once{kept}{self._said_of_16_bits(self._sharded)}."
             )
+
+    def _said_of_16_bits(self, sharded: ShardedModule) -> str:
+        narrow = sum(leaf.parameter.numel() for leaf in sharded.leaves if leaf.tensor.dtype != leaf.parameter.dtype)
+        if narrow:
+            return f"; {counted(narrow, 'element')} are gathered in bf16 (gather_dtype={self._policy.gather_dtype!r})"
+        if self.precision_plugin.precision not in ("16-mixed", "bf16-mixed"):
+            return ""
+        copied = sum(parameter.numel() for parameter in rounded_by_autocast(self._training_module))
+        return f"; autocast keeps {counted(copied, 'element')} in 16 bits from forward to backward, on every rank"
 
     @property
     def _advice_on_shards(self) -> str:

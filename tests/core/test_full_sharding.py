@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.live_bytes import LiveBytes
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes, SentBytes
 from lightning_parstrat.core.memory import HeldBytes
-from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
@@ -56,16 +56,16 @@ class Sent:
     @contextmanager
     def counting(self) -> Iterator[None]:
         name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-        gather, reduce = getattr(dist, name), ExchangedReduceScatter.__call__
+        gather, reduce = getattr(dist, name), Collectives.reduce_scatter
         with (
             mock.patch.object(dist, name, self._counted(gather, "output_tensor")),
-            mock.patch.object(ExchangedReduceScatter, "__call__", self._counted(reduce, "input_tensor")),
+            mock.patch.object(Collectives, "reduce_scatter", self._counted(reduce, "buffer")),
         ):
             yield
 
     def _counted(self, collective: Callable[..., Any], whole: str) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            tensor = kwargs[whole] if whole in kwargs else args[0]
+            tensor = kwargs[whole] if whole in kwargs else next(one for one in args if isinstance(one, Tensor))
             size = dist.get_world_size()
             self.nbytes += tensor.nbytes * (size - 1) / size
             return collective(*args, **kwargs)
@@ -120,13 +120,16 @@ MIXED = {"precision": "bf16-mixed"}
 @pytest.mark.parametrize(
     ("arguments", "trainer_arguments", "sizes"),
     slow_unless(
-        lambda arguments, *_: not arguments,
+        lambda arguments, trainer_arguments, sizes: not arguments and sizes != NARROW,
         [
             ({}, {}, FP32),
             ({}, {"accumulate_grad_batches": 2}, FP32),
+            ({}, MIXED, NARROW),
             ({"gather_dtype": "bf16"}, MIXED, NARROW),
-            ({"gather_dtype": "bf16", "reduce_dtype": "bf16"}, MIXED, ItemSizes(gathered=2, summed=2)),
-            ({"min_num_params": 0}, {"precision": "bf16-true"}, ItemSizes(2, 2, 2)),
+            ({"gather_dtype": None}, MIXED, ItemSizes(cast=2)),
+            ({"reduce_dtype": "bf16"}, MIXED, ItemSizes(gathered=2, sent=2)),
+            ({"min_num_params": 0}, {"precision": "bf16-true"}, ItemSizes(2, 2, 2, sent=2)),
+            ({"min_num_params": 0, "reduce_dtype": "fp32"}, {"precision": "bf16-true"}, ItemSizes(2, 2, 2)),
         ],
     ),
 )

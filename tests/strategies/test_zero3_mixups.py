@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule
 from tests.pool import RankError, RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
@@ -84,7 +84,7 @@ def test_a_graph_that_was_captured_before_the_training_is_refused(pool: RankPool
 def shard_on_a_gpu() -> str:
     groups = process_groups()
     with pytest.raises(ValueError) as refused:
-        ShardedModule(Drops(), groups.gradients, torch.device("cuda", 0), lambda: None)
+        make_collectives(groups.gradients, torch.device("cuda", 0))
     return str(refused.value)
 
 

@@ -8,6 +8,7 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,6 +116,9 @@ class ShardedDataParallel:
         self.topology = topology_of_ranks(node or Node(socket.gethostname()), control)
         shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
         gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
+        if gradients.widens:
+            # They would be rounded, and then travel in fp32 all the same.
+            policy = self.policy = replace(policy, reduce_dtype=None)
         self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
         self.gatherer = ParameterGatherer(
             make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)

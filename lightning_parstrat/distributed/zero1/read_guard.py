@@ -36,7 +36,7 @@ def _attributes(names: str) -> list[Any]:
 
 
 _KNOWN = "shape dtype device layout ndim grad requires_grad is_leaf grad_fn itemsize nbytes is_cuda is_meta is_sparse"
-_NEEDS_NO_CONTENT: set[Any] = {
+NEEDS_NO_CONTENT: set[Any] = {
     *(attribute.__get__ for attribute in (*_attributes(_KNOWN), *GRADIENT_HOOKS)),
     *(attribute.__set__ for attribute in (*_attributes("grad requires_grad"), *GRADIENT_HOOKS)),
     Tensor.size,
@@ -66,7 +66,7 @@ class InFlightParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _NEEDS_NO_CONTENT:
+        if func not in NEEDS_NO_CONTENT:
             found = _marked_in([args, kwargs or {}])
             if found:
                 wait_for_parameters(found)

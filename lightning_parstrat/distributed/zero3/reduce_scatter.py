@@ -1,4 +1,4 @@
-"""Between CPUs FSDP2 sums gradients as the other strategies do: Gloo's own reduce-scatter is an all-reduce."""
+"""How gradients of sharded parameters are summed over ranks: in fp32, whatever they travel in."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,17 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 class ExchangedReduceScatter:
     """What FSDP2 calls in the place of a process group's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
 
-    Each rank of N sends (N - 1) / N of a unit's gradients, where an all-reduce sends twice as much.
+    Between CPUs each rank of N sends (N - 1) / N of a unit's gradients; Gloo's own reduce-scatter sends twice as much.
 
     Args:
         collectives: Of all ranks that share the parameters.
+        travels_in: What gradients are rounded to before they are sent; None to send them as they come. They are summed
+            in the dtype that they come in. Needs two more buffers of the unit's gradients in this dtype.
     """
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, travels_in: torch.dtype | None = None) -> None:
         self._collectives = collectives
+        self._travels_in = travels_in
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is sent, and for what comes of it."""
@@ -34,6 +37,7 @@ class ExchangedReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Leaves this rank's part of the sum, or of the mean, in ``output_tensor``. Collective; waits for it."""
-        self._collectives.reduce_scatter(input_tensor, output_tensor).wait()
+        sent = input_tensor if self._travels_in is None else input_tensor.to(self._travels_in)
+        self._collectives.reduce_scatter(sent, output_tensor).wait()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(self._collectives.shard_count)

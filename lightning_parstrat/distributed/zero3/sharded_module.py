@@ -7,7 +7,6 @@ it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when ba
 
 import functools
 import hashlib
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,15 +22,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.wording import listed
-from lightning_parstrat.distributed.comm.backends import check_device_of, make_collectives
-from lightning_parstrat.distributed.comm.collectives import real_view
+from lightning_parstrat.distributed.comm.agreement import all_have_same
+from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.torch_compat import (
     current_graph_task_id,
+    gather_as_it_is,
     has_hooks,
+    kept_by_fsdp,
     lend_hooks,
     multiply_all,
     names_ignored_by_ddp,
@@ -42,9 +43,11 @@ from lightning_parstrat.distributed.torch_compat import (
 from lightning_parstrat.distributed.zero3.assigned_data import let_data_be_assigned
 from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
+from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter, act_as_parameter_of
+from lightning_parstrat.distributed.zero3.kept_writes import keep_writes
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.state import shard_like
-from lightning_parstrat.distributed.zero3.units import find_units, whole_parameters
+from lightning_parstrat.distributed.zero3.units import find_units, rounded_by_autocast, whole_parameters
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Of a LightningModule: called in the place of ``forward``."""
@@ -66,7 +69,7 @@ class ShardedModule:
 
     Args:
         module: On the host, on the device or on the meta device; its class becomes a subclass of FSDP2's.
-        group: Carries parameters and gradients.
+        collectives: Carry gradients; FSDP2 gathers parameters by their process group.
         device: Where the module is to train.
         messages: Tell all ranks what one has used; a message in every backward that sends.
         wrap: See :func:`~lightning_parstrat.distributed.zero3.units.find_units`.
@@ -76,7 +79,9 @@ class ShardedModule:
         reshard_after_forward: Whether units free their parameters between forward and backward.
         gather_dtype: What parameters are gathered and used in; None for their own dtype. What is computed in is
             autocast's business, as under DDP.
-        reduce_dtype: What gradients are sent and summed in; None for their parameters' own dtype.
+        gathers_as_autocast: Whether that holds for those alone that autocast would round anyway.
+        reduce_dtype: What gradients are sent in; None for their own dtype. They are summed in fp32, or in fp64 if that
+            is their own.
 
     Raises:
         ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module; a part of the
@@ -86,7 +91,7 @@ class ShardedModule:
     def __init__(
         self,
         module: nn.Module,
-        group: dist.ProcessGroup,
+        collectives: Collectives,
         device: torch.device,
         messages: Callable[[], ControlMessages],
         *,
@@ -95,6 +100,7 @@ class ShardedModule:
         by_child: bool = False,
         reshard_after_forward: bool = True,
         gather_dtype: torch.dtype | None = None,
+        gathers_as_autocast: bool = False,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         if replays_captured_graphs(module):
@@ -104,24 +110,20 @@ class ShardedModule:
                 " `torch.cuda.make_graphed_callables`, or train by `ddp`, or by `zero1_custom` with the graph captured"
                 " in `on_train_start`."
             )
-        check_device_of(group, device)
         self.module = module
-        self.group = group
+        self.group = collectives.group
+        self._collectives = collectives
         self._messages = messages
         self._device = device
         self._reshards_after_forward = reshard_after_forward
-        # Weakly: their memory is what sharding saves.
-        self._before = {id(parameter): weakref.ref(parameter) for parameter in module.parameters()}
         if not is_sharded_module(module):
-            # What is gathered in 16 bits has gradients in 16 bits, which are summed in 32.
-            summed_in = reduce_dtype or (None if gather_dtype is None else torch.float32)
-            precision = MixedPrecisionPolicy(gather_dtype, summed_in, cast_forward_inputs=False)
-            self._shard(wrap, min_num_params, by_child, reshard_after_forward, precision)
+            self._shard(wrap, min_num_params, by_child, reshard_after_forward, gather_dtype, gathers_as_autocast)
         self.units = [part for part in self._parts if part is not module]
         for part in self._parts:
             reduce_unused_too(part)
         let_data_be_assigned(self._parts)
-        self._exchange_gradients()
+        keep_writes(module, self._parts)
+        self._choose_reduce_scatter(reduce_dtype)
         self._whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
         ignored = names_ignored_by_ddp(module)
         trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
@@ -134,6 +136,9 @@ class ShardedModule:
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
         self._evaluated: list[int] = []
+        self._pass = hashlib.sha256()
+        self.unit_called = ""
+        """The name of the unit that this rank has called last; empty between steps."""
         self._before_gradients: Callable[[], None] | None = None
         self._fresh: set[int] | None = None
         self._hooks = [*self._register_hooks(), *self._graphs.hooks]
@@ -147,7 +152,8 @@ class ShardedModule:
         min_num_params: int,
         by_child: bool,
         reshard_after_forward: bool,
-        precision: MixedPrecisionPolicy,
+        gather_dtype: torch.dtype | None,
+        gathers_as_autocast: bool,
     ) -> None:
         module = self.module
         units = find_units(module, wrap, min_num_params, by_child)
@@ -156,27 +162,46 @@ class ShardedModule:
             inside = {parameter for unit in units for parameter in unit.parameters()}
             whole |= {p for p in module.parameters() if p not in inside and not isinstance(p, DTensor)}
         before = dict(module.named_parameters())
+        rounded = rounded_by_autocast(module) if gathers_as_autocast else set(before.values())
+        narrow = {name for name, p in before.items() if p in rounded and p.dtype == torch.float32}
         mesh = DeviceMesh.from_group(self.group, self._device.type)
-        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, ignored_params=whole)
+
+        def shard_part(part: nn.Module, **kwargs: Any) -> None:
+            self._make(part, whole)
+            policy = MixedPrecisionPolicy(gather_dtype, _summed_in(part, whole), cast_forward_inputs=False)
+            fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=cast(Any, whole), **kwargs)
+
         for unit in units:
-            self._make(unit, whole)
-            shard(unit, reshard_after_forward=reshard_after_forward)
-        self._make(module, whole)
-        # By default what the root has stays gathered from forward to backward, which follow each other at once.
+            shard_part(unit, reshard_after_forward=reshard_after_forward)
         own = set(vars(module))
-        shard(module)
+        # By default what the root has stays gathered from forward to backward, which follow each other at once.
+        shard_part(module)
         let_be_copied(self._parts, {*STEPS, *vars(module)} - own)
+        names: dict[Tensor, str] = {}
         for name, parameter in module.named_parameters():
+            names[parameter] = name
             if parameter is not before[name]:
                 take_over_attributes(before[name], parameter)
-
-    def _exchange_gradients(self) -> None:
-        if self._device.type != "cpu" or dist.get_world_size(self.group) == 1:
-            return
-        collectives = make_collectives(self.group, self._device)
-        collectives.connect(self._device)
+                act_as_parameter_of(before[name], module, name)
         for part in self._parts:
-            part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives))
+            for shard, keeper in kept_by_fsdp(part):
+                if names[shard] not in narrow:
+                    gather_as_it_is(keeper)
+
+    def _choose_reduce_scatter(self, reduce_dtype: torch.dtype | None) -> None:
+        on_cpu = self._device.type == "cpu"
+        if self._collectives.world_size == 1:
+            return
+        if on_cpu:
+            self._collectives.connect(self._device)
+        for part in self._parts:
+            dtype = next((parameter.dtype for parameter, _ in kept_by_fsdp(part)), None)
+            travels_in = reduce_dtype if dtype == torch.float32 else dtype
+            is_narrow = travels_in in (torch.bfloat16, torch.float16) and reduce_dtype != torch.float32
+            # A ring of NCCL's sums in fp32 on its way.
+            if on_cpu or (is_narrow and not self._collectives.widens):
+                travels_in = travels_in if is_narrow else None
+                part.set_custom_reduce_scatter(ExchangedReduceScatter(self._collectives, travels_in))
 
     @property
     def _parts(self) -> list[Any]:
@@ -252,6 +277,8 @@ class ShardedModule:
             for parameter, (owner, own) in places.items():
                 leaf = getattr(owner, own)
                 if parameter not in found and not isinstance(leaf, DTensor):
+                    # Gradients of what is gathered in fewer bits are as wide as the parameter's own.
+                    leaf.grad_dtype = parameter.dtype
                     found[parameter] = leaf
             unit.reshard()
         for parameter, name in names.items():
@@ -260,8 +287,10 @@ class ShardedModule:
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for leaf, hook in self._hooks_of_leaves():
             yield leaf.register_post_accumulate_grad_hook(hook)
-        for number, unit in enumerate(self.units):
-            yield cast(Any, unit).register_forward_pre_hook(functools.partial(self._note_forward, number))
+        for number, (unit, name) in enumerate(zip(self.units, self.names_of_units, strict=True)):
+            # Before the hook that gathers: while it waits, other ranks can see what for.
+            note = functools.partial(self._note_forward, number, name)
+            yield cast(Any, unit).register_forward_pre_hook(note, prepend=True)
 
     def _hooks_of_leaves(self) -> Iterator[tuple[Any, Callable[[Tensor], None]]]:
         for number, leaf in enumerate(self.leaves):
@@ -280,13 +309,14 @@ class ShardedModule:
         self._used.add(number)
         self._graph_tasks.add(current_graph_task_id())
 
-    def _note_forward(self, number: int, *_: Any) -> None:
-        if not torch.is_grad_enabled():
-            self._evaluated.append(number)
-        elif self._before_gradients is not None:
-            self._before_gradients()
-        else:
+    def _note_forward(self, number: int, name: str, *_: Any) -> None:
+        self.unit_called = name
+        if self._before_gradients is None:
             self._ran.append(number)
+            return
+        if torch.is_grad_enabled():
+            self._before_gradients()
+        self._evaluated.append(number)
 
     def check_belongs(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuses optimizers of parameters that the module no longer has. Not collective.
@@ -294,10 +324,8 @@ class ShardedModule:
         Raises:
             ValueError: An optimizer was made before the module was sharded.
         """
-        now = set(self.parameters)
         for optimizer in optimizers:
-            stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            if any(id(p) in self._before and self._before[id(p)]() is p for p in stepped - now):
+            if any(isinstance(p, HeldParameter) for group in optimizer.param_groups for p in group["params"]):
                 raise ValueError(
                     f"{type(optimizer).__name__} was made of parameters that have been replaced by sharded ones since."
                     " Make it in `configure_optimizers`, of `self.parameters()`."
@@ -309,6 +337,7 @@ class ShardedModule:
         self._free()
 
     def _free(self) -> None:
+        self.unit_called = ""
         for part in self._parts:
             part.reshard()
 
@@ -335,6 +364,7 @@ class ShardedModule:
             yield
         finally:
             self._before_gradients = None
+            self._pass.update(repr(self._evaluated).encode())
             # Without a backward nothing else would, and code between steps would see what is gathered.
             self.reshard()
 
@@ -349,7 +379,25 @@ class ShardedModule:
             self.units[number].unshard()
             if self._reshards_after_forward:
                 self.units[number].reshard()
+        self._pass.update(repr(self._evaluated).encode())
         self.reshard()
+
+    def end_evaluation(self, control: Collectives) -> None:
+        """Ends a pass of evaluation steps. Collective: one all-reduce of 16 bytes.
+
+        Args:
+            control: Works on host memory.
+
+        Raises:
+            DifferentModulesError: Ranks have called different units, or in another order; raised on all ranks.
+        """
+        digest, self._pass = self._pass.digest(), hashlib.sha256()
+        if not all_have_same(int.from_bytes(digest[:7], "big"), control):
+            raise DifferentModulesError(
+                "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
+                " module's parameters are gathered from all ranks, which must call the same modules. Call a module on"
+                " all ranks or on none; or leave such modules to the root by `wrap`, which names the others."
+            )
 
     def accumulate_whole(self, accumulates: bool) -> None:
         """Whether gradients of the next backwards stay unreduced, and whole on every rank."""
@@ -479,6 +527,12 @@ class ShardedModule:
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether FSDP2 has sharded it."""
     return isinstance(module, FSDPModule)
+
+
+def _summed_in(part: nn.Module, whole: set[Tensor]) -> torch.dtype | None:
+    """What FSDP2 is to sum the gradients of a module's own shards in; None for their own dtype."""
+    dtypes = {p.dtype for p in part.parameters() if p not in whole and not isinstance(p, DTensor)}
+    return None if torch.float64 in dtypes else torch.float32
 
 
 def _materialize(module: nn.Module, name: str, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -76,6 +77,34 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tenso
         common = sizes.most_common(1)
         whole |= {p for p in own if p.dtype != common[0][0]}
     return whole
+
+
+def rounded_by_autocast(module: nn.Module) -> set[Tensor]:
+    """Parameters in fp32 that autocast rounds to 16 bits each time that they are used: those of linear layers and such.
+
+    Layers count if their ``forward`` is torch's own, and parameters if no other module has them. Not collective.
+    """
+    rounded: set[Tensor] = set()
+    others: set[Tensor] = set()
+    for part in module.modules():
+        is_torchs = "forward" not in vars(part) and type(part).forward in _ROUNDED_BY_AUTOCAST
+        (rounded if is_torchs else others).update(part.parameters(recurse=False))
+    return {parameter for parameter in rounded - others if parameter.dtype == torch.float32}
+
+
+_ROUNDED_BY_AUTOCAST = {
+    layer.forward
+    for layer in (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+        nn.MultiheadAttention,
+    )
+}
 
 
 def _can_be_sharded(parameter: Tensor) -> bool:

@@ -187,6 +187,10 @@ class RanksStrategy(DDPStrategy):
         self._ended = _ENDED
         super().teardown()
 
+    def _progress(self) -> tuple[str, str]:
+        """How far the training has come, and which hook runs. Any thread."""
+        return progress_of(self.lightning_module)
+
     def _wait_for_all(self) -> None:
         if self.world_size > 1:
             wait_for_all(self._control)
@@ -227,7 +231,7 @@ class RanksStrategy(DDPStrategy):
 
 def _progress_of(strategy: "weakref.ref[RanksStrategy]") -> tuple[str, str]:
     known = strategy()
-    return ("", "") if known is None else progress_of(known.lightning_module)
+    return ("", "") if known is None else known._progress()
 
 
 class WrapperlessDDPStrategy(DDPStrategy):
