@@ -387,6 +387,21 @@ def call_after_last_batch(loop: Any, callback: Callable[[], None]) -> None:
     loop.on_run_end = functools.partial(_end_run, loop, callback)
 
 
+def call_before_storing(loop: Any, callback: Callable[[], None]) -> None:
+    """Has ``callback`` called before an evaluation stores what steps have logged for a loader.
+
+    Args:
+        loop: The evaluation's, until :func:`give_back_loop`. A prediction stores nothing.
+        callback: Called once a loader.
+    """
+
+    def store() -> None:
+        callback()
+        store_logged(loop)
+
+    loop._store_dataloader_outputs = store
+
+
 def leave_storing_to_others(loop: Any) -> None:
     """Has an evaluation not store what steps have logged for a loader: see :func:`store_logged`.
 

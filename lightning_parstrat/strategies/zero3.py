@@ -51,6 +51,7 @@ from lightning_parstrat.strategies.gradients.observers import users_own
 from lightning_parstrat.strategies.lightning_compat import (
     AVERAGING,
     averaged_copies,
+    call_before_storing,
     returns_weights,
     stands_for_none,
     unwrapped,
@@ -328,12 +329,21 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             self._sharded.follow_evaluation_step()
 
     @override
+    def _begin_pass(self) -> None:
+        super()._begin_pass()
+        if self._under_way is not None and not self._under_way.loaders.any_is_unknown:
+            call_before_storing(self._under_way.loop, self._compare_evaluations)
+
+    @override
     def _end_batches(self) -> None:
-        """Compares what ranks have gathered in a pass of evaluation, before anything of it is logged. Collective."""
+        self._compare_evaluations()
+        super()._end_batches()
+
+    def _compare_evaluations(self) -> None:
+        """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
         if self._sharded is not None:
             with watching("the comparison of modules that were evaluated"):
                 self._sharded.end_evaluation(self._control)
-        super()._end_batches()
 
     @override
     def _progress(self) -> tuple[str, str]:

@@ -6,13 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.pool import RankError, RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
-from tests.strategies.cases import CASES, FP32
+from tests.strategies.cases import CASES
 from tests.strategies.oracles import make, oracle
 from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero3
 
@@ -73,19 +72,6 @@ def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -
         assert losses <= 10 * case.tolerance
 
 
-def compare_under_older_torch(name: str) -> tuple[float, float]:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params", raising=False)
-        return compare(name, arguments_for(name))
-
-
-@pytest.mark.parametrize("name", ["unused by some ranks", "accumulate, unused"])
-def test_torch_before_2_13_reduces_what_only_some_ranks_have_used(pool: RankPool, name: str) -> None:
-    for parameters, losses in pool.run(2, compare_under_older_torch, name):
-        assert parameters <= FP32
-        assert losses <= 10 * FP32
-
-
 @pytest.mark.parametrize(
     ("name", "arguments"),
     slow_unless(
@@ -113,19 +99,6 @@ def test_how_it_is_sharded_changes_no_result(pool: RankPool, name: str, argument
 def test_what_cannot_be_trained_says_so(pool: RankPool, name: str) -> None:
     with pytest.raises(RankError, match=REFUSED[name]):
         pool.run(2, compare, name, {})
-
-
-def narrow(arguments: dict[str, Any]) -> float:
-    """How far parameters that travel in 16 bits get from those of ``ddp`` under the same autocast."""
-    expected = train(zoo.MLP, ddp(), precision="bf16-mixed")
-    return largest_difference(train(zoo.MLP, zero3(**arguments), precision="bf16-mixed"), expected)
-
-
-@pytest.mark.parametrize("arguments", [{"gather_dtype": "bf16"}, {"gather_dtype": "bf16", "reduce_dtype": "bf16"}])
-def test_what_travels_in_16_bits_is_stepped_in_32(pool: RankPool, arguments: dict[str, Any]) -> None:
-    for difference in pool.run(2, narrow, arguments):
-        # Autocast rounds the weights of linear layers all the same: only what is summed in 16 bits differs.
-        assert difference <= (0.05 if "reduce_dtype" in arguments else FP32)
 
 
 def scaled(model: type, init_scale: float) -> tuple[float, float]:

@@ -1,18 +1,22 @@
 """What would train on other numbers than it should, without a word, is refused or ends with an error."""
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero3.sharded_module import DifferentModulesError
 from tests.pool import RankError, RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
-from tests.strategies.parity import ddp, largest_difference, train, zero3
+from tests.strategies.parity import ddp, largest_difference, make_trainer, train, zero3
 
 
 class Drops(zoo.Zoo):
@@ -55,6 +59,84 @@ def test_ranks_whose_backwards_reach_other_units_get_an_error(pool: RankPool, ar
 
 def test_what_the_error_says_trains_as_ddp_does(pool: RankPool) -> None:
     assert max(pool.run(2, compare, Multiplies, {})) <= FP32
+
+
+class Routes(Drops):
+    """Each rank evaluates by another block, of the same shape; or rank 1 by one more."""
+
+    one_more = False
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.blocks[0](batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.route(batch).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.route(batch)
+
+    def route(self, batch: Tensor) -> Tensor:
+        called = self.blocks[: 1 + dist.get_rank()] if self.one_more else self.blocks[dist.get_rank() :][:1]
+        for block in called:
+            batch = block(batch)
+        return batch
+
+
+class OneMore(Routes):
+    one_more = True
+
+
+def evaluate_mixed(stage: str, folder: str) -> tuple[str, list[str], dict[str, Any]]:
+    """What is said of ranks that evaluate by different blocks; what was saved, and what was logged by then."""
+    saves = ModelCheckpoint(folder, monitor="val_loss")
+    trainer = make_trainer(zero3(), enable_checkpointing=True, callbacks=[saves], num_sanity_val_steps=0)
+    with pytest.raises(DifferentModulesError) as raised:
+        if stage == "fit":
+            trainer.fit(Routes(), zoo.loader(16, 4), zoo.loader(16, 4))
+        else:
+            getattr(trainer, stage)(Routes(), zoo.loader(16, 4))
+    return str(raised.value), [file.name for file in Path(folder).glob("*")], dict(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "predict"])
+def test_ranks_that_evaluate_by_different_modules_end_before_anything_is_logged(
+    pool: RankPool, tmp_path: Path, stage: str
+) -> None:
+    for said, saved, logged in pool.run(2, evaluate_mixed, stage, str(tmp_path)):
+        assert "evaluation" in said and "all ranks" in said
+        assert not saved and not logged
+
+
+def evaluate_by_one_more() -> None:
+    strategy = zero3(timeout=timedelta(seconds=6), warn_after_seconds=0.5)
+    make_trainer(strategy, limit_val_batches=1).validate(OneMore(), zoo.loader(16, 4))
+
+
+@pytest.mark.slow
+def test_a_rank_that_evaluates_by_one_module_more_is_named_with_it(pool: RankPool) -> None:
+    with pytest.raises(RankError) as raised:
+        pool.run(2, evaluate_by_one_more)
+    said = str(raised.value)
+    assert "rank 1" in said and "module blocks.1" in said and "has waited" in said
+
+
+class CallsWithoutGradients(Drops):
+    """A rank calls another block than the others without gradients, such as a teacher's, in a training step."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.blocks[1 + dist.get_rank()](batch)
+        return (self.blocks[0](batch) - target).square().mean()
+
+
+def train_without_gradients() -> str:
+    with pytest.raises(DifferentModulesError) as raised:
+        train(CallsWithoutGradients, zero3())
+    return str(raised.value)
+
+
+def test_ranks_that_call_different_modules_without_gradients_are_told(pool: RankPool) -> None:
+    assert all("different modules in a training step" in said for said in pool.run(2, train_without_gradients))
 
 
 def captured(module: nn.Module) -> None:

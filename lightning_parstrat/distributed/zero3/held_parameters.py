@@ -17,7 +17,6 @@ from typing_extensions import override
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.zero1.read_guard import NEEDS_NO_CONTENT
 
-_WORKS_ON_SHARDS = NEEDS_NO_CONTENT | {Tensor.__repr__}
 _SET_DATA: Any = Tensor.data
 _PLACE = "_parameter_of"
 """The attribute that says which parameter a held one stands for: its module, its name there, its whole name."""
@@ -43,7 +42,7 @@ class HeldParameter(nn.Parameter):
         if not held:
             # It is hidden in an object of the caller's.
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if func not in _WORKS_ON_SHARDS:
+        if func not in NEEDS_NO_CONTENT:
             for one in held:
                 _check_is_whole(one)
         if func == _SET_DATA.__set__:
@@ -54,6 +53,10 @@ class HeldParameter(nn.Parameter):
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(_current(self), memo)
+
+    @override
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(_current(self))
 
     def __getattr__(self, name: str) -> Any:
         # What only shards have, such as `full_tensor`.

@@ -136,7 +136,7 @@ class ShardedModule:
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
         self._evaluated: list[int] = []
-        self._pass = hashlib.sha256()
+        self._pass = b""
         self.unit_called = ""
         """The name of the unit that this rank has called last; empty between steps."""
         self._before_gradients: Callable[[], None] | None = None
@@ -189,19 +189,18 @@ class ShardedModule:
                     gather_as_it_is(keeper)
 
     def _choose_reduce_scatter(self, reduce_dtype: torch.dtype | None) -> None:
-        on_cpu = self._device.type == "cpu"
-        if self._collectives.world_size == 1:
+        collectives, on_cpu = self._collectives, self._device.type == "cpu"
+        if collectives.world_size == 1:
             return
         if on_cpu:
-            self._collectives.connect(self._device)
+            collectives.connect(self._device)
         for part in self._parts:
-            dtype = next((parameter.dtype for parameter, _ in kept_by_fsdp(part)), None)
-            travels_in = reduce_dtype if dtype == torch.float32 else dtype
-            is_narrow = travels_in in (torch.bfloat16, torch.float16) and reduce_dtype != torch.float32
-            # A ring of NCCL's sums in fp32 on its way.
-            if on_cpu or (is_narrow and not self._collectives.widens):
-                travels_in = travels_in if is_narrow else None
-                part.set_custom_reduce_scatter(ExchangedReduceScatter(self._collectives, travels_in))
+            own = next((shard.dtype for shard, _ in kept_by_fsdp(part)), None)
+            travels_in = reduce_dtype if own == torch.float32 or reduce_dtype == torch.float32 else own
+            if travels_in not in (torch.bfloat16, torch.float16) or collectives.widens:
+                travels_in = None
+            if on_cpu or travels_in is not None:
+                part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travels_in))
 
     @property
     def _parts(self) -> list[Any]:
@@ -364,7 +363,7 @@ class ShardedModule:
             yield
         finally:
             self._before_gradients = None
-            self._pass.update(repr(self._evaluated).encode())
+            self._pass = _digest((self._pass, self._evaluated))
             # Without a backward nothing else would, and code between steps would see what is gathered.
             self.reshard()
 
@@ -379,11 +378,11 @@ class ShardedModule:
             self.units[number].unshard()
             if self._reshards_after_forward:
                 self.units[number].reshard()
-        self._pass.update(repr(self._evaluated).encode())
+        self._pass = _digest((self._pass, self._evaluated))
         self.reshard()
 
     def end_evaluation(self, control: Collectives) -> None:
-        """Ends a pass of evaluation steps. Collective: one all-reduce of 16 bytes.
+        """Compares the evaluation steps since the last call. Collective if there were any: one all-reduce of 16 bytes.
 
         Args:
             control: Works on host memory.
@@ -391,8 +390,10 @@ class ShardedModule:
         Raises:
             DifferentModulesError: Ranks have called different units, or in another order; raised on all ranks.
         """
-        digest, self._pass = self._pass.digest(), hashlib.sha256()
-        if not all_have_same(int.from_bytes(digest[:7], "big"), control):
+        if not self._pass:
+            return
+        digest, self._pass = self._pass, b""
+        if not all_have_same(int.from_bytes(digest, "big"), control):
             raise DifferentModulesError(
                 "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
                 " module's parameters are gathered from all ranks, which must call the same modules. Call a module on"
@@ -463,8 +464,7 @@ class ShardedModule:
 
     def _place(self) -> int:
         # In another order, ranks would add up gradients of different units.
-        both = self._ran, self._graphs.reached
-        return int.from_bytes(hashlib.sha256(repr(both).encode()).digest()[:7], "big")
+        return int.from_bytes(_digest((self._ran, self._graphs.reached)), "big")
 
     @torch.no_grad()
     def _average_whole(self, used: Sequence[int]) -> None:
@@ -522,6 +522,11 @@ class ShardedModule:
         for step in STEPS:
             with suppress(KeyError):
                 del vars(self.module)[step]
+
+
+def _digest(value: object) -> bytes:
+    # Fewer bits than a number has that ranks compare.
+    return hashlib.sha256(repr(value).encode()).digest()[:7]
 
 
 def is_sharded_module(module: nn.Module) -> bool:

@@ -1,0 +1,207 @@
+"""16 bits under ``zero3_custom``: what is gathered, sent and kept in them, and what is not."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
+from lightning_parstrat.distributed.zero1 import engine
+from lightning_parstrat.strategies import zero3 as zero3_module
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.cases import FP32
+from tests.strategies.parity import by_flag, ddp, largest_difference, train, whole, zero3
+
+MIXED = {"precision": "bf16-mixed"}
+ROWS = 3
+
+
+class Sums(LightningModule):
+    """The gradient of each row is large on one rank, and 1 on the others: a sum in bf16 would drop the ones."""
+
+    def __init__(self, large: float) -> None:
+        super().__init__()
+        self.large = large
+        self.layer = nn.Linear(4, ROWS, bias=False)
+        nn.init.zeros_(self.layer.weight)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        factors = torch.ones(ROWS, 1)
+        factors[dist.get_rank()] = self.large
+        return (self.layer.weight * factors.to(self.layer.weight.dtype)).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def stepped(strategy: Any, large: float, precision: str) -> list[float]:
+    """The values of a parameter after one step."""
+    run = train(lambda: Sums(large), strategy(), precision=precision, max_steps=1)
+    return whole(run.module.layer.weight.detach()).unique().tolist()  # type: ignore[operator,union-attr]
+
+
+class Strategy:
+    """Makes one on each rank."""
+
+    def __init__(self, make: Any, **arguments: Any) -> None:
+        self.make, self.arguments = make, arguments
+
+    def __call__(self) -> Any:
+        return self.make(**self.arguments)
+
+
+# 257 is rounded to 256 in bf16. 256 + 1 + 1 is 258 in fp32, and 256 in bf16 by most orders.
+@pytest.mark.parametrize(
+    ("strategy", "large", "precision", "mean"),
+    [
+        (Strategy(zero3), 257.0, "32-true", 259 / 3),
+        (Strategy(zero3, reduce_dtype="bf16"), 257.0, "32-true", 258 / 3),
+        (Strategy(by_flag, reduce_dtype="bf16"), 257.0, "32-true", 258 / 3),
+        (Strategy(zero3), 256.0, "bf16-true", 258 / 3),
+        (Strategy(zero3, reduce_dtype="fp32"), 256.0, "bf16-true", 258 / 3),
+        (Strategy(zero3, shard_gradients=False), 256.0, "bf16-true", 258 / 3),
+        (Strategy(by_flag), 256.0, "bf16-true", 258 / 3),
+    ],
+    ids=lambda value: f"{value.make.__name__} {value.arguments}" if isinstance(value, Strategy) else str(value),
+)
+def test_gradients_are_summed_in_fp32_whatever_they_travel_in(
+    pool: RankPool, strategy: Any, large: float, precision: str, mean: float
+) -> None:
+    for values in pool.run(ROWS, stepped, strategy, large, precision):
+        assert values == pytest.approx([-mean], rel=1e-6)
+
+
+def compare(make: Any, arguments: dict[str, Any], precision: str) -> float:
+    runs = [train(make, strategy, precision=precision) for strategy in (zero3(**arguments), ddp())]
+    return largest_difference(*runs)
+
+
+class Normalised(zoo.Zoo):
+    """Layers that autocast rounds, and layers that it does not: an embedding and norms."""
+
+    def build(self) -> None:
+        self.position = nn.Embedding(4, zoo.FEATURES)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(zoo.FEATURES), nn.Linear(zoo.FEATURES, zoo.FEATURES)) for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(zoo.FEATURES)
+        self.unused = nn.Linear(zoo.FEATURES, 1)
+        self.head = nn.Linear(zoo.FEATURES, 1)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        batch = batch + self.position(torch.arange(len(batch)) % 4)
+        for block in self.blocks:
+            batch = batch + block(batch)
+        return self.head(self.norm(batch)).square().mean()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"shard_gradients": False}, {"gather_dtype": None}])
+def test_bf16_mixed_is_that_of_ddp(pool: RankPool, arguments: dict[str, Any]) -> None:
+    assert max(pool.run(2, compare, Normalised, arguments, "bf16-mixed")) <= FP32
+
+
+def test_what_travels_in_bf16_is_rounded_once(pool: RankPool) -> None:
+    for difference in pool.run(2, compare, zoo.MLP, {"reduce_dtype": "bf16"}, "32-true"):
+        assert 1e-6 < difference <= 0.05
+
+
+class KeepsBytes(zoo.Zoo):
+    """Notes how many bytes the graph keeps between forward and backward."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.kept: list[int] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden = batch.repeat(1, 6)[:1, :64]
+            for block in self.blocks:
+                hidden = torch.tanh(block(hidden))
+        self.kept.append(sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in saved)}.values()))
+        return hidden.square().mean()
+
+
+def bytes_kept(arguments: dict[str, Any], trainer_arguments: dict[str, Any]) -> float:
+    module: Any = train(KeepsBytes, zero3(**arguments), **trainer_arguments).module
+    return max(module.kept) / sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_no_copy_of_all_weights_is_kept_for_backward(pool: RankPool) -> None:
+    in_fp32, by_default, in_own = (
+        max(pool.run(2, bytes_kept, *case)) for case in (({}, {}), ({}, MIXED), ({"gather_dtype": None}, MIXED))
+    )
+    # Activations of one sample remain. The first layer's weight is not needed: its input has no gradient.
+    assert 0 < in_fp32 < 0.2 and 0 < by_default < 0.2
+    assert 1.7 < in_own < 2.0
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def said_at_the_start(arguments: dict[str, Any], precision: str) -> str:
+    lines = Lines()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(lines)
+    try:
+        train(zoo.MLP, zero3(**arguments), precision=precision)
+    finally:
+        logger.removeHandler(lines)
+    return " ".join(lines.said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "expected"),
+    [
+        ({}, "bf16-mixed", "1025 elements are gathered in bf16 (gather_dtype='auto')"),
+        ({"gather_dtype": None}, "bf16-mixed", "autocast keeps 1025 elements in 16 bits from forward to backward"),
+        ({}, "32-true", ""),
+    ],
+)
+def test_the_first_line_says_what_is_in_16_bits(
+    pool: RankPool, arguments: dict[str, Any], precision: str, expected: str
+) -> None:
+    said = pool.run(2, said_at_the_start, arguments, precision)[0]
+    assert expected in said and "zero3_custom" in said
+    assert expected or "16 bits" not in said
+
+
+class Widening(UnevenCollectives):
+    """Says of itself what NCCL's collectives say between nodes where a ring of fp32 is faster."""
+
+    widens = True
+
+
+def train_between_nodes(strategy: Any, kind: str) -> tuple[list[str], list[float]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for module in (engine, zero3_module):
+            monkeypatch.setattr(module, "make_collectives", lambda group, *_: Widening(PairwiseCollectives(group)))
+        with pytest.warns() as warned:
+            values = stepped(strategy, 257.0, "32-true")
+    return [str(one.message) for one in warned if "reduce_dtype" in str(one.message)], values
+
+
+@pytest.mark.parametrize("kind", ["zero1_custom", "zero3_custom"])
+def test_bf16_that_would_save_nothing_is_left_out_with_a_warning(pool: RankPool, kind: str) -> None:
+    strategy = Strategy({"zero1_custom": by_flag, "zero3_custom": zero3}[kind], reduce_dtype="bf16")
+    results = pool.run(ROWS, train_between_nodes, strategy, kind)
+    assert any(f"{kind}: reduce_dtype='bf16' is left out" in said for said in results[0][0])
+    # Nothing is rounded.
+    assert all(values == pytest.approx([-259 / 3], rel=1e-6) for _, values in results)
