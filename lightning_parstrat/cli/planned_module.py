@@ -20,7 +20,7 @@ from lightning_parstrat.core.layout import ParameterSpec
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
-from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, find_units, whole_parameters
+from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, find_units, rounded_by_autocast, whole_parameters
 
 _ADAM_STATES = 2
 # By name: importing both packages of Lightning's would take long, and only one may be installed.
@@ -120,7 +120,7 @@ def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[GatheredUni
         # Those of the module itself: nothing would gather them.
         inside = {parameter for unit in found for parameter in unit.parameters()}
         whole |= {parameter for parameter in module.parameters() if parameter not in inside}
-    taken = set(whole)
+    taken, rounded = set(whole), rounded_by_autocast(module)
     root: list[Tensor] = []
     units: list[GatheredUnit] = []
     # Inner ones come first, and the last of its neighbours before the others.
@@ -131,9 +131,9 @@ def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[GatheredUni
             # It stays gathered while those within it come and go.
             root += own
         elif own:
-            units.insert(0, _unit(own))
+            units.insert(0, _unit(own, rounded))
     sizes = [sum(one.numel() for one in whole if one.requires_grad is trains) for trains in (True, False)]
-    return _unit(root), units, (sizes[0], sizes[1])
+    return _unit(root, rounded), units, (sizes[0], sizes[1])
 
 
 def _full_sharding(config: Any) -> FullShardingPolicy:
@@ -147,9 +147,10 @@ def _full_sharding(config: Any) -> FullShardingPolicy:
     return FullShardingPolicy(min_num_params=MIN_NUM_PARAMS)
 
 
-def _unit(parameters: list[Tensor]) -> GatheredUnit:
+def _unit(parameters: list[Tensor], rounded: set[Tensor]) -> GatheredUnit:
     shapes = [[tuple(one.shape) for one in parameters if one.requires_grad is trains] for trains in (True, False)]
-    return GatheredUnit(shapes[0], shapes[1])
+    exact = [tuple(one.shape) for one in parameters if one not in rounded]
+    return GatheredUnit(shapes[0], shapes[1], exact)
 
 
 def _model_section(config: Any) -> Any:

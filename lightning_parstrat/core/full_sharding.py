@@ -15,10 +15,17 @@ Shape = tuple[int, ...]
 
 
 class GatheredUnit(NamedTuple):
-    """Parameters that are gathered, used and freed together: their shapes, each of at least one dimension."""
+    """Parameters that are gathered, used and freed together: their shapes, each of at least one dimension.
+
+    Attributes:
+        trained: Of those that are trained.
+        frozen: Of those that are not.
+        exact: Of those among them that are gathered as they are sharded even if others are gathered in 16 bits.
+    """
 
     trained: Sequence[Shape]
     frozen: Sequence[Shape] = ()
+    exact: Sequence[Shape] = ()
 
 
 class ItemSizes(NamedTuple):
@@ -93,7 +100,8 @@ class FullySharded(NamedTuple):
         return SentBytes(forward=share * (root + units), backward=share * (units + gradients))
 
     def _gathered(self, unit: GatheredUnit, sizes: ItemSizes) -> int:
-        return self._padded((*unit.trained, *unit.frozen)) * sizes.gathered
+        more = self._padded(unit.exact) * (sizes.sharded - sizes.gathered)
+        return self._padded((*unit.trained, *unit.frozen)) * sizes.gathered + more
 
     def _reduced(self, unit: GatheredUnit, sizes: ItemSizes) -> int:
         # Those that are rounded to be sent are there twice: packed, and rounded.
@@ -101,8 +109,9 @@ class FullySharded(NamedTuple):
         return self._padded(unit.trained) * (sizes.summed + rounded)
 
     def _cast(self, units: Sequence[GatheredUnit], sizes: ItemSizes) -> int:
-        shapes = [shape for unit in units for shape in (*unit.trained, *unit.frozen)]
-        return sum(map(math.prod, shapes)) * sizes.cast
+        every = [shape for unit in units for shape in (*unit.trained, *unit.frozen)]
+        exact = [shape for unit in units for shape in unit.exact]
+        return (sum(map(math.prod, every)) - sum(map(math.prod, exact))) * sizes.cast
 
     def _padded(self, shapes: Sequence[Shape]) -> int:
         return sum(_rows(shape, self.world_size) * self.world_size * math.prod(shape[1:]) for shape in shapes)

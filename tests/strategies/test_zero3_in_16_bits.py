@@ -106,6 +106,10 @@ def test_bf16_mixed_is_that_of_ddp(pool: RankPool, arguments: dict[str, Any]) ->
     assert max(pool.run(2, compare, Normalised, arguments, "bf16-mixed")) <= FP32
 
 
+def test_all_parameters_are_gathered_in_bf16_if_asked_for(pool: RankPool) -> None:
+    assert max(pool.run(2, compare, zoo.MLP, {"gather_dtype": "bf16"}, "bf16-mixed")) <= FP32
+
+
 def test_what_travels_in_bf16_is_rounded_once(pool: RankPool) -> None:
     for difference in pool.run(2, compare, zoo.MLP, {"reduce_dtype": "bf16"}, "32-true"):
         assert 1e-6 < difference <= 0.05
