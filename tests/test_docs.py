@@ -21,18 +21,8 @@ from tests.scripts import run_python, run_script
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_parstrat"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 LONGEST_README = 150
-
-PREAMBLE = """
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.demos.boring_classes import BoringModel as MyModule, RandomDataset
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
-
-loader = torch.utils.data.DataLoader(RandomDataset(32, 512), batch_size=2)
-"""
-"""What a block may take for granted. MyModule is the reader's."""
 
 
 class Block(NamedTuple):
@@ -44,9 +34,14 @@ class Block(NamedTuple):
     source: str
 
 
+FENCE = re.compile(r"^(<!-- trains -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:\A|\n[ \t]*\n)((?: {4}|\t)[ \t]*\S.*)")
+"""The first line of a block of code that has no fence: an empty line comes before it."""
+
+
 def blocks_of(page: Path) -> Iterator[Block]:
     text = page.read_text()
-    for found in re.finditer(r"^(<!-- trains -->\n)?^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+    for found in FENCE.finditer(text):
         line = text.count("\n", 0, found.start(2)) + 1
         yield Block(f"{page.relative_to(ROOT)}:{line}", found[2], found[1] is not None, found[3])
 
@@ -64,19 +59,17 @@ def by_place(block: Block) -> str:
 
 def test_every_block_is_of_a_kind_that_is_looked_into() -> None:
     assert {block.language for block in BLOCKS} == {"python", "yaml", "bash", "text"}
-    # What a fence does not match would not be looked into.
-    fences = sum(page.read_text().count("```") for page in PAGES)
-    assert fences == 2 * len(BLOCKS) > 30
-    assert not [
-        page.name for page in PAGES if re.search(r"^    \S.*\n(?:    .*\n)*\n", page.read_text().split("```")[0])
-    ]
+    # No fence is left open, and no block goes without one.
+    assert sum(page.read_text().count("```") for page in PAGES) == 2 * len(BLOCKS) > 30
+    assert INDENTED.findall("Text:\n\n    make test\n") == ["    make test"]
+    assert not [found for page in PAGES for found in INDENTED.findall(FENCE.sub("", page.read_text()))]
 
 
 def test_python_runs(tmp_path: Path) -> None:
-    """In one process, since importing takes longer than all blocks; each has names of its own."""
+    """As they are pasted: each block has names of its own. In one process, since imports take longer than blocks."""
     runner = ["import sys, json", f"blocks = json.loads({json.dumps(json.dumps(blocks('python')))})"]
     runner += ["for place, _, _, source in blocks:", "    print('block', place, flush=True)"]
-    runner += [f"    exec(compile({PREAMBLE!r} + source, place, 'exec'), {{'__name__': 'block'}})"]
+    runner += ["    exec(compile(source, place, 'exec'), {'__name__': 'block'})"]
     assert len(blocks("python")) >= 5
     printed = run_script("\n".join(runner), tmp_path)
     assert printed.count("block ") >= len(blocks("python"))
@@ -85,7 +78,7 @@ def test_python_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("python", trains=True), ids=by_place)
 def test_python_trains(block: Block, tmp_path: Path) -> None:
-    printed = run_script(PREAMBLE + block.source, tmp_path)
+    printed = run_script(block.source, tmp_path)
     assert "`Trainer.fit` stopped" in printed
     assert ("tuning" in block.source) == (tmp_path / "tuning" / "plan.json").exists()
 
@@ -134,14 +127,23 @@ def test_commands_exist_with_the_arguments_that_are_given() -> None:
 
 
 def links_of(page: Path) -> Iterator[str]:
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    text = FENCE.sub("", page.read_text())
     yield from (link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def anchors_of(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them; `make docs` looks for those of the site."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in links_of(page):
-        assert (page.parent / link.split("#")[0]).exists() or link.startswith("#"), link
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors_of(target), link
 
 
 def test_the_readme_is_one_page() -> None:

@@ -25,6 +25,7 @@ IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"
 STRATEGIES = {
     "zero1_custom": zero1,
     "zero2_custom": lambda: zero1(shard_gradients=True),
+    "zero3_custom": lambda: by_flag(lightning_class("ZeRO3Strategy")),
     "ddp_tuned": lambda: by_flag(lightning_class("TunedDDPStrategy")),
 }
 
