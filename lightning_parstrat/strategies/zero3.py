@@ -254,6 +254,16 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             self._sharded.begin_backward()
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a backward, of which nothing is left if it raises: a program may catch that, and go on. Collective."""
+        try:
+            return super().backward(*args, **kwargs)
+        except BaseException:
+            if self._sharded is not None:
+                self._sharded.abandon_backward()
+            raise
+
+    @override
     def _scale_reduced_gradients(self) -> None:
         """Completes the gradients of a window, and brings their mean over ranks to the window's."""
         if self._sharded is not None and self._sharded.has_begun:
