@@ -322,13 +322,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         # By the module: it stays sharded when the training has ended.
         if not is_sharded_module(self._training_module):
             return super().lightning_module_state_dict()
-        self._absent = []
         self._reshard()
         with missing_ranks_named(self._liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
-            if self._is_interrupted and self.world_size > 1:
-                self._absent = self._liveness.missing("save after an exception")
-                if self._absent:
-                    return {}
+            self._absent = self._out_of_reach()
+            if self._absent:
+                return {}
             self._wait_for_all()
             if self._saves_sharded:
                 return self._training_module.state_dict()
@@ -463,7 +461,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         Where another process has started the ranks and goes on without them, it is given the whole weights.
         """
         module = self.lightning_module
-        gives = self._is_set_up and returns_weights(self)
+        gives = self._is_set_up and returns_weights(self) and not self._is_interrupted
         if module is not None and gives and module.trainer.state.fn == TrainerFn.FITTING:
             gather_every_module_state(module, self.local_rank == 0)
         self._close()

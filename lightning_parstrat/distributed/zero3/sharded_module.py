@@ -26,6 +26,7 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.backends import check_device_of, make_collectives
 from lightning_parstrat.distributed.comm.collectives import real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
@@ -50,11 +51,11 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Of a LightningModule: called in the place of ``forward``."""
 
 
-class DifferentModulesError(RuntimeError):
+class DifferentModulesError(NoCollectivesError):
     """The ranks have run different modules in a step, or their backwards have; raised on all of them."""
 
 
-class NestedBackwardError(RuntimeError):
+class NestedBackwardError(NoCollectivesError):
     """A backward has run within another one."""
 
 
