@@ -60,6 +60,11 @@ Used through this file: what for | what happens without it.
         sends rank 0's parameters and buffers as DDP does | zero1_custom does not begin
     torch.distributed.distributed_c10d._get_default_store
         a place where ranks report when collectives do not work | no strategy begins
+    torch.distributed.distributed_c10d._world
+        all groups of this process, of which those of a GPU are to end | a rank whose peers have failed waits for its
+        GPU until a timeout
+    torch.distributed.ProcessGroup._get_backend
+        as `_world` | as `_world`
     torch.distributed.ProcessGroup._get_sequence_number_for_group
         whether a rank has launched what another one waits for | on GPUs, and in DDP's backward, a rank waits in silence
     torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore
@@ -146,7 +151,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -154,7 +159,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -471,6 +476,16 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], nby
 def default_store() -> Store:
     """The store over which the default process group has found together."""
     return _get_default_store()
+
+
+def nccl_backends() -> list[Any]:
+    """What sends by NCCL, of all groups of this process."""
+    found = []
+    for group in _world.pg_map:
+        # Of a GPU it sends nothing.
+        with suppress(RuntimeError):
+            found.append(cast(Any, group)._get_backend(torch.device("cuda")))
+    return [backend for backend in found if backend.name() == "nccl"]
 
 
 def collectives_launched(group: dist.ProcessGroup) -> int:

@@ -315,8 +315,9 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         """Says of parameters that were not used which they are, and what finds them under this strategy."""
         if _waits_for_unused(exception):
             unused = [] if self._trained is None else self._trained.names_without_gradient()
+            said = self._advice_on_unused(unused) if self._backward_has_ended else _AFTER_AN_EXCEPTION
             # Before Lightning, which would name a flag that is not this strategy's.
-            exception.args = (self._advice_on_unused(unused), *exception.args[1:])
+            exception.args = (said, *exception.args[1:])
         super().on_exception(exception)
 
     def _advice_on_unused(self, unused: list[str]) -> str:
@@ -326,6 +327,12 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
             f" them.{named} If that is intended, take `strategy='{self.flag}_find_unused_parameters_true'`, or"
             f" `strategy={type(self).__name__}(find_unused_parameters=True)`."
         )
+
+
+_AFTER_AN_EXCEPTION = (
+    "The program has caught an exception that has ended a backward. DDP waits for the rest of that backward: let the"
+    " exception end the training, or train by `zero1_custom`, which goes on."
+)
 
 
 def _waits_for_unused(exception: BaseException) -> bool:

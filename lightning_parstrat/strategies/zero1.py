@@ -1,5 +1,6 @@
 """``zero1_custom`` and ``zero2_custom``: DDP's results with the optimizer state sharded over the ranks."""
 
+import logging
 import socket
 from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ from lightning_parstrat.strategies.gradients.observers import (
 from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, StepMeter, describe, named
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
+
+log = logging.getLogger(__name__)
 
 
 class ZeRO1Strategy(StepsTogetherStrategy):
@@ -337,11 +340,17 @@ class ZeRO1Strategy(StepsTogetherStrategy):
 
     @override
     def teardown(self) -> None:
-        """Gives the parameters ordinary storage again. Not collective after an exception."""
-        self._close_engine()
-        self._in_training = self._failed = False
-        self._announced = ""
-        super().teardown()
+        """Gives the parameters ordinary storage again. Not collective after an exception, which it never hides."""
+        try:
+            self._close_engine()
+        except Exception:
+            if not self._failed:
+                raise
+            log.exception(f"{self.flag}: after an error the training could not be ended as it should.")
+        finally:
+            self._in_training = self._failed = False
+            self._announced = ""
+            super().teardown()
 
     @override
     def _own_entries(self) -> dict[str, Any]:
@@ -379,9 +388,9 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         return {} if self._engine is None else cuts_in_buckets(self._engine.slots)
 
     def _close_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.close(self._failed)
-            self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(self._failed)
 
 
 def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:

@@ -283,6 +283,16 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             self._sharded.begin_backward()
 
     @override
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs a backward, of which nothing is left if it raises: a program may catch that, and go on. Collective."""
+        try:
+            return super().backward(*args, **kwargs)
+        except BaseException:
+            if self._sharded is not None:
+                self._sharded.abandon_backward()
+            raise
+
+    @override
     def _scale_reduced_gradients(self) -> None:
         """Completes the gradients of a window, and brings their mean over ranks to the window's."""
         if self._sharded is not None and self._sharded.has_begun:
@@ -364,13 +374,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         # By the module: it stays sharded when the training has ended.
         if not is_sharded_module(self._training_module):
             return super().lightning_module_state_dict()
-        self._absent = []
         self._reshard()
         with missing_ranks_named(self._liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
-            if self._is_interrupted and self.world_size > 1:
-                self._absent = self._liveness.missing("save after an exception")
-                if self._absent:
-                    return {}
+            self._absent = self._out_of_reach()
+            if self._absent:
+                return {}
             self._wait_for_all()
             if self._saves_sharded:
                 return self._training_module.state_dict()
@@ -514,7 +522,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         Where another process has started the ranks and goes on without them, it is given the whole weights.
         """
         module = self.lightning_module
-        gives = self._is_set_up and returns_weights(self)
+        gives = self._is_set_up and returns_weights(self) and not self._is_interrupted
         if module is not None and gives and module.trainer.state.fn == TrainerFn.FITTING:
             gather_every_module_state(module, self.local_rank == 0)
         self._close()

@@ -38,7 +38,7 @@ def test_a_save_after_one_ranks_exception_waits_for_nobody(tmp_path: Path, savin
     ended = job.wait(SECONDS)
     own, other = ended[rank], ended[1 - rank]
     assert own.exitcode == 1 and own.output.rstrip().endswith("ValueError: a fault of this rank alone")
-    assert f"rank {1 - rank} did not come: nothing was saved" in own.output
+    assert f"rank {1 - rank} cannot be reached: nothing was saved" in own.output
     assert other.exitcode == 1 and f"ank {rank} did not answer" in other.output
     assert other.seconds_after_first < TIMEOUT.total_seconds()
     assert not (folder / "on_exception.ckpt").exists()

@@ -218,8 +218,6 @@ def train_after_a_failure(where: str) -> float:
     trainer = make_trainer(strategy)
     with pytest.raises(KeyError):
         trainer.fit(module, data)
-    for parameter in module.parameters():
-        assert parameter.untyped_storage().nbytes() == parameter.nbytes
     module.where = ""
     state = {name: value.clone() for name, value in module.state_dict().items()}
 

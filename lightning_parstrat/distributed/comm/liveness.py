@@ -21,7 +21,11 @@ GRACE = timedelta(seconds=10)
 _LONGEST_PAUSE = 0.25
 
 
-class MissingRanksError(RuntimeError):
+class NoCollectivesError(RuntimeError):
+    """What ranks have launched cannot complete: ranks are missing, or have launched different collectives."""
+
+
+class MissingRanksError(NoCollectivesError):
     """Ranks did not take part in a collective."""
 
 
@@ -126,6 +130,11 @@ def is_of_a_collective(error: BaseException) -> bool:
         return True
     # The exact class: subclasses, such as out of memory, have nothing to do with other ranks.
     return type(error) is RuntimeError and _OF_A_COLLECTIVE.search(str(error)) is not None
+
+
+def ends_collectives(error: BaseException) -> bool:
+    """Whether an error says that what ranks have launched cannot complete, whoever is there."""
+    return isinstance(error, (dist.DistError, NoCollectivesError))
 
 
 _EXPLANATION = "_lightning_parstrat_explanation"

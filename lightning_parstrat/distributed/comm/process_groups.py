@@ -3,6 +3,7 @@
 import atexit
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.work import Work, as_work
+from lightning_parstrat.distributed.torch_compat import nccl_backends
 
 
 class ProcessGroups(NamedTuple):
@@ -140,6 +142,23 @@ def known_groups() -> dict[str, dist.ProcessGroup]:
         if purpose.members is None and purpose.name != "checkpoint" and known.world() is world and group is not None:
             found[purpose.name] = group
     return found
+
+
+def abort_nccl() -> bool:
+    """Ends what this rank's GPU does for NCCL, or waits for; returns whether there is NCCL. Not collective.
+
+    NCCL's groups cannot be used after that. Gloo's can, and the store.
+    """
+    # All at once: one that ends frees memory, for which the GPU must have left the others, too.
+    threads = [threading.Thread(target=backend.abort, daemon=True) for backend in nccl_backends()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_SECONDS_TO_ABORT)
+    return bool(threads)
+
+
+_SECONDS_TO_ABORT = 10.0
 
 
 def _let_computation_go_first() -> None:

@@ -27,7 +27,7 @@ from lightning_parstrat.distributed.comm.agreement import (
 )
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
-from lightning_parstrat.distributed.comm.liveness import names_of
+from lightning_parstrat.distributed.comm.liveness import NoCollectivesError, names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.ddp.comm_hooks import forget_buckets
 from lightning_parstrat.distributed.ddp.ddp_compat import (
@@ -43,7 +43,7 @@ from lightning_parstrat.distributed.torch_compat import held_by
 _IS_TRAINABLE = operator.attrgetter("requires_grad")
 
 
-class DifferentParametersError(RuntimeError):
+class DifferentParametersError(NoCollectivesError):
     """The ranks have not trained the same parameters in a step; raised on all of them."""
 
 

@@ -141,6 +141,8 @@ class ShardedDataParallel:
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
         self._compiled_code = CompiledCode(module, self.gatherer)
+        # What parameters have left: while nothing is in flight, to give it back has nobody wait.
+        torch.cuda.empty_cache()
 
     @property
     def shard_groups(self) -> ShardGroups:
@@ -350,8 +352,9 @@ class ShardedDataParallel:
     def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
 
-        Not collective where it follows an exception (``failed``), which may be one rank's alone. The optimizers stay
-        sharded: their ``state_dict()`` still gathers the state, so that a checkpoint can be saved after training.
+        Not collective where it follows an exception (``failed``), which may be one rank's alone. Parameters then stay
+        where they are: there may be no memory for copies. The optimizers stay sharded: their ``state_dict()`` still
+        gathers the state, so that a checkpoint can be saved after training.
         """
         self._compiled_code.close()
         if failed:
@@ -361,7 +364,7 @@ class ShardedDataParallel:
             self.gatherer.finish()
             self.reducer.close()
         # All at once: two parameters may have traded data across buckets.
-        storages = self._storages()
+        storages = set() if failed else self._storages()
         for bucket in self.buckets:
             bucket.move_out(storages)
         for optimizer in self.sharded_optimizers:

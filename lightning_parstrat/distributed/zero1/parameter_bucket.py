@@ -185,15 +185,15 @@ class ParameterBucket(GradientBucket):
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:
-        """Gives every parameter storage of its own again and frees the bucket's.
+        """Gives parameters storage of their own again, and frees the bucket's when no parameter is left in it.
 
         Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
 
         Args:
-            storages: Addresses of all buckets' storages; parameters may have traded data.
+            storages: Addresses of those that parameters leave: all buckets', as they may have traded data.
         """
         for slot in self.slots:
-            if not slot.is_rebound or slot.parameter.data.untyped_storage().data_ptr() in storages:
+            if slot.parameter.data.untyped_storage().data_ptr() in storages:
                 slot.parameter.data = slot.parameter.data.clone()
             if slot.shard is not None:
                 slot.shard.grad = None

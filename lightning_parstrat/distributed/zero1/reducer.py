@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
+from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
@@ -303,7 +304,7 @@ class GradientReducer:
         """Learns which parameters any rank has used, and sends what any rank has gradients for."""
         heard = message.wait()
         if not heard.is_alike:
-            raise RuntimeError(
+            raise NoCollectivesError(
                 "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
                 " ranks when backward begins."
             )

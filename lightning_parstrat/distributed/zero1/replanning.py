@@ -209,6 +209,7 @@ class Replanner:
             bucket.attach_gradients()
         for bucket in old:
             bucket.let_go()
+        torch.cuda.empty_cache()
 
     @property
     def _device(self) -> torch.device:

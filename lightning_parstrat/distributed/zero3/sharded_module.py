@@ -25,6 +25,7 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
@@ -53,11 +54,11 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Of a LightningModule: called in the place of ``forward``."""
 
 
-class DifferentModulesError(RuntimeError):
+class DifferentModulesError(NoCollectivesError):
     """The ranks have run different modules in a step, or their backwards have; raised on all of them."""
 
 
-class NestedBackwardError(RuntimeError):
+class NestedBackwardError(NoCollectivesError):
     """A backward has run within another one."""
 
 
@@ -133,6 +134,7 @@ class ShardedModule:
         self._lent: dict[Tensor, RemovableHandle] = {}
         self._used: set[int] = set()
         self._backwards = 0
+        self._is_stuck = False
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
         self._evaluated: list[int] = []
@@ -339,6 +341,9 @@ class ShardedModule:
         self.unit_called = ""
         for part in self._parts:
             part.reshard()
+            # Of a forward or a backward that an exception has ended. What is within another has nothing of its own.
+            with suppress(AttributeError, RuntimeError):
+                part.reset_iter_state()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
@@ -409,6 +414,11 @@ class ShardedModule:
 
         Collective where it runs through gradients: all ranks gather what they were computed from.
         """
+        if self._is_stuck:
+            raise RuntimeError(
+                "An exception has ended an earlier backward. FSDP2 of torch 2.12 and older cannot go on after that:"
+                " take torch 2.13 or newer, or train by `zero1_custom`."
+            )
         self._backwards += 1
         for leaf in self.leaves:
             # By a backward, users' hooks are found at what it reaches.
@@ -455,6 +465,18 @@ class ShardedModule:
         gradients = self._local_gradients() if scale != 1.0 else []
         if gradients:
             multiply_all(gradients, scale)
+        self._forget_backwards()
+
+    def abandon_backward(self) -> None:
+        """Forgets a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
+        self.reshard()
+        for leaf in self.leaves:
+            if leaf.tensor is not leaf.parameter:
+                leaf.tensor.grad = None
+        self._forget_backwards()
+        self._is_stuck = not hasattr(self.module, "reset_iter_state")
+
+    def _forget_backwards(self) -> None:
         self._used.clear()
         self._ran.clear()
         self._graphs.reached.clear()
@@ -509,14 +531,7 @@ class ShardedModule:
 
         What an exception has left of a step is gone: another training would take its gradients for its own.
         """
-        self.reshard()
-        for part in self._parts:
-            # Those that were never called, or are within others, have nothing of their own to reset.
-            with suppress(AttributeError, RuntimeError):
-                part.reset_iter_state()
-        for leaf in self.leaves:
-            if leaf.tensor is not leaf.parameter:
-                leaf.tensor.grad = None
+        self.abandon_backward()
         for hook in (*self._hooks, *self._lent.values()):
             hook.remove()
         for step in STEPS:

@@ -149,12 +149,9 @@ class CheckpointingStrategy(RanksStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state. Collective after an exception: ranks wait a few seconds for each other."""
-        self._absent = []
         self._go_on()
-        # Lightning asks for this first when it saves. After an exception, which may be one rank's alone, find out here
-        # which ranks take part, before anything waits for the others.
-        if self._is_interrupted and self.world_size > 1:
-            self._absent = self._liveness.missing("save after an exception")
+        # Lightning asks for this first when it saves: before anything waits for the others.
+        self._absent = self._out_of_reach()
         if self._absent and not self._can_save_alone:
             return {}
         return super().lightning_module_state_dict()
@@ -221,7 +218,8 @@ class CheckpointingStrategy(RanksStrategy):
             return
         log.warning(
             f"{self.flag}: rank {self.global_rank} was to save {filepath} after an exception. That needs all ranks, and"
-            f" {names_of(self._absent)} did not come: nothing was saved. Checkpoints that were saved before are intact."
+            f" {names_of(self._absent)} cannot be reached: nothing was saved. Checkpoints that were saved before are"
+            " intact."
         )
 
     def _save_full(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:

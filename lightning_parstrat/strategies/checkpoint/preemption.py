@@ -106,6 +106,7 @@ class SavesWhenPreempted(BetweenBatches):
         requeue_signal: The signal at which a Slurm job is to be saved and requeued; None where there is no such job.
             SIGTERM means to save and end: Slurm requeues by itself where it wants to.
         wait_for_saves: Returns when what was saved is on the disk.
+        give_up: Is told of an exception before the user's callbacks are.
     """
 
     def __init__(
@@ -114,11 +115,13 @@ class SavesWhenPreempted(BetweenBatches):
         resume_points: ResumePoints,
         requeue_signal: signal.Signals | None,
         wait_for_saves: Callable[[], None],
+        give_up: Callable[[BaseException], None],
     ) -> None:
         self._messages = messages
         self._resume_points = resume_points
         self._requeue_signal = requeue_signal
         self._wait_for_saves = wait_for_saves
+        self._give_up = give_up
         self._messages_answered = 0
         self._signal_of_any_rank = 0
         self._loop: Any = None
@@ -170,6 +173,11 @@ class SavesWhenPreempted(BetweenBatches):
         self._loop = trainer.fit_loop.epoch_loop
         # On the instance, not on the class: other Trainers of this process keep theirs.
         leave_out_sigterm_broadcast(self._loop)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Tells of the exception, before other callbacks save."""
+        self._give_up(exception)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

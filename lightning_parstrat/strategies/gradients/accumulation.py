@@ -180,7 +180,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def _prepare_for_signals(self) -> None:
         trainer = self._training_module.trainer
         requeue_signal = signal_to_requeue_at(trainer)
-        self._preemption = SavesWhenPreempted(self._messages, self._resume_points, requeue_signal, self.wait_for_saves)
+        self._preemption = SavesWhenPreempted(
+            self._messages, self._resume_points, requeue_signal, self.wait_for_saves, self._give_up
+        )
         if requeue_signal is not None:
             self._preemption.listen(requeue_signal)
 

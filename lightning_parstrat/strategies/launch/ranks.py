@@ -28,11 +28,17 @@ from lightning_parstrat.distributed.comm.agreement import wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.distributed.comm.liveness import Liveness, is_of_a_collective, names_of
+from lightning_parstrat.distributed.comm.liveness import Liveness, ends_collectives, is_of_a_collective, names_of
 from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed
-from lightning_parstrat.distributed.comm.process_groups import connections_on_demand, control_group, world_size
+from lightning_parstrat.distributed.comm.process_groups import (
+    abort_nccl,
+    connections_on_demand,
+    control_group,
+    world_size,
+)
 from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch, explain_wait
+from lightning_parstrat.distributed.torch_compat import nccl_backends
 from lightning_parstrat.strategies.launch.elastic import (
     StartedLauncher,
     believe_started,
@@ -75,6 +81,7 @@ class RanksStrategy(DDPStrategy):
         self._known_liveness: Liveness | None = None
         self._known_messages: ControlMessages | None = None
         self._ended = _ENDED
+        self._has_aborted = False
         super().__init__(**kwargs)
 
     @override
@@ -139,6 +146,7 @@ class RanksStrategy(DDPStrategy):
                 f" (num_nodes={self.num_nodes} times {counted(self.num_processes, 'device')}). Launch as many processes"
                 " as `num_nodes * devices`, or correct these two arguments."
             )
+        self._ended, self._has_aborted = _ENDED, False
         # For as long as that takes, a name that needs no agreement.
         self._known_liveness = Liveness("set-up")
         self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
@@ -166,9 +174,25 @@ class RanksStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Says which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
         super().on_exception(exception)
+        self._give_up(exception)
+
+    def _give_up(self, exception: BaseException) -> None:
+        """Does so once, before a callback waits for a device; ends what devices do if collectives cannot complete.
+
+        After another rank's exception this rank's GPU waits in NCCL, and whoever reads from it waits, too. An exception
+        of this rank's own is another matter: the others launch all that this rank has launched, and the program may
+        catch the exception and go on.
+        """
+        if self._ended != _ENDED:
+            return
         self._ended = f"ended its training by {type(exception).__name__}"
+        among_ranks = self._has_ranks and self.world_size > 1
+        if among_ranks and isinstance(exception, Exception) and nccl_backends():
+            # Lightning says it only when it has moved everything to the host.
+            log.error(f"{self.flag}, rank {self.global_rank}: the training ends by this exception:", exc_info=exception)
         explain_wait(exception)
-        if self._has_ranks and self.world_size > 1 and is_of_a_collective(exception):
+        missing: list[int] = []
+        if among_ranks and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
             if missing:
                 message = f"{names_of(missing).capitalize()} did not answer: ended, or stuck elsewhere."
@@ -176,6 +200,15 @@ class RanksStrategy(DDPStrategy):
                 # Python 3.10 has no notes.
                 if hasattr(exception, "add_note"):
                     exception.add_note(message)
+        if missing or ends_collectives(exception):
+            self._has_aborted = abort_nccl()
+
+    def _out_of_reach(self) -> list[int]:
+        """The ranks that a save does without, after an exception that may be one rank's alone. Collective then."""
+        if not self._is_interrupted or self.world_size == 1:
+            return []
+        others = [rank for rank in range(self.world_size) if rank != self.global_rank]
+        return self._liveness.missing("save after an exception") or (others if self._has_aborted else [])
 
     @override
     def teardown(self) -> None:

@@ -110,6 +110,18 @@ def train(
     return parameters, states, before, after
 
 
+def times_that_memory_is_given_back(order: str) -> int:
+    # Played: on a CPU nothing is kept.
+    with mock.patch("torch.cuda.empty_cache") as emptied:
+        train("adamw", order)
+    return emptied.call_count
+
+
+@pytest.mark.parametrize(("order", "times"), [("registration", 1), ("measured", 2)])
+def test_what_parameters_have_left_is_given_back(pool: RankPool, order: str, times: int) -> None:
+    assert pool.run(2, times_that_memory_is_given_back, order) == [times] * 2
+
+
 @pytest.mark.parametrize(
     ("maker", "world_size", "shard_group"),
     [*((maker, size, "all") for maker in MAKERS for size in (2, 3, 4)), ("adamw", 4, 2), ("two", 6, 3), ("muon", 4, 2)],

@@ -1,0 +1,162 @@
+"""After an exception that a program catches within its training step, the next step is as it would be without it."""
+
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.cases import FP32
+from tests.strategies.parity import ddp, largest_difference, train, zero1, zero3
+from tests.torch_versions import needs_torch
+
+STRATEGIES: dict[str, Any] = {
+    "zero1_custom": zero1,
+    "zero1_custom, gradients exposed": partial(zero1, expose_gradients=True),
+    "zero2_custom": partial(zero1, shard_gradients=True),
+    "zero3_custom": zero3,
+    "zero3_custom, kept gathered": partial(zero3, reshard_after_forward=False),
+}
+
+WHERE = ("forward, within a unit", "backward", "backward, within a unit")
+HANDLED = ("leaves it out", "takes half of it", "steps what came before")
+
+TOO_LARGE = 3
+"""The batch that does not fit into memory."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(zoo.FEATURES, zoo.FEATURES), nn.Linear(zoo.FEATURES, zoo.FEATURES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.second(torch.tanh(self.first(inputs))))
+
+
+class Knows(zoo.Zoo):
+    """Knows which batch is too large, and does not try."""
+
+    def __init__(self, where: str, handled: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.where, self.handled = where, handled
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(zoo.FEATURES, 1)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return (self.head(batch) - 0.2).pow(2).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        fits = batch_idx != TOO_LARGE
+        if fits or self.handled == "steps what came before":
+            self.manual_backward(self.compute_loss(batch))
+        if not fits:
+            self.attempt(batch)
+            if self.handled == "takes half of it":
+                optimizer.zero_grad()
+                self.manual_backward(self.compute_loss(batch[:2]))
+        if fits or self.handled != "leaves it out":
+            optimizer.step()
+        return torch.zeros(())
+
+    def attempt(self, batch: Tensor) -> None:
+        pass
+
+
+class Catches(Knows):
+    """Tries, and runs out of memory."""
+
+    def attempt(self, batch: Tensor) -> None:
+        layer = self.blocks[1] if self.where == "backward" else self.blocks[1].first
+        hook = layer.register_forward_hook(run_out if self.where == WHERE[0] else run_out_in_backward)
+        with pytest.raises(torch.OutOfMemoryError):
+            self.manual_backward(self.compute_loss(batch))
+        hook.remove()
+
+
+def run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError("as a GPU would")
+
+
+def run_out_in_backward(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+    output.register_hook(run_out)
+
+
+def compare(name: str, where: str, handled: str) -> float:
+    actual = train(partial(Catches, where, handled), STRATEGIES[name]())
+    return largest_difference(actual, train(partial(Knows, where, handled), ddp()))
+
+
+# Without the gradients of what has failed: those that it has left are added to what came before, as under `ddp`.
+CASES = [(where, handled) for where in WHERE for handled in HANDLED if where == WHERE[0] or handled != HANDLED[2]]
+
+
+of_zero3 = needs_torch("2.13", "FSDP2 cannot go on")
+NAMES = [pytest.param(name, marks=of_zero3 if "zero3" in name else ()) for name in STRATEGIES]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("where", "handled"), CASES)
+def test_the_next_step(pool: RankPool, where: str, handled: str, name: str) -> None:
+    assert max(pool.run(2, compare, name, where, handled)) <= FP32
+
+
+def ends_of_backwards() -> list[int]:
+    """How often FSDP2 has ended a unit's backward in each step: there it waits for what is reduced, on a GPU."""
+    ends = [0]
+
+    class Counts(Catches):
+        def on_train_batch_start(self, *_: Any) -> None:
+            ends.append(0)
+
+    end = FSDPParamGroup.finalize_backward
+
+    def count(group: FSDPParamGroup) -> None:
+        ends[-1] += 1
+        end(group)
+
+    with patch.object(FSDPParamGroup, "finalize_backward", count):
+        train(partial(Counts, "backward", "leaves it out"), zero3(), samples_per_rank=24)
+    return ends
+
+
+@of_zero3
+def test_fsdp_ends_the_next_backward_too(pool: RankPool) -> None:
+    for ends in pool.run(2, ends_of_backwards):
+        assert ends == [0, 4, 4, 4, 0, 4, 4]
+
+
+def go_on_by(strategy: Any) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        train(partial(Catches, "backward", "leaves it out"), strategy)
+    return str(raised.value)
+
+
+def go_on_with_an_older_torch() -> str:
+    with patch.object(FSDPModule, "reset_iter_state"):
+        del FSDPModule.reset_iter_state
+        return go_on_by(zero3())
+
+
+@of_zero3
+def test_an_older_torch_does_not_go_on(pool: RankPool) -> None:
+    assert all("torch 2.13 or newer" in said for said in pool.run(2, go_on_with_an_older_torch))
+
+
+@pytest.mark.parametrize("name", ["ddp_tuned", "ddp_tuned_find_unused_parameters_true"])
+def test_ddp_says_that_it_does_not_go_on_and_what_does(pool: RankPool, name: str) -> None:
+    for said in pool.run(2, go_on_by, name):
+        assert "exception" in said and "zero1_custom" in said and "find_unused" not in said

@@ -1,0 +1,188 @@
+"""What a rank with a GPU does when it fails or others do, in which order: NCCL is played, all else is as on CPUs."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import Tensor
+from torch.distributed.distributed_c10d import _world
+
+from lightning_parstrat.distributed import torch_compat
+from lightning_parstrat.distributed.comm import liveness
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.checkpoint.test_sharded_checkpoints import tuned
+from tests.strategies.parity import make_trainer, zero1, zero3
+from tests.strategies.test_zero3_errors import Blocks
+
+STRATEGIES: dict[str, Any] = {"ddp_tuned": tuned, "zero1_custom": zero1, "zero3_custom": zero3}
+
+
+class Played:
+    """A group that sends by NCCL, its backend, and the world of such a group beside the real ones."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def _get_backend(self, device: torch.device) -> "Played":
+        return self
+
+    def name(self) -> str:
+        return "nccl"
+
+    def abort(self) -> None:
+        self.events.append("NCCL is aborted")
+
+    @property
+    def pg_map(self) -> list[Any]:
+        return [*_world.pg_map, self]
+
+
+class Notes(logging.Handler):
+    """Errors that are logged."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(logging.ERROR)
+        self.events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info and record.exc_info[0]
+        self.events.append(f"logs a {error.__name__}" if error else f"logs: {record.getMessage()}")
+
+
+class Reads(Callback):
+    """A user's, which may wait for the device."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def on_exception(self, *_: Any) -> None:
+        self.events.append("a callback reads")
+
+
+class Ends(TorchCheckpointIO):
+    """What a strategy's teardown calls last."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def teardown(self) -> None:
+        self.events.append("has ended")
+
+
+@contextmanager
+def noted(events: list[str], plays: bool) -> Iterator[None]:
+    logger, handler = logging.getLogger("lightning_parstrat"), Notes(events)
+    logger.addHandler(handler)
+    world = patch.object(torch_compat, "_world", Played(events) if plays else _world)
+    try:
+        with world, patch.object(liveness, "GRACE", timedelta(seconds=2)):
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class Fails(Blocks):
+    """One rank fails, or all do; or a rank calls blocks in another order than the other."""
+
+    who: tuple[int, ...] = ()
+    differs = False
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        if self.global_step == 2 and self.global_rank in self.who:
+            raise ValueError("a fault of this rank's own")
+        swaps = self.differs and self.global_step == 2 and self.global_rank == 1
+        for number in (1, 0, 2) if swaps else (0, 1, 2):
+            batch = self.blocks[number](batch)
+        return self.head(batch).pow(2).mean()
+
+
+def fail(name: str, module: Fails, folder: str, plays: bool = True, **arguments: Any) -> list[str]:
+    events: list[str] = []
+    callbacks = [Reads(events), OnExceptionCheckpoint(folder, "saved")]
+    strategy = STRATEGIES[name](checkpoint_io=Ends(events), **arguments)
+    trainer = make_trainer(strategy, callbacks=callbacks, enable_checkpointing=True)
+    data = zoo.loader(40, 4, rank=dist.get_rank(), world_size=2)
+    with noted(events, plays), pytest.raises((ValueError, RuntimeError)):
+        trainer.fit(module, data)
+    return events
+
+
+def fail_on_one_rank(name: str, folder: str) -> list[str]:
+    module = Fails()
+    module.who = (1,)
+    # FSDP2 keeps a group, and its connections.
+    events = fail(name, module, folder, timeout=timedelta(seconds=10))
+    if dist.get_rank() == 1:
+        # As at the end of a process: the other's connections end.
+        del module
+        gc.collect()
+        dist.destroy_process_group()
+    return events
+
+
+@pytest.fixture
+def own_pool() -> Iterator[RankPool]:
+    """Groups that have failed are of no use to other tests."""
+    pool = RankPool("cpu")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_rank_that_is_left_logs_the_error_and_ends_what_its_device_does(
+    own_pool: RankPool, tmp_path: Path, name: str
+) -> None:
+    left, failed = own_pool.run(2, fail_on_one_rank, name, str(tmp_path))
+    assert failed == ["logs a ValueError", "a callback reads", "has ended"]
+    named = f"logs: {name}, rank 0: Rank 1 did not answer: ended, or stuck elsewhere."
+    assert left == ["logs a RuntimeError", named, "NCCL is aborted", "a callback reads", "has ended"]
+    # By Gloo and the store this rank has found out that it is alone.
+    assert (tmp_path / "saved.ckpt").exists() == (name == "ddp_tuned")
+
+
+def call_different_modules(folder: str) -> tuple[list[str], float]:
+    module = Fails()
+    module.differs = True
+    events = fail("zero3_custom", module, folder)
+    total = torch.ones(())
+    dist.all_reduce(total)
+    return events, float(total)
+
+
+def test_ranks_that_differ_end_what_their_devices_do(own_pool: RankPool, tmp_path: Path) -> None:
+    for events, total in own_pool.run(2, call_different_modules, str(tmp_path)):
+        assert events == ["logs a DifferentModulesError", "NCCL is aborted", "a callback reads", "has ended"]
+        assert total == 2.0
+    assert not list(tmp_path.iterdir()), "a save would have gathered by NCCL"
+
+
+def fail_on_all_and_go_on(name: str, folder: str, plays: bool) -> tuple[list[str], int]:
+    module = Fails()
+    module.who = (0, 1)
+    events = fail(name, module, folder, plays)
+    module.who = ()
+    trainer = make_trainer(STRATEGIES[name](), limit_train_batches=3)
+    trainer.fit(module, zoo.loader(40, 4, rank=dist.get_rank(), world_size=2))
+    return events, trainer.global_step
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("plays", [False, True])
+def test_a_program_that_catches_an_error_of_all_ranks_goes_on(
+    pool: RankPool, tmp_path: Path, name: str, plays: bool
+) -> None:
+    expected = ["logs a ValueError"] * plays + ["a callback reads", "has ended"]
+    assert pool.run(2, fail_on_all_and_go_on, name, str(tmp_path), plays) == [(expected, 3)] * 2
+    assert (tmp_path / "saved.ckpt").exists()
