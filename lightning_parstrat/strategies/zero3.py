@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -28,11 +28,13 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
+from lightning_parstrat.distributed.comm.process_groups import known_groups
 from lightning_parstrat.distributed.comm.watch import met, watching
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
 from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero3.copies import with_plain_modules
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
@@ -41,12 +43,14 @@ from lightning_parstrat.distributed.zero3.state import (
     gather_module_state,
     gather_optimizer_state,
     gather_rest,
+    let_whole_states_be_loaded,
     shard_copy,
     shard_module_state,
     shard_optimizer_state,
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, rounded_by_autocast
 from lightning_parstrat.distributed.zero3.users_code import advice_on_shards, check_not_of_shards, is_of_shards
+from lightning_parstrat.distributed.zero3.whole import shown_whole
 from lightning_parstrat.strategies.gradients.observers import users_own
 from lightning_parstrat.strategies.lightning_compat import (
     AVERAGING,
@@ -127,12 +131,15 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded after setup: where the module is sharded already, or on the meta device."""
-        # Asked before and after it, and by then every module is sharded: it would be loaded twice.
+        """Whether weights are loaded after setup: where the module is on the meta device.
+
+        Lightning then asks for the checkpoint without the Trainer's `weights_only`.
+        """
+        # Asked before and after it, and by then no module is on the meta device: it would not be loaded at all.
         if self._loads_after_setup is not None:
             return self._loads_after_setup
         module = self.lightning_module
-        return module is not None and (is_sharded_module(module) or any(p.is_meta for p in module.parameters()))
+        return module is not None and any(parameter.is_meta for parameter in module.parameters())
 
     @override
     def setup_environment(self) -> None:
@@ -200,8 +207,10 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             gathers_as_autocast=as_autocast,
             reduce_dtype=_DTYPES[self._policy.reduce_dtype],
         )
+        let_whole_states_be_loaded(module)
         for copy in averaged_copies(module.trainer):
             shard_copy(copy, module)
+            let_whole_states_be_loaded(copy)
         if self._saves_sharded:
             check_cut_in_rows(module)
 
@@ -441,7 +450,18 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     @override
     def _completed(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         # What hooks have put into it.
-        return super()._completed(gather_rest(checkpoint, self.is_global_zero, self._control))
+        checkpoint = gather_rest(self._with_plain_hyperparameters(checkpoint), self.is_global_zero, self._control)
+        return super()._completed(checkpoint)
+
+    @override
+    def _save_sharded(self, checkpoint: dict[str, Any], *args: Any) -> None:
+        super()._save_sharded(self._with_plain_hyperparameters(checkpoint), *args)
+
+    def _with_plain_hyperparameters(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        keys = {LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY}
+        held = {key: checkpoint[key] for key in sorted(keys & checkpoint.keys())}
+        module, state = self._training_module, checkpoint.get("state_dict", {})
+        return {**checkpoint, **with_plain_modules(held, module, state, self.is_global_zero, self._control)}
 
     @override
     def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
@@ -462,20 +482,36 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @contextmanager
     def full_parameters(self) -> Generator[LightningModule, None, None]:
-        """Within it the module's parameters are whole on every rank, to read: for export, or a look at weights.
+        """Within it the module is a plain one with whole parameters on every rank: for export, `generate`, or a look.
 
-        Collective: all ranks must enter it, between steps. Memory for all parameters while it lasts; what is written to
-        them is lost. Ranks wait for each other first, by some four requests to the process group's store.
+        Also when the training has ended. All its methods can be called, and within it nothing is sent. What is written
+        to parameters stays: write the same on all ranks, as each keeps its part.
+
+        Collective: all ranks must enter it, between steps. Memory for all parameters while it lasts. Ranks wait for
+        each other first, by some four requests to the process group's store.
 
         Yields:
             The module.
+
+        Raises:
+            MisconfigurationException: The ranks are no longer connected.
+            ValueError: When it ends: a parameter is gone, or has another shape or dtype.
         """
-        if self._sharded is None:
-            raise MisconfigurationException("`full_parameters()` was called before parameters were sharded.")
-        with ExitStack() as gathered:
+        module = self._training_module
+        if not is_sharded_module(module):
+            # Before the set-up, and where other processes have trained it.
+            yield module
+            return
+        if not known_groups():
+            raise MisconfigurationException(
+                "`full_parameters()` was called when the process group had been destroyed: each rank has its shards"
+                " alone. Call it before `torch.distributed.destroy_process_group()`, or load a checkpoint."
+            )
+        self._reshard()
+        with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._groups.control, "Enter it on all ranks."):
-                gathered.enter_context(self._sharded.gathered())
-            yield self._training_module
+                shown.enter_context(shown_whole(module))
+            yield module
 
     @override
     def on_train_start(self) -> None:

@@ -346,16 +346,6 @@ class ShardedModule:
                 part.reset_iter_state()
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Within it all parameters are whole. Collective; memory for all of them."""
-        for part in self._parts:
-            part.unshard()
-        try:
-            yield
-        finally:
-            self.reshard()
-
-    @contextmanager
     def evaluation_step(self, before_gradients: Callable[[], None]) -> Iterator[None]:
         """Within it, what is gathered is noted for :meth:`follow_evaluation_step`. Not collective.
 

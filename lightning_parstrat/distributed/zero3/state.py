@@ -1,6 +1,7 @@
 """Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
 
 import hashlib
+import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -203,6 +204,40 @@ def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str,
         is_cut = isinstance(parameter, DTensor) and fits_parameter(value, parameter) and not isinstance(value, DTensor)
         sharded[name] = shard_like(value, cast(Tensor, parameter)) if is_cut else value
     return sharded
+
+
+def let_whole_states_be_loaded(module: nn.Module) -> None:
+    """Has ``load_state_dict`` of a module, and of those below it, take whole tensors where they have shards.
+
+    Each rank keeps its part, so all ranks must load the same. Nothing is sent. Neither this nor loading is collective.
+
+    Args:
+        module: Its parameters are sharded, and FSDP2 has hooks of its own in it by now.
+    """
+    for part in module.modules():
+        if part not in _LOADS_WHOLE:
+            _LOADS_WHOLE.add(part)
+            part.register_load_state_dict_pre_hook(_take_own_parts)  # type: ignore[no-untyped-call]
+
+
+_LOADS_WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def _take_own_parts(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not fits_parameter(value, parameter):
+            # What has another shape torch refuses.
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"`load_state_dict(..., assign=True)` would put a whole tensor in the place of a shard,"
+                f" {prefix + name!r}. Leave `assign=True` out: values are then copied into the shards."
+            )
+        state[prefix + name] = shard_like(cast(Tensor, value), parameter)
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
