@@ -41,6 +41,7 @@ class Net(nn.Module):
         self.last.weight = self.first.weight
         self.register_buffer("calls", torch.zeros(()))
         self.blocks[0].register_forward_hook(double)
+        self.kept_in_a_list = [self.first.weight]
 
     def forward(self, batch: Tensor) -> Tensor:
         self.calls += 1
@@ -107,6 +108,7 @@ def test_modules_in_hyperparameters_are_saved_whole(pool: RankPool, tmp_path: Pa
         assert found["hyper_parameters"]["net"].first.weight.data_ptr() == state["net.first.weight"].data_ptr()
     held, reference = found["hyper_parameters"], torch.load(tmp_path / "ddp" / "a.ckpt", weights_only=False)
     net = held["net"]
+    assert net.kept_in_a_list[0] is net.first.weight
     assert [type(part) for part in net.modules()] == [type(part) for part in Net().modules()]
     assert [type(parameter) for parameter in net.parameters()] == [nn.Parameter] * 5
     assert_same([parameter.detach() for parameter in net.parameters()], saved)

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.zero3.held_parameters import current_parameter
 from lightning_parstrat.distributed.zero3.state import gather, let_whole_states_be_loaded
 
 _ADDED: set[str] = set()
@@ -105,6 +106,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
+        value = current_parameter(value)
         self.tensors[id(value)] = value
         return id(value)
 

@@ -33,10 +33,9 @@ class HeldParameter(nn.Parameter):
         held: list[Tensor] = []
 
         def replace(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, HeldParameter):
-                return tensor
-            held.append(tensor)
-            return _current(tensor)
+            if isinstance(tensor, HeldParameter):
+                held.append(tensor)
+            return current_parameter(tensor)
 
         current_args, current_kwargs = replace_leaves((args, kwargs or {}), replace)
         if not held:
@@ -52,15 +51,15 @@ class HeldParameter(nn.Parameter):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(_current(self), memo)
+        return copy.deepcopy(current_parameter(self), memo)
 
     @override
     def __repr__(self) -> str:  # type: ignore[override]
-        return repr(_current(self))
+        return repr(current_parameter(self))
 
     def __getattr__(self, name: str) -> Any:
         # What only shards have, such as `full_tensor`.
-        return getattr(_current(self), name)
+        return getattr(current_parameter(self), name)
 
 
 @torch.no_grad()
@@ -80,14 +79,17 @@ def act_as_parameter_of(old: Tensor, root: nn.Module, name: str) -> None:
     old.__class__ = HeldParameter
 
 
-def _current(held: Tensor) -> Tensor:
-    module, own, _ = vars(held)[_PLACE]
+def current_parameter(tensor: Tensor) -> Tensor:
+    """What a held parameter stands for now; any other tensor itself."""
+    if not isinstance(tensor, HeldParameter):
+        return tensor
+    module, own, _ = vars(tensor)[_PLACE]
     current: Tensor = getattr(module, own)
     return current
 
 
 def _check_is_whole(held: Tensor) -> None:
-    if isinstance(_current(held), DTensor):
+    if isinstance(current_parameter(held), DTensor):
         name = vars(held)[_PLACE][2]
         raise RuntimeError(
             f"Parameter {name!r} was used through an object that your code has held since before the training. Here"
