@@ -79,7 +79,7 @@ class _KeptWrites:
         # As integers: NaN is equal to itself, too.
         changed = gathered.view(torch.int16) != shards.view(torch.int16)
         first = torch.where(changed.any(), changed.view(torch.uint8).argmax(), -1).to("cpu", non_blocking=True)
-        arrived = torch.cuda.current_stream().record_event() if changed.is_cuda else None
+        arrived = torch.cuda.current_stream(changed.device).record_event() if changed.is_cuda else None
         self._on_their_way.append((first, arrived))
         while self._on_their_way and (arrived is None or self._on_their_way[0][1].query()):
             element = int(self._on_their_way.pop(0)[0])
