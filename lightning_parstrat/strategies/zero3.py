@@ -21,6 +21,7 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.watch import met, watching
@@ -120,7 +121,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._loads_after_setup is not None:
             return self._loads_after_setup
         module = self.lightning_module
-        return module is not None and (is_sharded_module(module) or any(p.is_meta for p in module.parameters()))
+        return module is not None and (is_sharded_module(module) or self._is_on_meta(module))
+
+    def _is_on_meta(self, module: LightningModule) -> bool:
+        """Whether any rank has anything of the module on the meta device. Collective once ranks are connected."""
+        on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        return any_rank(on_meta, self._control) if self._has_ranks and self.world_size > 1 else on_meta
 
     @override
     def setup_environment(self) -> None:
@@ -139,7 +145,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             @functools.wraps(made_by_user)
             def make_and_shard() -> None:
                 made_by_user()
-                if any(parameter.is_meta for parameter in module.parameters()):
+                if self._is_on_meta(module):
                     self.precision_plugin.convert_module(module)
                     self.configure_ddp()
 

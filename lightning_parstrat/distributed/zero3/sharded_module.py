@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.backends import check_device_of, make_collectives
 from lightning_parstrat.distributed.comm.collectives import real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -42,6 +41,7 @@ from lightning_parstrat.distributed.torch_compat import (
 from lightning_parstrat.distributed.zero3.assigned_data import let_data_be_assigned
 from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
+from lightning_parstrat.distributed.zero3.meta import agree_on_parts, materialize
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.state import shard_like
 from lightning_parstrat.distributed.zero3.units import find_units, whole_parameters
@@ -65,7 +65,8 @@ class ShardedModule:
     the meta device never is on a device as a whole.
 
     Args:
-        module: On the host, on the device or on the meta device; its class becomes a subclass of FSDP2's.
+        module: On the host, on the device or on the meta device, which may differ by rank; its class becomes a subclass
+            of FSDP2's.
         group: Carries parameters and gradients.
         device: Where the module is to train.
         messages: Tell all ranks what one has used; a message in every backward that sends.
@@ -79,8 +80,9 @@ class ShardedModule:
         reduce_dtype: What gradients are sent and summed in; None for their parameters' own dtype.
 
     Raises:
-        ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module; a part of the
-            module replays a captured graph; or the group sends what lies on the host, and the device is another.
+        ValueError: A parameter that rank 0 has on the meta device cannot be made, or ``wrap`` names no class of a
+            module; a part of the module replays a captured graph; or the group sends what lies on the host, and the
+            device is another.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class ShardedModule:
         if by_child:
             inside = {parameter for unit in units for parameter in unit.parameters()}
             whole |= {p for p in module.parameters() if p not in inside and not isinstance(p, DTensor)}
+        self._to_reset = agree_on_parts(module, whole, self.group, self._device)
         before = dict(module.named_parameters())
         mesh = DeviceMesh.from_group(self.group, self._device.type)
         shard = functools.partial(fully_shard, mesh=mesh, mp_policy=precision, ignored_params=whole)
@@ -220,11 +223,10 @@ class ShardedModule:
     def _make(self, module: nn.Module, whole: set[Tensor]) -> None:
         """Brings what is not sharded yet to the device, with rank 0's values. Collective."""
         made: dict[Tensor, nn.Parameter] = {}
-        names = self._names
         for part in module.modules():
             before = dict(part.named_parameters(recurse=False))
             if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
-                _materialize(part, names[part], self._device)
+                materialize(part, self._device, part in self._to_reset)
                 for own, parameter in before.items():
                     # Making a module makes other parameters, and those that were one must be one again.
                     setattr(part, own, made.setdefault(parameter, getattr(part, own)))
@@ -479,18 +481,3 @@ class ShardedModule:
 def is_sharded_module(module: nn.Module) -> bool:
     """Whether FSDP2 has sharded it."""
     return isinstance(module, FSDPModule)
-
-
-def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
-        on_meta = [own for own, tensor in tensors if tensor.is_meta]
-        kind = type(module).__name__
-        raise ValueError(
-            f"{listed(on_meta)} of {kind} cannot be made: on the meta device they have no values, and {kind} has no"
-            " method `reset_parameters`, which is called to give it all of its own parameters and buffers. Define it,"
-            " or make them on the host."
-        )
-    module.to_empty(device=device, recurse=False)
-    reset()
