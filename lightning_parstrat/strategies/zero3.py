@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -431,12 +431,25 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             module = self._training_module
             if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
                 self._sharded.reshard_root_after_forward()
-            units, whole = len(self._sharded.units), self._sharded.whole_elements
-            kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
-            rank_zero_info(
-                f"{self.flag}: parameters, gradients and optimizer state are sharded over"
-                f" {counted(self.world_size, 'rank')}; {counted(units, 'unit')} of {self._sharded.elements:,} elements"
-                f" with all else gathered at once{kept}."
+            self._say_what_is_sharded(self._sharded)
+
+    def _say_what_is_sharded(self, sharded: ShardedModule) -> None:
+        units, whole = len(sharded.units), sharded.whole_elements
+        kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
+        gathered = (
+            f"{counted(units, 'unit')} of {sharded.elements:,} elements with all else gathered at once"
+            if units
+            else f"all {sharded.elements:,} elements are gathered for the whole step"
+        )
+        rank_zero_info(
+            f"{self.flag}: parameters, gradients and optimizer state are sharded over"
+            f" {counted(self.world_size, 'rank')}; {gathered}{kept}."
+        )
+        if not units and self.world_size > 1:
+            rank_zero_warn(
+                f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so every"
+                " rank holds all parameters and gradients within a step. Name the classes of your blocks, as in"
+                ' `wrap=["Block"]`, or set a smaller `min_num_params`.'
             )
 
     @property
