@@ -7,6 +7,8 @@ it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when ba
 
 import functools
 import hashlib
+import re
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -142,6 +144,9 @@ class ShardedModule:
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
+            # It may be true of units. Lightning divides the root's loss, out of place, before it gives it to anyone.
+            root = re.escape(type(module).__name__)
+            warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({root}\) returned a view tensor")
 
     def _shard(
         self,
