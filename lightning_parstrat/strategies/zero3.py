@@ -447,8 +447,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         )
         if not units and self.world_size > 1:
             rank_zero_warn(
-                f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so every"
-                " rank holds all parameters and gradients within a step. Name the classes of your blocks, as in"
+                f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so"
+                " every rank holds all parameters and gradients within a step. Name the classes of your blocks, as in"
                 ' `wrap=["Block"]`, or set a smaller `min_num_params`.'
             )
 
