@@ -11,7 +11,7 @@ from lightning_parstrat._version import __version__
 from lightning_parstrat.cli.errors import UsageError
 
 NEEDED = "jsonargparse[signatures]>=4.39"
-"""By the commands alone: the extra ``cli``. A training needs it only for a LightningCLI, which asks for it by itself."""
+"""By the commands alone: the extra ``cli``. A LightningCLI needs it, too, and asks for it by itself."""
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
