@@ -129,9 +129,9 @@ def explain_errors(parser: Any) -> None:
         refused = _REFUSED.search(message)
         if refused is not None:
             package, _, name = refused[1].rpartition(".")
-            strategy = getattr(sys.modules.get(package), name, None)
-            if hasattr(strategy, "known_arguments"):
-                message += f"\n{advice(name, refused[2], strategy.known_arguments())}"
+            known = getattr(getattr(sys.modules.get(package), name, None), "known_arguments", None)
+            if known is not None:
+                message += f"\n{advice(name, refused[2], known())}"
         return error(self, message, *args, **kwargs)
 
     parser.error = explained
