@@ -79,6 +79,7 @@ def _serve(module: ModuleType) -> None:
             # By short names, a command line knows only classes that are loaded.
             for name in PUBLIC:
                 public_class(package, name)
+            import_module("lightning_parstrat.core.argument_names").explain_errors(module.LightningArgumentParser)
     except Exception as error:
         warnings.warn(
             f"lightning_parstrat could not register its strategies with {module.__name__!r}: {error!r}", stacklevel=2

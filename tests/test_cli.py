@@ -196,6 +196,45 @@ def test_the_parser_names_what_is_allowed(
     assert value in said and all(word in said for word in allowed), said
 
 
+@pytest.mark.parametrize("cls", ["lightning_parstrat.{}", "{}"])
+@pytest.mark.parametrize(
+    ("name", "argument", "advice"),
+    [
+        ("ZeRO1Strategy", "bucket_cap", "Did you mean 'bucket_cap_mb'?"),
+        ("ZeRO3Strategy", "stage", "parameters as well by ZeRO3Strategy."),
+        ("TunedDDPStrategy", "stage", "parameters as well by ZeRO3Strategy."),
+    ],
+)
+def test_a_wrong_argument_is_met_with_the_right_one(
+    cls: str, name: str, argument: str, advice: str, parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (
+        ({"class_path": cls.format(name), "init_args": {argument: 4}},),
+        ("ddp", f"--trainer.strategy={cls.format(name)}", f"--trainer.strategy.{argument}=4"),
+    ):
+        with pytest.raises(SystemExit) as refused:
+            parse(*arguments)
+        assert refused.value.code == 2
+        said = capsys.readouterr().err
+        assert said.count(f"{name}() got an unexpected keyword argument {argument!r}. ") == 1, said
+        assert said.rstrip().endswith(advice)
+
+
+def test_what_another_class_refuses_is_left_to_it(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse({"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": {"bucket_cap": 4}})
+    assert "unexpected keyword argument" not in capsys.readouterr().err
+
+
+def test_help_lists_the_strategies_and_none_of_their_base_classes(
+    parse: Parse, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("ddp", "--help")
+    listed = re.findall(r"lightning_parstrat[\w.]*\.(\w+Strategy)\b", "".join(capsys.readouterr().out.split()))
+    assert sorted(set(listed)) == ["TunedDDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy"]
+
+
 @pytest.mark.parametrize("strategy", [ZeRO1Strategy, TunedDDPStrategy])
 def test_help_has_a_sentence_for_every_argument(
     strategy: type[Any], parse: Parse, capsys: pytest.CaptureFixture[str]

@@ -5,11 +5,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from lightning_utilities.core.imports import RequirementCache
 
 from lightning_parstrat._version import __version__
 from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.cli.text import Verbatim
+
+NEEDED = "jsonargparse[signatures]>=4.39"
+"""By the commands alone: the extra ``cli``. A LightningCLI needs it, too, and asks for it by itself."""
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
@@ -31,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if what was checked has a problem, 2 for wrong usage; with ``slurm --wait``, the
         job's own.
     """
+    if not (needed := RequirementCache(NEEDED)):
+        print(f"lightning-parstrat: {needed}", file=sys.stderr)
+        return 2
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, program = given, []
     if "--" in given:
@@ -48,7 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _make_parser(command: str | None) -> ArgumentParser:
+def _make_parser(command: str | None) -> Any:
+    from jsonargparse import ArgumentParser
+
+    from lightning_parstrat.cli.text import Verbatim
+
     parser = ArgumentParser(
         prog="lightning-parstrat",
         # Subcommands inherit it.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeFloat, PositiveFloat, PositiveInt
+from jsonargparse.typing import PositiveFloat, PositiveInt
 
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.planned_module import PlannedModule, read_module
@@ -48,7 +48,7 @@ def make_parser() -> ArgumentParser:
     add("--shard-group", type=ShardGroupChoice, default="all", help="as in ZeRO1Strategy: all, node, or a number")
     add("--bucket-cap-mb", type=PositiveFloat | None, help="as in ZeRO1Strategy (default: by ranks and model)")
     add("--accumulate", type=PositiveInt, default=1, help="micro-batches of a step (accumulate_grad_batches)")
-    add("--reserve", type=NonNegativeFloat, default=0.2, help="part of the memory left for activations")
+    add("--reserve", type=float, default=0.2, help="part of the memory left for activations")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
@@ -61,6 +61,8 @@ def run(arguments: Namespace, program: list[str]) -> int:
     """
     if program:
         raise UsageError("plan runs no program: leave out what follows `--`, and give its configuration by --config.")
+    if not 0 <= arguments.reserve < 1:
+        raise UsageError(f"--reserve {arguments.reserve:g}: write a part of the memory, such as 0.2: 0 <= reserve < 1.")
     cluster = _cluster(arguments)
     memory = None if arguments.memory is None else _bytes(arguments.memory, "--memory")
     module = read_module(Path(arguments.config), arguments.model)
@@ -130,20 +132,21 @@ def recommend(
     return fitting[0], _why_not_less(fitting, zero1)
 
 
-def _ddp_or_zero1(ddp: Estimate, zero1: Estimate, least: bool, compute_seconds: float | None) -> tuple[Estimate, str]:
+def _ddp_or_zero1(ddp: Estimate, zero1: Estimate, fits: bool, compute_seconds: float | None) -> tuple[Estimate, str]:
     saved = 1 - zero1.held_bytes / ddp.held_bytes
     times = _times(compute_seconds, ddp, zero1)
+    known = "Both fit" if fits else "No --memory was given, so it is not known what fits"
     # Closer than 2 % the model does not predict.
     if times is not None and times[1] > 1.02 * times[0]:
-        return ddp, f"Recommended: strategy=ddp_tuned. Both fit, and it is faster by {1 - times[0] / times[1]:.0%}."
-    if least and (times is None or times[0] <= 1.02 * times[1]):
+        return ddp, f"Recommended: strategy=ddp_tuned. {known}. It is faster by {1 - times[0] / times[1]:.0%}."
+    if fits and (times is None or times[0] <= 1.02 * times[1]):
         return ddp, (
-            "Recommended: strategy=ddp_tuned. Both fit, and it shards nothing; zero1_custom would hold"
+            f"Recommended: strategy=ddp_tuned. {known}, and it shards nothing; zero1_custom would hold"
             f" {saved:.0%} less, with the same results."
         )
     faster = "" if times is None or times[0] <= times[1] else f" and a step {1 - times[1] / times[0]:.0%} less time"
     return zero1, (
-        f"Recommended: strategy=zero1_custom. Both fit; it holds {saved:.0%} less than DDP{faster}, with the same"
+        f"Recommended: strategy=zero1_custom. {known}. It holds {saved:.0%} less than DDP{faster}, with the same"
         " results. Where it matters, measure both: only one word differs."
     )
 
@@ -320,7 +323,7 @@ def _calibrated(path: Path) -> float:
 
 
 def _bytes(text: str, option: str) -> float:
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?(?:/s)?\s*", text.upper().replace("/S", "/s"))
+    match = re.fullmatch(r"\s*([\d.]+)\s*(?=[BKMGT])([KMGT]?I?)B?(?:/s)?\s*", text.upper().replace("/S", "/s"))
     try:
         return float(match[1]) * _UNITS[match[2]]  # type: ignore[index]
     except (TypeError, KeyError, ValueError):

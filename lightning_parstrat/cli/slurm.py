@@ -39,7 +39,7 @@ def make_parser() -> ArgumentParser:
     add("--gres", type=str | None, help="generic resources of each node, such as gpu:4")
     add("--cpus-per-task", type=PositiveInt | None, help="cores for each device's process")
     add("--mem", type=str | None, help="host memory of each node, such as 64G")
-    add("--env", type=str, action="append", default=[], metavar="KEY=VALUE", help="variable to export; repeatable")
+    add("--env", action="append", default=[], metavar="KEY=VALUE", help="variable to export; repeatable")
     add("--setup", type=str | None, metavar="FILE", help="file to source before the program, to load modules, say")
     add("--requeue", action=ActionYesNo(no_prefix="no-"), default=True, help="requeue if preempted or out of time")
     add("--grace-seconds", type=PositiveInt, default=90, help="seconds before the time limit at which to save")

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy
 from lightning_parstrat.core.tuning_report import TuningReport
 from lightning_parstrat.core.wording import listed
@@ -67,6 +68,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
+    flag = "ddp_tuned"
     _not_copied = EvaluatingStrategy._not_copied | AccumulationAwareStrategy._not_copied | {"_trained", "_tuner"}
 
     def __init__(
@@ -82,6 +84,8 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        if unknown := [name for name in kwargs if name not in self.known_arguments()]:
+            refuse(type(self), unknown, self.known_arguments())
         self._tuning = TuningPolicy(bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance)
         _check_folder(plan_cache)
         self._plan_cache = plan_cache

@@ -63,6 +63,9 @@ def _sharded(summary: ShardingSummary) -> str:
     if summary.state_bytes is None:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
         line = f"{line}, optimizer state of {share:.0%} of them on this one"
+    elif not any(summary.state_bytes):
+        # As of SGD without momentum.
+        line = f"{line}, no optimizer state to shard"
     else:
         unsharded, own = summary.state_bytes
         instead = f" instead of {_size(unsharded)}" if summary.world_size > summary.copies else ""

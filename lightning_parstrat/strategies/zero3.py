@@ -23,7 +23,7 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
+from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
@@ -139,7 +139,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._loads_after_setup is not None:
             return self._loads_after_setup
         module = self.lightning_module
-        return module is not None and any(parameter.is_meta for parameter in module.parameters())
+        return module is not None and self._is_on_meta(module)
+
+    def _is_on_meta(self, module: LightningModule) -> bool:
+        """Whether any rank has anything of the module on the meta device. Collective once ranks are connected."""
+        on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        return any_rank(on_meta, self._control) if self._has_ranks and self.world_size > 1 else on_meta
 
     @override
     def setup_environment(self) -> None:
@@ -158,7 +163,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             @functools.wraps(made_by_user)
             def make_and_shard() -> None:
                 made_by_user()
-                if any(parameter.is_meta for parameter in module.parameters()):
+                if self._is_on_meta(module):
                     self.precision_plugin.convert_module(module)
                     self.configure_ddp()
 
@@ -521,12 +526,25 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             module = self._training_module
             if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
                 self._sharded.reshard_root_after_forward()
-            units, whole = len(self._sharded.units), self._sharded.whole_elements
-            kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
-            rank_zero_info(
-                f"{self.flag}: parameters, gradients and optimizer state are sharded over"
-                f" {counted(self.world_size, 'rank')}; {counted(units, 'unit')} of {self._sharded.elements:,} elements"
-                f" with all else gathered at once{kept}{self._said_of_16_bits(self._sharded)}."
+            self._say_what_is_sharded(self._sharded)
+
+    def _say_what_is_sharded(self, sharded: ShardedModule) -> None:
+        units, whole = len(sharded.units), sharded.whole_elements
+        kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
+        gathered = (
+            f"{counted(units, 'unit')} of {sharded.elements:,} elements with all else gathered at once"
+            if units
+            else f"all {sharded.elements:,} elements are gathered for the whole step"
+        )
+        rank_zero_info(
+            f"{self.flag}: parameters, gradients and optimizer state are sharded over"
+            f" {counted(self.world_size, 'rank')}; {gathered}{kept}{self._said_of_16_bits(sharded)}."
+        )
+        if not units and self.world_size > 1:
+            rank_zero_warn(
+                f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so"
+                " every rank holds all parameters and gradients within a step. Name the classes of your blocks, as in"
+                ' `wrap=["Block"]`, or set a smaller `min_num_params`.'
             )
 
     def _said_of_16_bits(self, sharded: ShardedModule) -> str:

@@ -12,6 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from lightning_parstrat.cli.main import main
+from lightning_parstrat.cli.text import amount
 from lightning_parstrat.core.estimate import Cluster, estimate_ddp, estimate_zero1, estimate_zero3
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit
 from lightning_parstrat.core.layout import ParameterSpec
@@ -334,6 +335,25 @@ def test_what_fits(
     assert why in result["why"]
 
 
+@pytest.mark.parametrize(("memory", "said"), [((), "No --memory was given"), (("--memory", "10GB"), "Both fit")])
+@pytest.mark.parametrize("link", [(), ("--bandwidth", "8Gbit"), ("--bandwidth", "8000Gbit")])
+def test_what_fits_is_known_only_if_memory_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], memory: tuple[str, ...], said: str, link: tuple[str, ...]
+) -> None:
+    size = ("--world-size", "8", "--devices-per-node", "4", *link, *(("--compute-seconds", "0.05") if link else ()))
+    why = plan(capsys, 0, "--config", write(tmp_path), *size, *memory)["why"]
+    assert said in why and ("fit" not in why.replace("what fits", "")) == (not memory)
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("80GB", 80e9), ("80G", 80e9), ("24GiB", 24 * 2**30), ("800000B", 8e5)])
+def test_memory_is_written_with_a_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, nbytes: float
+) -> None:
+    size = ("--world-size", "2", "--memory", text)
+    assert main(["plan", "--config", write(tmp_path), *size]) in (0, 1)
+    assert f" of {amount(nbytes)} are kept for them" in capsys.readouterr().out
+
+
 def test_without_a_trainer_the_optimizer_is_taken_for_adamw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", write(tmp_path, needs_trainer=True), "--world-size", "2"]) == 0
     assert "taken for AdamW" in capsys.readouterr().out
@@ -353,7 +373,12 @@ def test_a_class_that_the_file_does_not_name(tmp_path: Path, capsys: pytest.Capt
     [
         (("--world-size", "3", "--devices-per-node", "2"), "not a multiple"),
         (("--world-size", "2", "--memory", "much"), "--memory 'much'"),
+        (("--world-size", "2", "--memory", "80"), "--memory '80': write a number and a unit, such as 80GB"),
         (("--world-size", "2", "--bandwidth", "fast"), "--bandwidth"),
+        (("--world-size", "2", "--bandwidth", "100"), "--bandwidth '100': write a number and a unit"),
+        (("--world-size", "2", "--reserve", "20"), "--reserve 20: write a part of the memory, such as 0.2"),
+        (("--world-size", "2", "--reserve", "1"), "0 <= reserve < 1"),
+        (("--world-size", "2", "--reserve", "-0.1"), "0 <= reserve < 1"),
         (("--world-size", "2", "--bandwidth", "0Gbit"), "more than 0"),
         (("--world-size", "2", "--model", "nowhere.Nothing"), "nowhere.Nothing"),
         (("--world-size", "2", "--model", "torch.nn.Linear"), "not a LightningModule"),

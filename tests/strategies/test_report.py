@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.zero1.summary import ShardingSummary
 from lightning_parstrat.strategies.report import StepMeter, describe
@@ -162,7 +162,7 @@ def gathered(who: str) -> str:
 ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = {
     "Adam": (lambda: zoo.MLP(torch.optim.Adam), {}, STATE + r"\."),
     "SGD": (lambda: zoo.MLP(sgd), {}, STATE + r"\."),
-    "Lightning's boring model": (Boring, {}, r"optimizer state 0 bytes per rank instead of 0 bytes\."),
+    "Lightning's boring model": (Boring, {}, r"no optimizer state to shard\."),
     "averaged": (zoo.MLP, {"callbacks": [EMAWeightAveraging(), Averaging()]}, STATE + r"\."),
     "a scheduler of one's own": (Scheduled, {"max_epochs": 2}, STATE + r"\."),
     "bf16": (zoo.MLP, {"precision": "bf16-mixed"}, STATE + r"\."),
@@ -174,7 +174,7 @@ ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] =
 }
 
 
-QUICK = ("averaged", "accumulated, with a short window", "one of two replicated")
+QUICK = ("Lightning's boring model", "averaged", "accumulated, with a short window", "one of two replicated")
 
 
 def lines_of_ours(name: str) -> dict[str, list[str]]:
@@ -203,6 +203,36 @@ def test_a_training_without_ranks_beside_it_says_no_more(pool: RankPool) -> None
     first, *last = said["zero1_custom"]
     assert re.fullmatch(r"zero1_custom: 1\.0K parameters over 1 rank, optimizer state 8\.\d kB per rank\.", first)
     assert len(last) <= 1 and said["ddp_tuned"] == []
+
+
+def lines_of_zero3(module: Callable[[], LightningModule], arguments: dict[str, Any]) -> list[str]:
+    with listening() as lines:
+        train(module, ZeRO3Strategy(**arguments), 8)
+    return [line for line in lines if "zero3_custom" in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, ["no block is gathered by itself", "min_num_params=100,000", 'wrap=["Block"]']),
+        ({"min_num_params": 0}, None),
+        ({"wrap": ["Linear"]}, None),
+    ],
+)
+def test_a_warning_says_that_no_block_was_found(
+    pool: RankPool, arguments: dict[str, Any], words: list[str] | None
+) -> None:
+    (first, *warned), others = pool.run(2, lines_of_zero3, zoo.MLP, arguments)
+    assert others == []
+    if words is None:
+        assert "3 units of 1,025 elements with all else gathered at once" in first and warned == []
+    else:
+        assert "all 1,025 elements are gathered for the whole step" in first and " units" not in first
+        assert len(warned) == 1 and all(word in warned[0] for word in words), warned
+
+
+def test_one_rank_is_not_told_to_gather_block_by_block(pool: RankPool) -> None:
+    assert len(pool.run(1, lines_of_zero3, zoo.MLP, {})[0]) == 1
 
 
 def test_nothing_is_said_after_few_steps() -> None:
@@ -242,9 +272,10 @@ def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime)
             4_000_000,
             "1.0M parameters over 4 ranks in 2 shard groups, optimizer state 4.0 MB per rank instead of 8.0 MB.",
         ),
+        (1, 0, "1.0M parameters over 4 ranks, no optimizer state to shard."),
         (4, 8_000_000, "1.0M parameters over 4 ranks in 4 shard groups, optimizer state 8.0 MB per rank."),
     ],
 )
 def test_shard_groups_are_named_where_there_are_several(copies: int, own: int, expected: str) -> None:
-    summary = ShardingSummary(1_000_000, 4_000_000, own // 2, 4, copies, (8_000_000, own), 0, ())
+    summary = ShardingSummary(1_000_000, 4_000_000, own // 2, 4, copies, (8_000_000 if own else 0, own), 0, ())
     assert describe("zero1_custom", summary, ()) == f"zero1_custom: {expected}"

@@ -1,5 +1,6 @@
 """What would train on other numbers than it should, without a word, is refused or ends with an error."""
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,37 @@ def shard_on_a_gpu() -> str:
 def test_a_group_that_sends_from_the_host_is_refused_on_a_gpu(pool: RankPool) -> None:
     for message in pool.run(2, shard_on_a_gpu):
         assert "process_group_backend='gloo'" in message and "`ddp`" in message
+
+
+class ReturnsViews(Drops):
+    """Of the blocks one returns a view, and so does the training step: torch warns of what happens in place to them."""
+
+    def build(self) -> None:
+        super().build()
+        self.blocks[1].register_forward_hook(lambda block, inputs, output: output.view(-1, zoo.FEATURES))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = batch
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.returned = (hidden - 1).square().mean().reshape(1, 1)[0].squeeze(0)
+        return self.returned
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        loss.mul_(3.0)
+        with torch.no_grad():
+            self.returned.mul_(2.0)
+
+
+def warned_of_views() -> tuple[float, set[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = train(ReturnsViews, zero3())
+    said = {str(one.message).partition(" returned")[0] for one in caught if "view tensor" in str(one.message)}
+    return largest_difference(run, train(ReturnsViews, ddp())), said
+
+
+def test_torch_warns_of_views_that_blocks_return_and_not_of_the_loss(pool: RankPool) -> None:
+    for difference, said in pool.run(2, warned_of_views):
+        assert difference <= FP32
+        assert said == {"FSDP2-wrapped module (FSDPLinear)"}

@@ -7,6 +7,8 @@ it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when ba
 
 import functools
 import hashlib
+import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -46,6 +47,7 @@ from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
 from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter, act_as_parameter_of
 from lightning_parstrat.distributed.zero3.kept_writes import keep_writes
+from lightning_parstrat.distributed.zero3.meta import agree_on_parts, materialize
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.state import shard_like
 from lightning_parstrat.distributed.zero3.units import find_units, rounded_by_autocast, whole_parameters
@@ -69,7 +71,8 @@ class ShardedModule:
     the meta device never is on a device as a whole.
 
     Args:
-        module: On the host, on the device or on the meta device; its class becomes a subclass of FSDP2's.
+        module: On the host, on the device or on the meta device, which may differ by rank; its class becomes a subclass
+            of FSDP2's.
         collectives: Carry gradients; FSDP2 gathers parameters by their process group.
         device: Where the module is to train.
         messages: Tell all ranks what one has used; a message in every backward that sends.
@@ -85,8 +88,9 @@ class ShardedModule:
             is their own.
 
     Raises:
-        ValueError: A parameter on the meta device cannot be made, or ``wrap`` names no class of a module; a part of the
-            module replays a captured graph; or the group sends what lies on the host, and the device is another.
+        ValueError: A parameter that rank 0 has on the meta device cannot be made, or ``wrap`` names no class of a
+            module; a part of the module replays a captured graph; or the group sends what lies on the host, and the
+            device is another.
     """
 
     def __init__(
@@ -147,6 +151,9 @@ class ShardedModule:
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
+            # It may be true of units. Lightning divides the root's loss, out of place, before it gives it to anyone.
+            root = re.escape(type(module).__name__)
+            warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({root}\) returned a view tensor")
 
     def _shard(
         self,
@@ -163,6 +170,7 @@ class ShardedModule:
         if by_child:
             inside = {parameter for unit in units for parameter in unit.parameters()}
             whole |= {p for p in module.parameters() if p not in inside and not isinstance(p, DTensor)}
+        self._to_reset = agree_on_parts(module, whole, self.group, self._device)
         before = dict(module.named_parameters())
         rounded = rounded_by_autocast(module) if gathers_as_autocast else set(before.values())
         narrow = {name for name, p in before.items() if p in rounded and p.dtype == torch.float32}
@@ -246,11 +254,10 @@ class ShardedModule:
     def _make(self, module: nn.Module, whole: set[Tensor]) -> None:
         """Brings what is not sharded yet to the device, with rank 0's values. Collective."""
         made: dict[Tensor, nn.Parameter] = {}
-        names = self._names
         for part in module.modules():
             before = dict(part.named_parameters(recurse=False))
             if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
-                _materialize(part, names[part], self._device)
+                materialize(part, self._device, part in self._to_reset)
                 for own, parameter in before.items():
                     # Making a module makes other parameters, and those that were one must be one again.
                     setattr(part, own, made.setdefault(parameter, getattr(part, own)))
@@ -543,18 +550,3 @@ def _summed_in(part: nn.Module, whole: set[Tensor]) -> torch.dtype | None:
     """What FSDP2 is to sum the gradients of a module's own shards in; None for their own dtype."""
     dtypes = {p.dtype for p in part.parameters() if p not in whole and not isinstance(p, DTensor)}
     return None if torch.float64 in dtypes else torch.float32
-
-
-def _materialize(module: nn.Module, name: str, device: torch.device) -> None:
-    reset = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        tensors = (*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False))
-        on_meta = [own for own, tensor in tensors if tensor.is_meta]
-        kind = type(module).__name__
-        raise ValueError(
-            f"{listed(on_meta)} of {kind} cannot be made: on the meta device they have no values, and {kind} has no"
-            " method `reset_parameters`, which is called to give it all of its own parameters and buffers. Define it,"
-            " or make them on the host."
-        )
-    module.to_empty(device=device, recurse=False)
-    reset()

@@ -221,11 +221,11 @@ class SavesWhenPreempted(BetweenBatches):
         if asked_to:
             # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.
             self._messages.signal = 0
-            self._save(trainer)
+            saved = self._save(trainer)
             if not asked_to & _REQUEUE or self._requeue(trainer):
-                self._end()
+                self._end(saved)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self, trainer: Trainer) -> list[str]:
         for logger in trainer.loggers:
             # What a logger still buffers would be lost: Slurm ends this process without a teardown.
             logger.save()
@@ -235,6 +235,7 @@ class SavesWhenPreempted(BetweenBatches):
             self._wait_for_saves()
             for path in saved:
                 rank_zero_info(f"Preempted: saved {path} after step {trainer.global_step}.")
+            return saved
         finally:
             self._resume_points.fetched_too_much = False
 
@@ -247,12 +248,15 @@ class SavesWhenPreempted(BetweenBatches):
             rank_zero_warn(f"Slurm does not requeue the job ({refusal}): training goes on until Slurm ends it.")
         return refusal is None
 
-    def _end(self) -> None:
+    def _end(self, saved: list[str]) -> None:
         """Ends training on all ranks. In a Slurm job, leaves it to Slurm, which requeues only what it has ended itself.
 
         An exception, so that the program does not do what it does after a training that is complete.
         """
-        rank_zero_info("Training ends here. When it runs again, it resumes from that checkpoint.")
+        if self._requeue_signal is not None:
+            rank_zero_info("Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`.")
+        elif saved:
+            rank_zero_info(f"Training ends here. To resume, pass `ckpt_path={saved[-1]!r}` to `fit`.")
         if self._requeue_signal is not None:
             # With default handlers, Slurm's SIGTERM ends the process while it sleeps.
             for signum in self._replaced:

@@ -64,9 +64,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
-    flag = "ddp_tuned"
-    """The name it is registered under, which messages begin with."""
-
     _not_copied = CheckpointingStrategy._not_copied | {
         "_clipper",
         "_loss_hook",

@@ -5,6 +5,8 @@ import logging
 import sys
 import uuid
 import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +21,11 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parstrat._namespaces import PACKAGES
+from lightning_parstrat.core.argument_names import arguments_of, refuse
 from lightning_parstrat.core.policy import WaitPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import wait_for_all
@@ -67,8 +71,10 @@ class RanksStrategy(DDPStrategy):
         ValueError: A value is not allowed; the message says which are.
     """
 
-    flag: str
-    """The name it is registered under, with which messages begin."""
+    @property
+    @abstractmethod
+    def flag(self) -> str:
+        """The name it is registered under, with which messages begin."""
 
     _takes_shards: ClassVar[bool] = False
     """Whether a module may come with parameters in shards."""
@@ -92,6 +98,11 @@ class RanksStrategy(DDPStrategy):
         name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(f"{PACKAGES[own]}."))
         hint = f"; for {other}, write `from {PACKAGES[other]} import {name}`" if other in sys.modules else ""
         return f"<{type(self).__name__} for the Trainer of {own}{hint}>"
+
+    @classmethod
+    def known_arguments(cls) -> list[str]:
+        """The names of all arguments it takes, those of its base classes and of what it wraps the module in as well."""
+        return arguments_of((*cls.__mro__, DistributedDataParallel))
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -267,11 +278,11 @@ def _progress_of(strategy: "weakref.ref[RanksStrategy]") -> tuple[str, str]:
     return ("", "") if known is None else known._progress()
 
 
-class WrapperlessDDPStrategy(DDPStrategy):
+class WrapperlessDDPStrategy(DDPStrategy, ABC):
     """DDP's processes, samplers and devices, without torch's DDP wrapper.
 
     Of the wrapper's arguments it takes those that change no result, so that a program can put it in the place of
-    ``DDPStrategy``, and says that they are not needed. Those that would change results are unknown to it.
+    ``DDPStrategy``, and says that they are not needed. Those that would change results are refused.
 
     Args:
         find_unused_parameters: Not needed: parameters without a gradient are found in every backward.
@@ -286,9 +297,19 @@ class WrapperlessDDPStrategy(DDPStrategy):
             suits the device.
         timeout: How long a collective may take before the run ends with an error.
         start_method: How the processes are launched.
+        **unknown: Refused.
+
+    Raises:
+        TypeError: It has no such argument; the message says what stands for it.
     """
 
-    flag: str
+    @property
+    @abstractmethod
+    def flag(self) -> str:
+        """The name it is registered under, with which messages begin."""
+
+    known_arguments: Callable[[], list[str]]
+    """Of :class:`RanksStrategy`."""
 
     def __init__(
         self,
@@ -303,7 +324,10 @@ class WrapperlessDDPStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            refuse(type(self), unknown, self.known_arguments())
         needless = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,

@@ -1,6 +1,7 @@
 """A job that is told to go: who notes it, when all ranks save, and what is left as it was."""
 
 import os
+import re
 import signal
 import stat
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_parstrat.strategies.checkpoint import preemption
@@ -20,6 +22,7 @@ from lightning_parstrat.strategies.checkpoint.preemption import check_job, job_n
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import by_flag, make_trainer, zero1
+from tests.strategies.test_report import listening
 
 IN_JOB = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
 STRATEGIES = {
@@ -223,3 +226,48 @@ def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp
     # Told before batch 3, they agree before batch 4, and save there; told before 4, after the epoch's end.
     assert pool.run(2, count_over_two_runs, str(folder), told_at) == [(10, 4, 2, 10)] * 2
     assert list(folder.glob("hpc_ckpt_1.ckpt"))
+
+
+def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], int]:
+    """What is said at the end of a training that is told to go, and the step that one resumed as it says begins at."""
+    preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
+    callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=1000)] if saves else []
+    told = ToldToGo(folder, signal.SIGTERM, rank=1, batch=3)
+    data = zoo.loader(80, 4, rank=dist.get_rank(), world_size=2)
+    arguments = {"enable_checkpointing": saves, "default_root_dir": folder}
+    with listening() as lines, suppress(SystemExit), environment(**variables):
+        make_trainer(zero1(), callbacks=[told, *callbacks], **arguments).fit(zoo.MLP(), data)
+    steps = []
+
+    class Look(Callback):
+        def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+            steps.append(trainer.global_step)
+
+    path = re.search(r"`ckpt_path='(.*)'` to `fit`", " ".join(lines))
+    # Said on rank 0 alone.
+    dist.broadcast_object_list(named := [path and path[1]])
+    with environment(**variables):
+        make_trainer(zero1(), callbacks=[Look()], **arguments).fit(zoo.MLP(), data, ckpt_path=named[0])
+    return [line for line in lines if re.search("saved|Training ends|resume", line)], steps[0]
+
+
+def test_the_last_line_names_the_checkpoint_to_resume_from(pool: RankPool, tmp_path: Path) -> None:
+    ((saved, ends), begins), (others, _) = pool.run(2, terminate, str(tmp_path), True)
+    assert saved == f"Preempted: saved {tmp_path}/last.ckpt after step 4." and begins == 4
+    assert ends == f"Training ends here. To resume, pass `ckpt_path='{tmp_path}/last.ckpt'` to `fit`."
+    assert others == []
+
+
+def test_the_next_run_of_a_job_resumes_by_itself(pool: RankPool, tmp_path: Path) -> None:
+    ((saved, ends), begins), _ = pool.run(2, terminate_in_job, str(tmp_path))
+    assert saved == f"Preempted: saved {tmp_path}/hpc_ckpt_1.ckpt after step 4." and begins == 4
+    assert ends == "Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`."
+
+
+def terminate_in_job(folder: str) -> tuple[list[str], int]:
+    return terminate(folder, False, **IN_JOB)
+
+
+def test_nothing_is_promised_if_nothing_was_saved(pool: RankPool, tmp_path: Path) -> None:
+    ((line,), begins), _ = pool.run(2, terminate, str(tmp_path), False)
+    assert begins == 0 and "Ended by SIGTERM after step 4, and nothing was saved" in line

@@ -1,0 +1,110 @@
+"""A wrong argument's name is met with the right one. (On a command line: see test_cli.py.)"""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+from lightning.pytorch import strategies
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import lightning_parstrat
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
+from lightning_parstrat.core.argument_names import STANDS_FOR
+
+OURS = (TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy)
+OTHERS = (
+    strategies.DDPStrategy,
+    strategies.FSDPStrategy,
+    strategies.DeepSpeedStrategy,
+    strategies.ModelParallelStrategy,
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    fully_shard,
+)
+
+
+def named(callables: Any) -> set[str]:
+    """All names of arguments, but for those of what is wrapped."""
+    found = {
+        one.name
+        for each in callables
+        for one in inspect.signature(each).parameters.values()
+        if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    }
+    return found - {"module"}
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_every_argument_of_another_strategy_is_taken_or_explained(ours: type[Any]) -> None:
+    unexplained = named(OTHERS) - set(ours.known_arguments()) - STANDS_FOR.keys()
+    assert unexplained == set()
+
+
+def test_the_table_names_nothing_that_no_strategy_has() -> None:
+    known = named(OTHERS).union(*(ours.known_arguments() for ours in OURS))
+    # Every version of torch that is allowed has these or not.
+    assert STANDS_FOR.keys() - known <= {"dp_mesh_dims"}
+
+
+def test_what_the_table_says_of_our_own_arguments_is_so() -> None:
+    for name, line in STANDS_FOR.items():
+        owners = {ours for ours in OURS if name in ours.known_arguments()}
+        if line.startswith("It is an argument of "):
+            assert {ours.__name__ for ours in owners} == set(re.findall(r"\w+Strategy", line)), name
+        for strategy, argument in re.findall(r"(\w+Strategy)\((\w+)=", line):
+            assert argument in getattr(lightning_parstrat, strategy).known_arguments(), line
+
+
+class Mine(ZeRO1Strategy):
+    """A user's own."""
+
+    def __init__(self, own: int = 1, **kwargs: Any) -> None:
+        super().__init__(timeout=None, **kwargs)
+
+
+class PassesOn(ZeRO1Strategy):
+    def __init__(self, own: int = 1, **kwargs: Any) -> None:
+        super().__init__(own=own, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments", "words"),
+    [
+        (ZeRO1Strategy, {"bucket_cap": 4}, ["ZeRO1Strategy()", "'bucket_cap'. Did you mean 'bucket_cap_mb'?"]),
+        (ZeRO3Strategy, {"min_num_parameters": 4}, ["ZeRO3Strategy()", "Did you mean 'min_num_params'?"]),
+        (ZeRO3Strategy, {"expose_gradients": 4}, ["ZeRO3Strategy()", "It is an argument of ZeRO1Strategy."]),
+        (TunedDDPStrategy, {"find_unused_parameter": True}, ["TunedDDPStrategy()", "'find_unused_parameters'?"]),
+        (TunedDDPStrategy, {"stage": 2}, ["TunedDDPStrategy()", "ZeRO3Strategy"]),
+        (ZeRO1Strategy, {"stage": 2}, ["ZeRO1Strategy()", "ZeRO1Strategy(shard_gradients=True)"]),
+        (ZeRO3Strategy, {"auto_wrap_policy": 2}, ["ZeRO3Strategy()", '`wrap=["Block"]`']),
+        (ZeRO3Strategy, {"cpu_offload": 2, "stage": 3}, ["'cpu_offload'. Nothing is moved", "'stage'. The class"]),
+        (ZeRO1Strategy, {"static_graphs": 2}, ["Did you mean 'static_graph'?"]),
+        (ZeRO1Strategy, {"unlike_any": 2}, ["got an unexpected keyword argument 'unlike_any'."]),
+        (Mine, {"reduce_type": 2}, ["Mine()", "Did you mean 'reduce_dtype'?"]),
+        (Mine, {"owned": 2}, ["Mine()", "Did you mean 'own'?"]),
+        (PassesOn, {}, ["PassesOn()", "'own'"]),
+    ],
+)
+def test_python_names_the_strategy_and_the_right_argument(
+    strategy: type[Any], arguments: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(TypeError) as refused:
+        strategy(**arguments)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "DDPStrategy.__init__" not in str(refused.value)
+
+
+def test_a_users_own_arguments_are_taken() -> None:
+    assert isinstance(Mine(own=2, bucket_cap_mb=4, static_graph=True), ZeRO1Strategy)
+
+
+def test_no_base_class_is_shown_or_made() -> None:
+    bases = {cls for ours in OURS for cls in ours.__mro__ if cls.__module__.startswith("lightning_parstrat.")} - {*OURS}
+    assert len(bases) == 6
+    for base in bases:
+        # A command line's help lists what can be made.
+        assert inspect.isabstract(base)
+    for ours in OURS:
+        assert ours.__name__ in repr(ours()) and "Wrapperless" not in repr(ours())
