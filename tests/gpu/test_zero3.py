@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_parstrat import ZeRO3Strategy
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
 from tests.comparing import distance
-from tests.gpu.test_features import TOLERANCE, Blocks, Checkpoints, CompiledBlocks
+from tests.gpu.test_features import TOLERANCE, train_compiled
 from tests.gpu.test_memory import WITHIN, let_libraries_allocate
 from tests.gpu.trainings import (
     Layers,
@@ -126,19 +126,12 @@ def test_two_ranks_train_as_the_oracle_does(two: RankPool, name: str) -> None:
     check(name, two.run(2, compare, name, TABLE[name]))
 
 
-MODULES = {"blocks": Blocks, "compiled blocks": CompiledBlocks, "checkpoints": Checkpoints}
-
-
 def compare_modules(name: str) -> float:
-    expected = train(MODULES[name], None, gradient_clip_val=0.1, validate=True)
-    torch.compiler.reset()
-    actual = train(MODULES[name], zero3(), gradient_clip_val=0.1, validate=True)
-    torch.compiler.reset()
-    return largest_difference(actual, expected)
+    return largest_difference(train_compiled(name, zero3()), train_compiled(name, None))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["checkpoints", "compiled blocks"])
 def test_blocks_of_all_kinds_train_as_on_a_single_device(ranks: RankPool, name: str) -> None:
     assert ranks.run(1, compare_modules, name)[0] <= TOLERANCE
 
