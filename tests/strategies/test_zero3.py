@@ -9,6 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from tests.pool import RankError, RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
@@ -115,17 +116,52 @@ def test_what_cannot_be_trained_says_so(pool: RankPool, name: str) -> None:
         pool.run(2, compare, name, {})
 
 
-def narrow(arguments: dict[str, Any]) -> float:
-    """How far parameters that travel in 16 bits get from those of ``ddp`` under the same autocast."""
-    expected = train(zoo.MLP, ddp(), precision="bf16-mixed")
-    return largest_difference(train(zoo.MLP, zero3(**arguments), precision="bf16-mixed"), expected)
+def narrow(arguments: dict[str, Any], precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
+    """The dtypes that parameters and gradients travel in, and how far they get from those of ``ddp``."""
+    gathered, reduced = set(), set()
+    # Its name since torch 2.13, and before.
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    all_gather, reduce_scatter = getattr(dist, gather), Collectives.reduce_scatter
+
+    def note_gather(output: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered.add(sent.dtype)
+        return all_gather(output, sent, *args, **kwargs)
+
+    def note_reduction(self: Collectives, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.add(sent.dtype)
+        return reduce_scatter(self, sent, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, gather, note_gather)
+        monkeypatch.setattr(Collectives, "reduce_scatter", note_reduction)
+        actual = train(zoo.MLP, zero3(**arguments), precision=precision)
+    return gathered, reduced, largest_difference(actual, train(zoo.MLP, ddp(), precision=precision))
 
 
-@pytest.mark.parametrize("arguments", [{"gather_dtype": "bf16"}, {"gather_dtype": "bf16", "reduce_dtype": "bf16"}])
-def test_what_travels_in_16_bits_is_stepped_in_32(pool: RankPool, arguments: dict[str, Any]) -> None:
-    for difference in pool.run(2, narrow, arguments):
-        # Autocast rounds the weights of linear layers all the same: only what is summed in 16 bits differs.
-        assert difference <= (0.05 if "reduce_dtype" in arguments else FP32)
+WIDE, NARROW = {torch.float32}, {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "gathered", "reduced", "least", "most"),
+    [
+        ({}, "32-true", WIDE, WIDE, 0, FP32),
+        # Autocast rounds the weights of linear layers all the same.
+        ({"gather_dtype": "bf16"}, "bf16-mixed", NARROW, WIDE, 0, FP32),
+        ({"gather_dtype": "bf16", "reduce_dtype": "bf16"}, "bf16-mixed", NARROW, NARROW, 1e-6, 0.01),
+    ],
+)
+def test_what_travels_in_16_bits_is_stepped_in_32(
+    pool: RankPool,
+    arguments: dict[str, Any],
+    precision: str,
+    gathered: set[torch.dtype],
+    reduced: set[torch.dtype],
+    least: float,
+    most: float,
+) -> None:
+    for *travelled, difference in pool.run(2, narrow, arguments, precision):
+        assert travelled == [gathered, reduced]
+        assert least <= difference <= most
 
 
 def scaled(model: type, init_scale: float) -> tuple[float, float]:
