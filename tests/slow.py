@@ -1,7 +1,8 @@
-"""What of a grid of cases ``make test`` tries, and what it leaves to ``make test-slow``."""
+"""What of a grid of cases ``make test`` tries, and what it leaves to ``make test-slow``; what is left out elsewhere."""
 
+import os
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -18,3 +19,10 @@ def slow_unless(is_quick: Callable[..., bool], values: Iterable[Any]) -> list[An
         arguments = value if type(value) is tuple else (value,)
         found.append(value if is_quick(*arguments) else pytest.param(*arguments, marks=pytest.mark.slow))
     return found
+
+
+def lack(reason: str) -> NoReturn:
+    """Skips a test whose machine lacks something; fails where ``PARSTRAT_REQUIRE_CLUSTER`` says that it is there."""
+    if os.environ.get("PARSTRAT_REQUIRE_CLUSTER"):
+        pytest.fail(reason)
+    pytest.skip(reason)

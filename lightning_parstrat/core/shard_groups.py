@@ -107,7 +107,8 @@ class ShardGroups(NamedTuple):
         if topology is None:
             return False
         on_node = max(Counter(topology.nodes[rank] for rank in self.groups[0]).values())
-        return 1 - on_node / self.size > 2 / on_node
+        # 1 - R / G > 2 / R in whole numbers, as both sides may be equal.
+        return on_node * (self.size - on_node) > 2 * self.size
 
     def place(self, rank: int) -> ShardPlace:
         """What ``rank`` holds."""

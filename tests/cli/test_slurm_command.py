@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_parstrat.cli.main import COMMANDS, main
+from lightning_parstrat.cli.program import read_program
+from lightning_parstrat.cli.sbatch import SlurmJob
+from lightning_parstrat.cli.slurm import make_parser, plan_job
 
 FIT = ("python", "train.py", "fit")
 
@@ -70,6 +73,18 @@ def test_contradictions_are_refused_with_both_lines(
     assert main(["slurm", *arguments]) == 2
     printed = capsys.readouterr().err
     assert all(part in printed for part in said), printed
+
+
+def test_every_argument_reaches_the_job(folder: Path) -> None:
+    wanted = SlurmJob(
+        nodes=3, devices=2, program=("./run",), name="n", time="1:00", partition="p", account="a", gres="gpu:2",
+        cpus_per_task=5, mem="6G", env={"A": "b"}, setup="s.sh", requeue=False, grace_seconds=77,
+    )  # fmt: skip
+    words = (
+        "--nodes 3 --devices 2 --name n --time 1:00 --partition p --account a --gres gpu:2 --cpus-per-task 5 --mem 6G"
+        " --env A=b --setup s.sh --no-requeue --grace-seconds 77"
+    )
+    assert plan_job(make_parser().parse_args(words.split()), read_program(["./run"], folder))[0] == wanted
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,13 @@ def test_the_largest_group_that_is_hidden_is_advised(ranks: int, size: int | Non
 
 
 @pytest.mark.parametrize(
-    ("choice", "ranks_a_node", "expected"),
-    [("node", 8, False), (8, 8, False), (16, 8, True), (64, 8, True), (64, 1, False), (64, 2, False), (64, 4, True)],
+    ("nodes", "least"),
+    # Nodes of a group, and from how many ranks on each of them it is so: docs/how_zero1_works.md has these.
+    [(1, None), (2, 5), (3, 4), (4, 3), (5, 3), (40, 3)],
 )
-def test_rings_carry_more_where_a_group_is_on_several_nodes_of_several_ranks(
-    choice: Any, ranks_a_node: int, expected: bool
-) -> None:
-    topology = Topology(tuple(rank // ranks_a_node for rank in range(128)))
-    assert ShardGroups.chosen(choice, topology).rings_carry_more(topology) is expected
-    assert ShardGroups.chosen(choice, topology).rings_carry_more(None) is False
+def test_rings_carry_more_where_a_group_is_on_several_nodes_of_several_ranks(nodes: int, least: int | None) -> None:
+    for on_node in range(1, 9):
+        topology = Topology(tuple(rank // on_node for rank in range(2 * nodes * on_node)))
+        groups = ShardGroups.chosen(nodes * on_node, topology)
+        assert groups.rings_carry_more(topology) is (least is not None and on_node >= least), on_node
+        assert groups.rings_carry_more(None) is False

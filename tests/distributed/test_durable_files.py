@@ -1,11 +1,13 @@
 """Files and folders are complete or absent, and what was there before stays until then."""
 
 import os
+import resource
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,23 +86,44 @@ def test_a_crash_between_two_renames_is_recovered_from(
     assert content(path) == "new" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder], check=False).returncode:
-        pytest.skip("a small file system can only be mounted by root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_leaves_what_was_there(small_disk: Path) -> None:
-    path = small_disk / "a.ckpt"
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
     path.write_text("old")
-    with pytest.raises(OSError, match=r"No space left .* an earlier file of that name is unchanged.*a\.ckpt"):
-        with written_durably(path) as temporary, open(temporary, "xb") as file:
-            file.write(b"x" * 10**6)
-    assert path.read_text() == "old" and list(small_disk.iterdir()) == [path]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As short of room as a full disk, which only root can have.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large .* an earlier file of that name is unchanged.*a\.ckpt"):
+            with written_durably(path) as temporary, open(temporary, "xb") as file:
+                file.write(b"x" * 10**6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("before", ["nothing", "file", "folder"])
+def test_the_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
+    exchange: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, kind: str
+) -> None:
+    make(tmp_path / "a.ckpt", before, "old")
+    steps: list[str] = []
+
+    def note(owner: Any, name: str, said: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (steps.append(said(*args)), original(*args))[1])
+
+    note(os, "fsync", lambda descriptor: f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+    for owner, name in ((os, "replace"), (os, "rename"), (durable_files, "_exchange")):
+        note(owner, name, lambda *_: "rename")
+    note(durable_files, "remove", lambda path: "remove" if path.exists() else "look")
+    with written_durably(tmp_path / "a.ckpt") as temporary:
+        make(temporary, kind, "new")
+    own = [step for step in steps if step != "look"]
+    assert own[:2] == [f"sync {temporary.name}", "rename"] and content(tmp_path / "a.ckpt") == "new"
+    # What had the name before goes when the new name is on the disk.
+    last_rename = len(own) - own[::-1].index("rename")
+    assert own[last_rename] == f"sync {tmp_path.name}" and "remove" not in own[:last_rename]
 
 
 def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
 from tests.faults.jobs import TIMEOUT, Ended, Job
-from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, SAVING
+from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, POINTS, SAVING
 from tests.faults.trainings import MICRO_BATCHES, STEPS, STRATEGIES, EndsAfter, train
 from tests.slow import slow_unless
 
@@ -54,11 +54,12 @@ class Kill(NamedTuple):
 
     @classmethod
     def drawn(cls, seed: int) -> "Kill":
-        """About every second one at a named point, the others at random."""
+        """Every second one at a named point, each in its turn, and the others at random."""
         draw = random.Random(seed)
         strategy, saving, world_size = draw.choice(list(STRATEGIES)), draw.choice(list(ARGUMENTS)), draw.choice((2, 3))
-        points = [point for point in (*SAVING, *LOADING) if saving != "full" or point not in OF_FOLDERS]
-        point = draw.choice(points) if draw.random() < 0.5 else None
+        point = None if seed % 2 else list(POINTS)[seed // 2 % len(POINTS)]
+        if point in OF_FOLDERS and saving == "full":
+            saving = "sharded"
         whole_job, tcp = draw.random() < (0.5 if point is None else 0.25), draw.random() < 0.3
         return cls(seed, strategy, saving, world_size, point, whole_job, tcp)
 
@@ -138,7 +139,7 @@ def test_what_was_saved_is_whole_and_training_goes_on(
     job = Job(tmp_path / "killed", kill.world_size, train, str(folder), kill.arguments, killed_at, tcp=kill.tcp)
     everybody = range(kill.world_size)
     if kill.point is None:
-        time.sleep(draw.uniform(0.0, 1.2) * reference.seconds)
+        time.sleep(draw.uniform(0.0, 1.0) * reference.seconds)
         job.kill(everybody if kill.whole_job else [victim])
     elif kill.whole_job:
         job.wait_for(victim, SECONDS)
@@ -166,6 +167,10 @@ def test_what_was_saved_is_whole_and_training_goes_on(
     assert_same(torch.load(folder / "result.pt"), reference.parameters)
     assert not list(folder.glob("*-replaced*"))
     record_property("kill", json.dumps({**kill._asdict(), "hit": hit, "resumed_after_step": last_step}))
+
+
+def test_fifty_kills_hit_every_point() -> None:
+    assert {Kill.drawn(seed).point for seed in range(50)} == {*POINTS, None}
 
 
 def samples_of(rank: Ended) -> Samples:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -216,3 +217,12 @@ def waits_of(
         fit(make_module(), strategy, steps=16, callbacks=[waits], **arguments)
     assert waits.found is not None
     return waits.found, waits.launched
+
+
+def check_waits(device: str, expected: Counter[str], found: Counter[str], launched: int) -> None:
+    """The host waited for nothing beside what it waits for under a plain Trainer."""
+    if device == "cpu":
+        pytest.skip("the trainings have run, but a CPU has nothing to wait for")
+    # A trace without kernels has seen nothing.
+    assert launched > 0
+    assert not found - expected, f"{found - expected} beside {expected} of a plain Trainer, in six micro-batches"

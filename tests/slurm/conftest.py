@@ -5,16 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.slow import lack
 from tests.slurm.cluster import SlurmCluster, missing_programs
-
-REQUIRED = "PARSTRAT_REQUIRE_CLUSTER"
-
-
-def lack(reason: str) -> None:
-    """Skips, or fails where `make test-cluster` has set out to install everything."""
-    if os.environ.get(REQUIRED):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import clean_environment
-from tests.slurm.conftest import lack
+from tests.slow import lack
 from tests.slurm.jobs import write_program
 
 pytestmark = pytest.mark.cluster

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -27,6 +28,8 @@ from tests.strategies.parity import zero1
 
 PAUSES = (0.0, 0.0, 0.002, 0.005)
 """Seconds, one of which each transfer takes longer than it would."""
+DRAW = random.Random(0)
+"""Of pauses, anew for each training, and differently on each rank."""
 CYCLES_PER_SECOND = 1.5e9
 """Of a GPU, about: how long a sleep is does not matter, only that it is longer than the launch of a kernel."""
 
@@ -52,7 +55,7 @@ class OnStream:
         with torch.cuda.stream(self._stream), torch.no_grad():
             self._stream.wait_event(self._launched)
             # Never 0: who reads on a stream that has not waited comes too early.
-            torch.cuda._sleep(int((0.0005 + random.choice(PAUSES)) * CYCLES_PER_SECOND))
+            torch.cuda._sleep(int((0.0005 + DRAW.choice(PAUSES)) * CYCLES_PER_SECOND))
             self._arrive()
             self._arrived = self._stream.record_event()
 
@@ -99,7 +102,7 @@ class OnHost:
 
 
 def pause() -> None:
-    time.sleep(random.choice(PAUSES))
+    time.sleep(DRAW.choice(PAUSES))
 
 
 class LateCollectives(Collectives):
@@ -116,6 +119,7 @@ class LateCollectives(Collectives):
     def __init__(self, inner: Collectives, by_itself: bool) -> None:
         super().__init__(inner.group, inner.topology, inner.shard_groups)
         self.inner, self.by_itself = inner, by_itself
+        DRAW.seed(dist.get_rank())
         self.traffic, self.widens = inner.traffic, inner.widens
         self.launched: Counter[str] = Counter()
         self._thread = ExchangeThread("late arrivals")
@@ -144,7 +148,7 @@ class LateCollectives(Collectives):
         if not self.by_itself:
             return
         if buffer.is_cuda:
-            torch.cuda._sleep(int(random.choice(PAUSES) * CYCLES_PER_SECOND))
+            torch.cuda._sleep(int(DRAW.choice(PAUSES) * CYCLES_PER_SECOND))
         elif self.world_size > 1:
             # Ranks set off at different times.
             pause()

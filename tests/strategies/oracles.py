@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tests.strategies import zoo
 from tests.strategies.cases import CASES
-from tests.strategies.parity import Reference, ddp, reference, train
+from tests.strategies.parity import Reference, Run, ddp, reference, train
 
 
 def make(name: str) -> Callable[[], zoo.Zoo]:
@@ -15,7 +15,10 @@ def make(name: str) -> Callable[[], zoo.Zoo]:
 
 def oracle(name: str) -> Reference:
     """A single process on the whole batch, or DDP."""
-    case = CASES[name]
-    whole_batch = case.oracle == "whole batch"
-    chosen = None if whole_batch else ddp()
-    return reference(name, lambda: train(make(name), chosen, whole_batch=whole_batch, **case.trainer))
+    return reference(name, lambda: train_as_oracle(name, make(name)))
+
+
+def train_as_oracle(name: str, make_module: Callable[[], zoo.Zoo]) -> Run:
+    """Trains a module in the way of the case's oracle."""
+    whole_batch = CASES[name].oracle == "whole batch"
+    return train(make_module, None if whole_batch else ddp(), whole_batch=whole_batch, **CASES[name].trainer)

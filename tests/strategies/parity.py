@@ -152,7 +152,7 @@ def largest_difference(actual: Run, expected: Run | Reference) -> float:
             assert one.shape == other.shape and one.dtype == other.dtype
             if one.numel():
                 found.append((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
-    return worst(0.0, found)
+    return worst(found)
 
 
 def largest_loss_difference(actual: Run, expected: Run | Reference) -> float:

@@ -30,7 +30,6 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
 from lightning_parstrat import TunedDDPStrategy
 from tests.pool import RankPool
@@ -66,7 +65,6 @@ from tests.strategies.callback_scripts import (
 from tests.strategies.cases import FP64
 from tests.strategies.late import late
 from tests.strategies.parity import (
-    PoolEnvironment,
     Run,
     by_flag,
     ddp,
@@ -361,34 +359,3 @@ def test_the_batch_size_finder_is_refused_as_under_ddp(pool: RankPool, strategy:
     expected = pool.run(2, refusal_of_batch_size_finder, "ddp")
     assert "not supported with distributed strategies" in expected[0]
     assert pool.run(2, refusal_of_batch_size_finder, strategy) == expected
-
-
-def synchronise_batch_norm(strategy: str) -> list[Tensor]:
-    torch.manual_seed(0)
-    module = zoo.BatchNormalised().double()
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    trainer = Trainer(
-        accelerator="cuda",
-        devices=world_size,
-        strategy=STRATEGIES[strategy](),
-        plugins=[PoolEnvironment()],
-        precision="64-true",
-        sync_batchnorm=True,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, *(zoo.loader(length, 4, torch.float64, rank, world_size) for length in (40, 16)))
-    return [value.cpu() for value in module.state_dict().values()]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="synchronised batch normalization needs a GPU for each rank")
-@pytest.mark.parametrize("strategy", ["zero1", "zero1_custom"])
-def test_batch_norm_is_synchronised_as_under_ddp(own_pool: RankPool, strategy: str) -> None:
-    # On CPU neither torch's layer nor its DDP does this.
-    expected = own_pool.run(2, synchronise_batch_norm, "ddp")
-    for actual, reference in zip(own_pool.run(2, synchronise_batch_norm, strategy), expected, strict=True):
-        torch.testing.assert_close(actual, reference, rtol=FP64, atol=FP64)

@@ -171,12 +171,24 @@ class Sparse(Flips):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class Net(nn.Sequential):
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch)
+
+
 class Compiled(Flips):
     frozen, plan = (0,), {3: (0, True), 8: (2, False)}
 
     def build(self) -> None:
         super().build()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        # A class of its own: in place, torch's compiles nothing.
+        self.net = Net(*self.net)
         self.net.compile(backend="aot_eager")
+
+    def on_train_end(self) -> None:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 class Normalised(Flips):
@@ -261,7 +273,8 @@ CASES = {
     "a new head, unused are found": Case(GetsSameHead, 2, UNUSED),
     "a lost layer": Case(LosesLayer, 1),
     "some are ignored": Case(Ignored, 1),
-    "compiled": Case(Compiled, 2),
+    # By small buckets torch splits no graph: its first one would be larger.
+    "compiled": Case(Compiled, 2, {"bucket_cap_mb": 25}),
     "with buffers": Case(Normalised, 1),
     "compressed": Case(UNFROZEN, 1, {"comm_hook": "bf16"}, tolerance=2e-2),
 }
@@ -289,7 +302,7 @@ def apart(run: Run) -> float:
         of_rank_0 = parameter.clone()
         dist.broadcast(of_rank_0, 0)
         found.append((parameter - of_rank_0).abs().max())
-    return worst(0.0, found)
+    return worst(found)
 
 
 def counted_exchanges() -> tuple[list[int], Callable[[], None]]:
@@ -326,7 +339,9 @@ def compare(name: str) -> tuple[float, float, int, float]:
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CASES))
 def test_what_is_trained_is_averaged(pool: RankPool, name: str) -> None:
     for difference, between_ranks, made_anew, moved in pool.run(2, compare, name):
-        assert difference <= CASES[name].tolerance and between_ranks == 0
+        # What travels in 16 bits is rounded.
+        least = 1e-6 if "comm_hook" in CASES[name].flags else 0
+        assert least <= difference <= CASES[name].tolerance and between_ranks == 0
         assert CASES[name].made_anew in (made_anew, None) and moved > 1e-3
 
 

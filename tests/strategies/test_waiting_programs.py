@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.scripts import clean_environment, run_python
+from tests.slow import lack
 
 pytestmark = pytest.mark.slow
 
@@ -166,13 +167,13 @@ ADDRESSES = "10.78.0.1", "10.78.0.2"
 def namespaces() -> Iterator[list[str]]:
     """Two network namespaces and a wire between them, as of two nodes."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
+        lack("network namespaces need root and iproute2")
     names = [f"parstrat-wait-{os.getpid()}-{node}" for node in range(2)]
 
     def ip(*arguments: str) -> None:
         ran = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
         if ran.returncode != 0:
-            pytest.skip(f"network namespaces cannot be had: {ran.stderr.strip()}")
+            lack(f"network namespaces cannot be had: {ran.stderr.strip()}")
 
     try:
         for name in names:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
 from lightning_parstrat.distributed.zero1 import engine
@@ -106,13 +107,57 @@ def test_bf16_mixed_is_that_of_ddp(pool: RankPool, arguments: dict[str, Any]) ->
     assert max(pool.run(2, compare, Normalised, arguments, "bf16-mixed")) <= FP32
 
 
-def test_all_parameters_are_gathered_in_bf16_if_asked_for(pool: RankPool) -> None:
-    assert max(pool.run(2, compare, zoo.MLP, {"gather_dtype": "bf16"}, "bf16-mixed")) <= FP32
+def narrow(arguments: dict[str, Any], precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
+    """The dtypes that parameters and gradients travel in, and how far they get from those of ``ddp``."""
+    gathered, reduced = set(), set()
+    # Its name since torch 2.13, and before.
+    gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    all_gather, reduce_scatter = getattr(dist, gather), Collectives.reduce_scatter
+
+    def note_gather(output: torch.Tensor, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        gathered.add(sent.dtype)
+        return all_gather(output, sent, *args, **kwargs)
+
+    def note_reduction(self: Collectives, sent: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reduced.add(sent.dtype)
+        return reduce_scatter(self, sent, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(dist, gather, note_gather)
+        monkeypatch.setattr(Collectives, "reduce_scatter", note_reduction)
+        actual = train(zoo.MLP, zero3(**arguments), precision=precision)
+    return gathered, reduced, largest_difference(actual, train(zoo.MLP, ddp(), precision=precision))
 
 
-def test_what_travels_in_bf16_is_rounded_once(pool: RankPool) -> None:
-    for difference in pool.run(2, compare, zoo.MLP, {"reduce_dtype": "bf16"}, "32-true"):
-        assert 1e-6 < difference <= 0.05
+WIDE, NARROW = {torch.float32}, {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "precision", "gathered", "reduced", "least", "most"),
+    [
+        ({}, "32-true", WIDE, WIDE, 0, FP32),
+        # Autocast rounds the weights of linear layers, and their gradients, all the same.
+        ({}, "bf16-mixed", NARROW, WIDE, 0, FP32),
+        ({"gather_dtype": "bf16"}, "bf16-mixed", NARROW, WIDE, 0, FP32),
+        ({"gather_dtype": None}, "bf16-mixed", WIDE, WIDE, 0, FP32),
+        ({"reduce_dtype": "bf16"}, "bf16-mixed", NARROW, NARROW, 0, FP32),
+        ({"reduce_dtype": "bf16"}, "32-true", WIDE, NARROW, 1e-6, 0.05),
+        ({}, "bf16-true", NARROW, NARROW, 0, FP32),
+        ({"reduce_dtype": "fp32"}, "bf16-true", NARROW, WIDE, 0, FP32),
+    ],
+)
+def test_what_travels_in_16_bits_is_stepped_in_32(
+    pool: RankPool,
+    arguments: dict[str, Any],
+    precision: str,
+    gathered: set[torch.dtype],
+    reduced: set[torch.dtype],
+    least: float,
+    most: float,
+) -> None:
+    for *travelled, difference in pool.run(2, narrow, arguments, precision):
+        assert travelled == [gathered, reduced]
+        assert least <= difference <= most
 
 
 class KeepsBytes(zoo.Zoo):

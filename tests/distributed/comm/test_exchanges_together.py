@@ -54,8 +54,8 @@ def exchange(
     groups: ProcessGroups, seed: int, choice: Any, on_node: int, dtype: torch.dtype, wide: torch.dtype
 ) -> tuple[list[bool], Any]:
     """Whether each came to what it should; and what was sent, beside what should be."""
-    draw, of_rank = random.Random(seed), random.Random()
     world_size, rank = dist.get_world_size(), dist.get_rank()
+    draw, of_rank = random.Random(seed), random.Random(1000 * seed + rank)
     topology = Topology.of([other // on_node for other in range(world_size)])
     sharing = ShardGroups.chosen(choice, topology)
     by_gradients, by_parameters = (

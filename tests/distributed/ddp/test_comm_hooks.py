@@ -57,7 +57,8 @@ def test_powersgd_is_exact_until_it_begins_and_then_an_approximation_of_rank_one
     (kept, difference, _), _ = pool.run(2, distance_from_exact, "powersgd", {})
     assert kept and difference < 1e-6
     (kept, difference, first), (_, _, second) = pool.run(2, distance_from_exact, "powersgd", {}, True)
-    assert kept and 1e-3 < difference < 1.5
+    # Of gradients that are zero, halved or doubled it would be more.
+    assert kept and 1e-3 < difference < 0.6
     assert distance(first, second) == 0
 
 

@@ -193,12 +193,13 @@ def dtypes_on_the_wire() -> dict[str, tuple[str, str, bool]]:
 
 def test_only_fp32_is_narrowed(pool: RankPool) -> None:
     bf16 = "torch.bfloat16"
-    assert pool.run(2, dtypes_on_the_wire)[0] == {
+    expected = {
         "torch.float32": (bf16, bf16, True),
         "torch.float64": ("torch.float64", "torch.float64", False),
         bf16: (bf16, bf16, True),
         "torch.complex64": ("torch.complex64", "torch.complex64", False),
     }
+    assert pool.run(2, dtypes_on_the_wire) == [expected] * 2
 
 
 def read_in_another_thread() -> bool:

@@ -60,7 +60,7 @@ def skip(kind: str, poisoned: tuple[int, ...], left_out: tuple[int, ...], argume
             (state_of(disturbed[-1]), disturbed[-1].scheduler, disturbed[-1].rate),
             (state_of(undisturbed[-1]), undisturbed[-1].scheduler, undisturbed[-1].rate),
         )
-        found.append((worst(0.0, moved), end, disturbed[-1].skipped, undisturbed[-1].skipped))
+        found.append((worst(moved), end, disturbed[-1].skipped, undisturbed[-1].skipped))
     return found
 
 

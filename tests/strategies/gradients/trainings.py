@@ -58,10 +58,11 @@ def fit(module: Any, chosen: Any, batches: int, **arguments: Any) -> Trainer:
 def differences(module: Regression, truth: Truth, accumulate: int, batches: int) -> tuple[float, float]:
     """Of parameters and of norms, after the batches that end a window."""
     parameters, norms = _steps(module, accumulate, batches)
-    # Where nobody asks for norms, none is known.
-    pairs = [] if all(map(math.isnan, norms)) else zip(norms, truth.norms, strict=True)
-    known = [(a, b) for a, b in pairs if not math.isnan(b)]
-    return distance(parameters, truth.parameters), worst(0.0, [abs(a - b) / b for a, b in known])
+    clips = module.trainer.gradient_clip_val is not None and module.trainer.gradient_clip_algorithm != "value"
+    # Who clips by norm has to know it. Where nobody asks, it may be unknown; the truth has none without any weight.
+    pairs = [(a, b) for a, b in zip(norms, truth.norms, strict=True) if not math.isnan(b)]
+    errors = [abs(a - b) / b for a, b in pairs if clips or not math.isnan(a)]
+    return distance(parameters, truth.parameters), worst(errors) if clips else worst(0.0, errors)
 
 
 def _steps(module: Regression, accumulate: int, batches: int) -> tuple[list[Tensor], list[float]]:
