@@ -360,8 +360,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def _end_batches(self) -> None:
-        self._compare_evaluations()
         super()._end_batches()
+        self._compare_evaluations()
 
     def _compare_evaluations(self) -> None:
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""

@@ -247,8 +247,10 @@ def fail(setting: Setting, where: str, error: type[BaseException]) -> None:
 def fail_and_fit(where: str, error: type[BaseException]) -> Script:
     def script(setting: Setting) -> zoo.Zoo:
         fail(setting, where, error)
+        trained = fit(setting)
+        # After a failure parameters stay where they are: there may be no memory for copies.
         check_ordinary_storage(setting.module)
-        return fit(setting)
+        return trained
 
     return script
 
