@@ -377,13 +377,23 @@ def _reduce_with_zeros(group: Any, *unused: Any) -> None:
     type(group).post_backward(group, *unused)
 
 
-def gather_as_it_is(keeper: Any) -> None:
-    """Has FSDP2 gather one parameter in its own dtype, whatever the rest of its unit is gathered in. Before any is."""
+def gather_in(keeper: Any, dtype: torch.dtype | None) -> None:
+    """Has FSDP2 gather one parameter in a dtype from now on, or in its own. Nothing is gathered.
+
+    What it was gathered into before is forgotten: it may have had another dtype.
+    """
 
     def set_dtypes(policy: Any) -> None:
-        type(keeper).init_dtype_attrs(keeper, dataclasses.replace(policy, param_dtype=None))
+        type(keeper).init_dtype_attrs(keeper, dataclasses.replace(policy, param_dtype=dtype))
 
     keeper.init_dtype_attrs = set_dtypes
+    keeper.all_gather_outputs = []
+    vars(keeper).pop("_unsharded_param", None)
+
+
+def is_gathered_in_a_chosen_dtype(keeper: Any) -> bool:
+    """Whether :func:`gather_in` was called for a parameter. Not of those that a user has sharded."""
+    return "init_dtype_attrs" in vars(keeper)
 
 
 def exchange_shard(parameter: Tensor, keeper: Any, shard: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
@@ -17,7 +18,7 @@ from lightning_parstrat.strategies import zero3 as zero3_module
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
-from tests.strategies.parity import by_flag, ddp, largest_difference, train, whole, zero3
+from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
 
 MIXED = {"precision": "bf16-mixed"}
 ROWS = 3
@@ -158,6 +159,43 @@ def test_what_travels_in_16_bits_is_stepped_in_32(
     for *travelled, difference in pool.run(2, narrow, arguments, precision):
         assert travelled == [gathered, reduced]
         assert least <= difference <= most
+
+
+def train_and_evaluate_in_turns() -> tuple[list[float], list[float]]:
+    found: list[list[float]] = []
+    for strategy in (ddp, zero3):
+        torch.manual_seed(0)
+        module, losses = Normalised(), []
+        for precision in ("bf16-mixed", "32-true", "bf16-mixed"):
+            trainer = make_trainer(strategy(), precision=precision)
+            trainer.fit(module, zoo.loader(16, 4))
+            losses.append(trainer.validate(module, zoo.loader(16, 4), verbose=False)[0]["val_loss"])
+        found.append(losses)
+    return found[0], found[1]
+
+
+def test_another_training_of_a_module_may_have_another_precision(pool: RankPool) -> None:
+    for expected, losses in pool.run(2, train_and_evaluate_in_turns):
+        assert losses == pytest.approx(expected, rel=1e-3)
+
+
+class ShardsByHand(Normalised):
+    """A user's own sharding, which gathers a layer in bf16."""
+
+    def configure_model(self) -> None:
+        fully_shard(self.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        self.dtypes: set[torch.dtype] = set()
+        for layer in (self.blocks[0][0], self.head):
+            layer.register_forward_pre_hook(lambda layer, _: self.dtypes.add(layer.weight.dtype))
+
+
+def dtypes_by_hand() -> set[torch.dtype]:
+    module: Any = train(ShardsByHand, zero3(min_num_params=10**9)).module
+    return module.dtypes
+
+
+def test_what_a_user_has_sharded_is_gathered_as_the_user_wants(pool: RankPool) -> None:
+    assert pool.run(2, dtypes_by_hand) == [{torch.float32, torch.bfloat16}] * 2
 
 
 class KeepsBytes(zoo.Zoo):

@@ -32,8 +32,9 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.torch_compat import (
     current_graph_task_id,
-    gather_as_it_is,
+    gather_in,
     has_hooks,
+    is_gathered_in_a_chosen_dtype,
     kept_by_fsdp,
     lend_hooks,
     multiply_all,
@@ -122,11 +123,12 @@ class ShardedModule:
         self._device = device
         self._reshards_after_forward = reshard_after_forward
         if not is_sharded_module(module):
-            self._shard(wrap, min_num_params, by_child, reshard_after_forward, gather_dtype, gathers_as_autocast)
+            self._shard(wrap, min_num_params, by_child, reshard_after_forward)
         self.units = [part for part in self._parts if part is not module]
         for part in self._parts:
             reduce_unused_too(part)
         let_data_be_assigned(self._parts)
+        self._choose_gather_dtypes(gather_dtype, gathers_as_autocast)
         keep_writes(module, self._parts)
         self._choose_reduce_scatter(reduce_dtype)
         self._whole = [p for p in module.parameters() if not isinstance(p, DTensor)]
@@ -155,15 +157,7 @@ class ShardedModule:
             root = re.escape(type(module).__name__)
             warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({root}\) returned a view tensor")
 
-    def _shard(
-        self,
-        wrap: Sequence[str],
-        min_num_params: int,
-        by_child: bool,
-        reshard_after_forward: bool,
-        gather_dtype: torch.dtype | None,
-        gathers_as_autocast: bool,
-    ) -> None:
+    def _shard(self, wrap: Sequence[str], min_num_params: int, by_child: bool, reshard_after_forward: bool) -> None:
         module = self.module
         units = find_units(module, wrap, min_num_params, by_child)
         whole = whole_parameters(module, units)
@@ -172,14 +166,14 @@ class ShardedModule:
             whole |= {p for p in module.parameters() if p not in inside and not isinstance(p, DTensor)}
         self._to_reset = agree_on_parts(module, whole, self.group, self._device)
         before = dict(module.named_parameters())
-        rounded = rounded_by_autocast(module) if gathers_as_autocast else set(before.values())
-        narrow = {name for name, p in before.items() if p in rounded and p.dtype == torch.float32}
         mesh = DeviceMesh.from_group(self.group, self._device.type)
 
         def shard_part(part: nn.Module, **kwargs: Any) -> None:
             self._make(part, whole)
-            policy = MixedPrecisionPolicy(gather_dtype, _summed_in(part, whole), cast_forward_inputs=False)
+            policy = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=cast(Any, whole), **kwargs)
+            for _, keeper in kept_by_fsdp(part):
+                gather_in(keeper, None)
 
         for unit in units:
             shard_part(unit, reshard_after_forward=reshard_after_forward)
@@ -187,16 +181,20 @@ class ShardedModule:
         # By default what the root has stays gathered from forward to backward, which follow each other at once.
         shard_part(module)
         let_be_copied(self._parts, {*STEPS, *vars(module)} - own)
-        names: dict[Tensor, str] = {}
         for name, parameter in module.named_parameters():
-            names[parameter] = name
             if parameter is not before[name]:
                 take_over_attributes(before[name], parameter)
                 act_as_parameter_of(before[name], module, name)
+
+    def _choose_gather_dtypes(self, gather_dtype: torch.dtype | None, gathers_as_autocast: bool) -> None:
+        # Anew for each training: an earlier one may have had another precision.
+        self._free()
+        rounded = rounded_by_autocast(self.module)
         for part in self._parts:
-            for shard, keeper in kept_by_fsdp(part):
-                if names[shard] not in narrow:
-                    gather_as_it_is(keeper)
+            for parameter, keeper in kept_by_fsdp(part):
+                is_narrow = parameter in rounded if gathers_as_autocast else parameter.dtype == torch.float32
+                if is_gathered_in_a_chosen_dtype(keeper):
+                    gather_in(keeper, gather_dtype if is_narrow else None)
 
     def _choose_reduce_scatter(self, reduce_dtype: torch.dtype | None) -> None:
         collectives, on_cpu = self._collectives, self._device.type == "cpu"
