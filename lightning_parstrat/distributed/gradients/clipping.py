@@ -48,6 +48,7 @@ class StepGradients(NamedTuple):
         return value
 
 
+@torch.no_grad()
 def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     """Finds the gradients of ``optimizers``; a parameter in several of them counts once.
 
