@@ -1,6 +1,7 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
 import functools
+import re
 import socket
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -65,6 +66,7 @@ from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
 _SAVE = "`trainer.save_checkpoint()`"
+_SAYS_DTYPES_DIFFER = re.compile(r"same (d|data)type|scalar type|mixed dtype")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 _SAVE_ON_ALL = "Call it on all ranks: each has a part of the parameters."
 
@@ -567,6 +569,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._sharded is not None and is_of_shards(exception):
             said = exception.args[0].removesuffix(self._advice_on_shards)
             exception.args = (f"{said}\n{self.flag}: {self._advice_on_shards}", *exception.args[1:])
+        elif self._gather_dtype is not None and _SAYS_DTYPES_DIFFER.search(str(exception)) and exception.args:
+            advice = (
+                f"{self.flag}: Weights of linear and convolution layers are gathered in bf16 here. If your code uses"
+                " them outside of autocast, set gather_dtype=None."
+            )
+            exception.args = (f"{exception.args[0]}\n{advice}", *exception.args[1:])
         super().on_exception(exception)
 
     @override

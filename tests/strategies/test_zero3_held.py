@@ -228,10 +228,20 @@ def test_what_a_block_writes_to_its_own_weights_is_kept(pool: RankPool) -> None:
 
 
 class Reshapes(Blocks):
+    def build(self) -> None:
+        super().build()
+        self.frozen = nn.Linear(zoo.FEATURES, 1).requires_grad_(False)
+
     def compute_loss(self, batch: Tensor) -> Tensor:
-        loss = super().compute_loss(batch)
-        self.head.weight.data = self.head.weight.data.flatten()
-        return loss
+        self.frozen.weight.data = self.frozen.weight.data.flatten()
+        return super().compute_loss(batch)
+
+
+class WritesInEvaluation(Blocks):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.compute_loss(batch)
+        with torch.no_grad():
+            self.blocks[0].linear.weight.mul_(2)
 
 
 def said_of_writes() -> list[str]:
@@ -240,14 +250,75 @@ def said_of_writes() -> list[str]:
             train(teaching(way), zero3(**ROOT), precision="bf16-mixed")
         return str(raised.value)
 
-    return [*(in_bf16(way) for way in WRITES), message_of(Reshapes, zero3(**ROOT))]
+    with pytest.raises(RuntimeError) as evaluated:
+        train(WritesInEvaluation, zero3(**UNITS, reshard_after_forward=False), precision="bf16-mixed", validate=True)
+    return [*(in_bf16(way) for way in WRITES), str(evaluated.value), message_of(Reshapes, zero3(**ROOT))]
 
 
 def test_a_write_that_would_be_rounded_or_does_not_fit_names_the_parameter(pool: RankPool) -> None:
-    for *rounded, reshaped in pool.run(2, said_of_writes):
+    for *rounded, evaluated, reshaped in pool.run(2, said_of_writes):
+        assert "'blocks.0.linear.weight'" in evaluated and "torch.bfloat16" in evaluated
         for said in rounded:
             assert "'teacher.0.linear.weight'" in said and "torch.bfloat16" in said and "gather_dtype=None" in said
-        assert "'head.weight'" in reshaped and "[12]" in reshaped and "[1, 12]" in reshaped
+        assert "'frozen.weight'" in reshaped and "[12]" in reshaped and "[1, 12]" in reshaped
+
+
+class Trades(Blocks):
+    """Two frozen parameters trade their data in each step."""
+
+    def build(self) -> None:
+        super().build()
+        self.pair = nn.ModuleList(nn.Linear(zoo.FEATURES, 1).requires_grad_(False) for _ in range(2))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        first, second = self.pair[0].weight, self.pair[1].weight
+        first.data, second.data = second.data, first.data
+        return super().compute_loss(batch) + self.pair[0](batch).pow(2).mean()
+
+
+def traded() -> float:
+    return largest_difference(train(Trades, zero3(**ROOT)), train(Trades, ddp()))
+
+
+def test_data_is_traded_within_a_step(pool: RankPool) -> None:
+    assert max(pool.run(2, traded)) <= FP32
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Tensor:
+        return gradient * torch.ones(zoo.FEATURES, zoo.FEATURES)
+
+
+class AppliesFunction(Blocks):
+    def build(self) -> None:
+        super().build()
+        self.held = [self.blocks[0].linear.weight]
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) + Square.apply(self.held[0])
+
+
+class LeavesAutocast(Blocks):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.head(batch).square().mean()
+
+
+def said_of_what_cannot_be_seen() -> list[str]:
+    with pytest.raises(RuntimeError) as raised:
+        train(LeavesAutocast, zero3(**ROOT), precision="bf16-mixed")
+    return [message_of(AppliesFunction, zero3(**ROOT)), str(raised.value)]
+
+
+def test_what_goes_by_a_held_weight_or_by_autocast_says_what_to_do(pool: RankPool) -> None:
+    for function, autocast in pool.run(2, said_of_what_cannot_be_seen):
+        assert "'blocks.0.linear.weight'" in function and "self.blocks.0.linear.weight" in function
+        assert "gather_dtype=None" in autocast
 
 
 def taught_in_bf16_as_the_error_says() -> float:

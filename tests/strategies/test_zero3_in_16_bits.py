@@ -1,5 +1,6 @@
 """16 bits under ``zero3_custom``: what is gathered, sent and kept in them, and what is not."""
 
+import contextlib
 import logging
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
 from lightning_parstrat.distributed.zero1 import engine
 from lightning_parstrat.strategies import zero3 as zero3_module
+from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
@@ -177,6 +179,34 @@ def train_and_evaluate_in_turns() -> tuple[list[float], list[float]]:
 def test_another_training_of_a_module_may_have_another_precision(pool: RankPool) -> None:
     for expected, losses in pool.run(2, train_and_evaluate_in_turns):
         assert losses == pytest.approx(expected, rel=1e-3)
+
+
+class FailsOnce(zoo.MLP):
+    """Fails in the third micro-batch of four."""
+
+    fails = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if self.fails and batch_idx == 2:
+            self.fails = False
+            raise KeyError("once")
+        return super().training_step(batch, batch_idx)
+
+
+def train_after_a_failure(fails: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = FailsOnce()
+    module.fails = fails
+    for _ in range(2 if fails else 1):
+        trainer = make_trainer(zero3(shard_gradients=False), precision="bf16-true", accumulate_grad_batches=4)
+        with contextlib.suppress(KeyError):
+            trainer.fit(module, zoo.loader(64, 4, torch.bfloat16))
+    assert trainer.global_step > 0
+    return [whole(parameter.detach()) for parameter in module.parameters()]
+
+
+def test_what_a_failed_window_has_added_up_is_gone(pool: RankPool) -> None:
+    assert_same(pool.run(2, train_after_a_failure, True), pool.run(2, train_after_a_failure, False))
 
 
 class ShardsByHand(Normalised):

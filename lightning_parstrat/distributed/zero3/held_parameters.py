@@ -1,12 +1,13 @@
 """A parameter that your code took from a module before it was sharded: it acts as the module's own parameter.
 
 FSDP2 replaces each parameter by a shard. A list, a closure or a callback may still hold the old object. That object
-becomes a :class:`HeldParameter`: torch hands it every operation on it, and it passes the operation on to the parameter
-that the module has now. It keeps no memory of its own. If the module's parameter is sharded at that moment, an
+becomes a :class:`HeldParameter`. torch hands it every operation on it. It passes the operation on to the parameter that
+the module has now. It keeps no memory of its own. If the module's parameter is sharded at that moment, an
 operation on values raises an error.
 """
 
 import copy
+import functools
 from typing import Any
 
 import torch
@@ -73,10 +74,20 @@ def act_as_parameter_of(old: Tensor, root: nn.Module, name: str) -> None:
     """
     path, _, own = name.rpartition(".")
     # Code in C++ does not ask the class. NaN shows there that the values are elsewhere.
-    old.data = torch.full((), torch.nan, dtype=old.dtype, device=old.device).expand(old.shape)
+    nothing = torch.nan if old.is_floating_point() or old.is_complex() else 0
+    old.data = torch.full((), nothing, dtype=old.dtype, device=old.device).expand(old.shape)
     old.grad = None
+    if old.requires_grad:
+        old.register_hook(functools.partial(_refuse_gradient, name))  # type: ignore[no-untyped-call]
     vars(old)[_PLACE] = root.get_submodule(path), own, name
     old.__class__ = HeldParameter
+
+
+def _refuse_gradient(name: str, _: Tensor) -> None:
+    raise RuntimeError(
+        f"A gradient came to an object that your code has held since before the training, instead of to parameter"
+        f" {name!r}. Code in C++ and `autograd.Function.apply` take the object as it is. Give them `self.{name}`."
+    )
 
 
 def current_parameter(tensor: Tensor) -> Tensor:

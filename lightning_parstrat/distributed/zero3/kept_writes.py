@@ -1,4 +1,4 @@
-"""What your code writes to a gathered parameter is kept in its shards.
+"""Keeps writes of your code to gathered parameters in the shards.
 
 A step gathers parameters, uses them, and frees them. Without more, a write in between would be lost, such as that of a
 teacher's moving average. Before a unit's parameters are freed, each rank therefore copies its part of them into its
@@ -46,7 +46,7 @@ class _KeptWrites:
     def __init__(self, unit: nn.Module, names: dict[Tensor, str]) -> None:
         self._unit = unit
         self._names = [names[shard] for shard, _ in kept_by_fsdp(unit)]
-        self._memory: dict[Tensor, Tensor] = {}
+        self._memory: dict[Tensor, _Memory] = {}
         self._on_their_way: list[tuple[Tensor, Any]] = []
 
     @torch.no_grad()
@@ -54,23 +54,50 @@ class _KeptWrites:
         """Copies this rank's part of what is gathered into its shards.
 
         Raises:
-            RuntimeError: A parameter was written to that is gathered in another dtype than its shard has. On a GPU a
-                later call raises it: the host does not wait for the device.
+            RuntimeError: A parameter was written to that is gathered in another dtype than its shard has. Only a rank
+                whose part has changed raises. On a GPU a later call raises it: the host does not wait for the device.
             ValueError: ``data`` of a parameter was set to a tensor of another shape.
         """
         exact: list[_Part] = []
         rounded: list[_Part] = []
-        for name, (parameter, gathered) in zip(self._names, gathered_by_fsdp(self._unit), strict=True):
-            memory = self._memory.setdefault(gathered, gathered.detach())
-            _bring_back(name, gathered, memory)
+        pairs = gathered_by_fsdp(self._unit)
+        for parameter, gathered in pairs:
+            if gathered not in self._memory:
+                self._memory[gathered] = _memory_of(gathered.detach(), parameter)
+        self._bring_back([gathered for _, gathered in pairs])
+        for name, (parameter, gathered) in zip(self._names, pairs, strict=True):
+            whole, own = self._memory[gathered]
             shard = local(parameter).view(-1)
             if shard.numel():
-                part = _Part(name, shard, _own_part(memory, parameter))
-                (exact if shard.dtype == memory.dtype else rounded).append(part)
+                part = _Part(name, shard, local(shard_like(whole, parameter)).view(-1) if own is None else own)
+                (exact if shard.dtype == whole.dtype else rounded).append(part)
         if exact:
             copy_all([part.shard for part in exact], [part.gathered for part in exact])
         if rounded:
             self._check_unchanged(rounded)
+
+    def _bring_back(self, gathered: Iterable[Tensor]) -> None:
+        """Copies what ``data`` was set to into the memory that is gathered into, and has ``data`` be that again."""
+        values = []
+        for name, parameter in zip(self._names, gathered, strict=True):
+            value, (memory, _) = parameter.detach(), self._memory[parameter]
+            is_there = value.data_ptr() == memory.data_ptr() and value.stride() == memory.stride()
+            if not (is_there and value.shape == memory.shape):
+                parameter.data = memory
+                # A copy: it may be another parameter's, to which something is copied, too.
+                values.append((name, memory, value.clone() if value.untyped_storage().nbytes() else None))
+        for name, memory, copied in values:
+            if copied is None:
+                raise RuntimeError(
+                    f"`data` of {name!r} was set to memory of another block, which is free by now. Set it to a copy:"
+                    " `parameter.data = other.data.clone()`."
+                )
+            if copied.shape != memory.shape:
+                raise ValueError(
+                    f"`data` of {name!r} was set to a tensor of shape {list(copied.shape)}, and the parameter is"
+                    f" {list(memory.shape)}. Set it to one of that shape."
+                )
+            memory.copy_(copied)
 
     def _check_unchanged(self, parts: list["_Part"]) -> None:
         gathered = torch.cat([part.gathered for part in parts])
@@ -101,21 +128,13 @@ class _Part(NamedTuple):
     gathered: Tensor
 
 
-def _bring_back(name: str, gathered: Tensor, memory: Tensor) -> None:
-    """Copies what ``data`` was set to into the memory that is gathered into, and has ``data`` be that again."""
-    value = gathered.detach()
-    if value.data_ptr() == memory.data_ptr() and value.shape == memory.shape and value.stride() == memory.stride():
-        return
-    gathered.data = memory
-    if value.shape != memory.shape:
-        raise ValueError(
-            f"`data` of {name!r} was set to a tensor of shape {list(value.shape)}, and the parameter is"
-            f" {list(memory.shape)}. Set it to one of that shape."
-        )
-    memory.copy_(value)
+class _Memory(NamedTuple):
+    """The memory that a parameter is gathered into, and this rank's part of it, 1-D; None if it is not one run."""
+
+    whole: Tensor
+    own: Tensor | None
 
 
-def _own_part(memory: Tensor, shard: DTensor) -> Tensor:
-    """This rank's part of a whole parameter, 1-D."""
-    cut = cuts_in_rows([shard]).get(shard)
-    return local(shard_like(memory, shard)).view(-1) if cut is None or cut.own is None else memory.view(-1)[cut.own]
+def _memory_of(whole: Tensor, parameter: DTensor) -> _Memory:
+    cut = cuts_in_rows([parameter]).get(parameter)
+    return _Memory(whole, None if cut is None or cut.own is None else whole.view(-1)[cut.own])

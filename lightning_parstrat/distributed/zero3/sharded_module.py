@@ -197,18 +197,17 @@ class ShardedModule:
                     gather_in(keeper, gather_dtype if is_narrow else None)
 
     def _choose_reduce_scatter(self, reduce_dtype: torch.dtype | None) -> None:
-        collectives, on_cpu = self._collectives, self._device.type == "cpu"
+        collectives = self._collectives
         if collectives.world_size == 1:
             return
-        if on_cpu:
-            collectives.connect(self._device)
+        collectives.connect(self._device)
         for part in self._parts:
             own = next((shard.dtype for shard, _ in kept_by_fsdp(part)), None)
             travels_in = reduce_dtype if own == torch.float32 or reduce_dtype == torch.float32 else own
             if travels_in not in (torch.bfloat16, torch.float16) or collectives.widens:
                 travels_in = None
-            if on_cpu or travels_in is not None:
-                part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travels_in))
+            # For all: an earlier training of the module may have had another.
+            part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travels_in))
 
     @property
     def _parts(self) -> list[Any]:
@@ -344,11 +343,21 @@ class ShardedModule:
 
     def _free(self) -> None:
         self.unit_called = ""
+        refused: list[Exception] = []
         for part in self._parts:
-            part.reshard()
-            # Of a forward or a backward that an exception has ended. What is within another has nothing of its own.
-            with suppress(AttributeError, RuntimeError):
+            # Writes that cannot be kept raise. All parts are freed before.
+            try:
+                part.reshard()
+            except (RuntimeError, ValueError) as error:
+                refused.append(error)
+        for part in self._parts if hasattr(self.module, "reset_iter_state") else ():
+            # An exception may have ended a forward or a backward. Only roots have a state to reset.
+            try:
                 part.reset_iter_state()
+            except (AttributeError, RuntimeError) as error:
+                refused += [] if "root FSDP module" in str(error) or isinstance(error, AttributeError) else [error]
+        if refused:
+            raise refused[0]
 
     @contextmanager
     def evaluation_step(self, before_gradients: Callable[[], None]) -> Iterator[None]:
@@ -464,10 +473,15 @@ class ShardedModule:
 
     def abandon_backward(self) -> None:
         """Forgets a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
-        self.reshard()
+        # The exception that has ended it is what the user is to see.
+        with suppress(RuntimeError, ValueError):
+            self.reshard()
         for leaf in self.leaves:
             if leaf.tensor is not leaf.parameter:
                 leaf.tensor.grad = None
+        for part in self._parts:
+            for _, keeper in kept_by_fsdp(part):
+                keeper.unsharded_accumulated_grad = None
         self._forget_backwards()
         self._is_stuck = not hasattr(self.module, "reset_iter_state")
 
@@ -495,7 +509,7 @@ class ShardedModule:
         size = dist.get_world_size(self.group)
         for gradients in by_dtype.values() if size > 1 else ():
             # Few and small, as a rule.
-            together = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            together = _wide(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             dist.all_reduce(real_view(together), group=self.group)
             together /= size
             means = torch.split(together, [gradient.numel() for gradient in gradients])
@@ -510,9 +524,9 @@ class ShardedModule:
                 gradient, parameter = leaf.tensor.grad, leaf.parameter
                 leaf.tensor.grad = None
                 mean = torch.zeros_like(leaf.tensor) if gradient is None else gradient
-                mean = mean.to(parameter.dtype)
+                mean = _wide(mean.to(parameter.dtype))
                 dist.all_reduce(mean, group=self.group)
-                own = shard_like(mean.div_(dist.get_world_size(self.group)), parameter)
+                own = shard_like(mean.div_(dist.get_world_size(self.group)).to(parameter.dtype), parameter)
                 if parameter.grad is None:
                     parameter.grad = own
                 else:
@@ -532,6 +546,11 @@ class ShardedModule:
         for step in STEPS:
             with suppress(KeyError):
                 del vars(self.module)[step]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor in a dtype in which gradients are summed: 16 bits become fp32."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def _digest(value: object) -> bytes:

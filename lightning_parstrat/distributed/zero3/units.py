@@ -88,9 +88,13 @@ def rounded_by_autocast(module: nn.Module) -> set[Tensor]:
     others: set[Tensor] = set()
     for part in module.modules():
         is_torchs = "forward" not in vars(part) and type(part).forward in _ROUNDED_BY_AUTOCAST
-        (rounded if is_torchs else others).update(part.parameters(recurse=False))
+        for name, parameter in part.named_parameters(recurse=False):
+            (rounded if is_torchs and name in _ROUNDED_NAMES else others).add(parameter)
     return {parameter for parameter in rounded - others if parameter.dtype == torch.float32}
 
+
+_ROUNDED_NAMES = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
+"""Parameters of other names are what hooks make weights of, such as norms of weights."""
 
 _ROUNDED_BY_AUTOCAST = {
     layer.forward
