@@ -88,6 +88,7 @@ class RanksStrategy(DDPStrategy):
         self._known_messages: ControlMessages | None = None
         self._ended = _ENDED
         self._has_aborted = False
+        self._hook_seen = ""
         super().__init__(**kwargs)
 
     @override
@@ -232,8 +233,11 @@ class RanksStrategy(DDPStrategy):
         super().teardown()
 
     def _progress(self) -> tuple[str, str]:
-        """How far the training has come, and which hook runs. Any thread."""
-        return progress_of(self.lightning_module)
+        """How far the training has come, and which hook runs, or has raised. Any thread."""
+        position, hook = progress_of(self.lightning_module)
+        if hook != "on_exception":
+            self._hook_seen = hook
+        return position, self._hook_seen
 
     def _wait_for_all(self) -> None:
         if self.world_size > 1:
