@@ -137,7 +137,7 @@ class FullySharded(NamedTuple):
             trained = self.units[number].trained
             own, sent = self._padded(trained) * sizes.gradient, self._reduced(self.units[number], sizes)
             following = gathered[number - 1] if number else 0
-            # This rank's part of what is gathered, its shards rounded alike, and where both differ.
+            # This rank's part as it was gathered, its shards in the same dtype, and a byte per element to compare.
             compared = (2 * sizes.gathered + 1) * self._padded(trained) // self.world_size
             compared *= sizes.gathered < sizes.sharded
             # It is copied into parameters; or its last gradient is there, and what it had received has given way to the

@@ -405,7 +405,7 @@ def call_before_storing(loop: Any, callback: Callable[[], None]) -> None:
 def leave_storing_to_others(loop: Any) -> None:
     """Has an evaluation not store what steps have logged for a loader: see :func:`store_logged`.
 
-    Lightning stores it where a loader had a batch.
+    Lightning stores it only if a loader had a batch.
 
     Args:
         loop: The evaluation's, until :func:`give_back_loop`.

@@ -133,7 +133,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded after setup: where the module is on the meta device.
+        """Whether weights are loaded after setup: only those of a module on the meta device are.
 
         Lightning then asks for the checkpoint without the Trainer's `weights_only`.
         """

@@ -352,8 +352,8 @@ class ShardedDataParallel:
     def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
 
-        Not collective where it follows an exception (``failed``), which may be one rank's alone. Parameters then stay
-        where they are: there may be no memory for copies. The optimizers stay sharded: their ``state_dict()`` still
+        Not collective after an exception (``failed``), which may be one rank's alone. Parameters then stay where they
+        are: there may be no memory for copies. The optimizers stay sharded: their ``state_dict()`` still
         gathers the state, so that a checkpoint can be saved after training.
         """
         self._compiled_code.close()

@@ -129,12 +129,12 @@ def with_plain_modules(
 ) -> Any:
     """What is to be saved, with plain modules on the host in the place of sharded ones, wherever it holds them.
 
-    Collective: one small reduction, and where there are any, an all-gather of each of their parameters.
+    Collective: one small reduction, and an all-gather of each parameter of these modules.
 
     Args:
         value: Is left as it is; holds the same on all ranks.
         module: Sharded by FSDP2; parts of it may be in there.
-        state: What else is saved: whole tensors by name. What is equal to one of them shares its memory.
+        state: What else is saved: whole tensors by name. Equal tensors share their memory.
         keep: Whether this rank wants it.
         control: Compares what ranks hold.
 

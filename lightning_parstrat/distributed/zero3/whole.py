@@ -28,7 +28,7 @@ class _Place(NamedTuple):
 def shown_whole(module: nn.Module) -> Iterator[None]:
     """Within it a module is a plain one with whole parameters, in the dtype that they are kept in.
 
-    Collective, where it begins: an all-gather of each parameter. Within it nothing is sent. When it ends, each rank
+    Collective at its beginning: an all-gather of each parameter. Within it nothing is sent. When it ends, each rank
     takes its part of each parameter back into its shard.
 
     Args:
