@@ -93,7 +93,9 @@ class RankPool:
                     try:
                         results[rank] = connection.recv()
                     except EOFError:
-                        results[rank] = (f"the process died with exit code {process.exitcode}", None)
+                        process.join(1.0)
+                        stack = (self._folder / f"stack-{rank}").read_text()
+                        results[rank] = (f"the process died with exit code {process.exitcode}\n{stack}", None)
             if any(error is not None for error, _ in results.values()):
                 # The others get a moment to fail for the same reason, so that all causes are shown.
                 deadline = min(deadline, time.monotonic() + 2.0)
@@ -158,6 +160,9 @@ def _states(process: int) -> str:
 def _serve(rank: int, connection: Connection, folder: str, device: str, backend: str | None) -> None:
     stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open as long as the process lives)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
+    # A crash in C++ shows its stack, too.
+    faulthandler.enable(file=stack, all_threads=True)
+    _keep_handlers_of_faults()
     torch.set_num_threads(1)
     # What was imported is no garbage: a collection that a test asks for looks at the test's own objects.
     gc.freeze()
@@ -169,7 +174,6 @@ def _serve(rank: int, connection: Connection, folder: str, device: str, backend:
             return
         stack.seek(0)
         stack.truncate()
-        # By a thread: a Trainer that is done resets the handlers of all signals, and the signal would end the process.
         # Before collectives time out, after which ranks are elsewhere.
         faulthandler.dump_traceback_later(timeout / 2, file=stack)
         try:
@@ -194,6 +198,14 @@ def _serve(rank: int, connection: Connection, folder: str, device: str, backend:
             result = (traceback.format_exc(), None)
         faulthandler.cancel_dump_traceback_later()
         connection.send(result)
+
+
+def _keep_handlers_of_faults() -> None:
+    """A Trainer that is done resets all signal handlers that Python does not know, `faulthandler`'s among them."""
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+    faults = {signal.SIGUSR2, signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
+    _SignalConnector._valid_signals = staticmethod(lambda: signal.valid_signals() - faults)
 
 
 def _forget_meshes() -> None:
