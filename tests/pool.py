@@ -160,8 +160,9 @@ def _states(process: int) -> str:
 def _serve(rank: int, connection: Connection, folder: str, device: str, backend: str | None) -> None:
     stack = open(Path(folder) / f"stack-{rank}", "w")  # noqa: SIM115  (open as long as the process lives)
     faulthandler.register(signal.SIGUSR2, file=stack, all_threads=True)
-    # A crash in C++ shows its stack, too.
+    # A crash in C++ shows its stack, too; torch prints those of C++'s own threads to stderr.
     faulthandler.enable(file=stack, all_threads=True)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     _keep_handlers_of_faults()
     torch.set_num_threads(1)
     # What was imported is no garbage: a collection that a test asks for looks at the test's own objects.
