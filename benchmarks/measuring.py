@@ -17,7 +17,7 @@ from peers import SINGLE_PROCESS, make_module, make_strategy, reason_to_leave_ou
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parstrat.core.memory import StepTraffic
+from lightning_parstrat.distributed.comm.collectives import Traffic
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ class Stopwatch(Callback):
         self.started = self.seconds = 0.0
         self.sent_at_start: int | None = None
         self.sent: int | None = None
-        self.traffic_at_start: StepTraffic | None = None
+        self.traffic_at_start: Traffic | None = None
         self.payload: dict[str, Any] | None = None
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -97,25 +97,16 @@ def _bytes_sent() -> int | None:
     return int(counter.read_text()) if counter.is_file() else None
 
 
-def _payload_counters(trainer: Trainer) -> StepTraffic | None:
+def _payload_counters(trainer: Trainer) -> Traffic | None:
     engine = getattr(trainer.strategy, "_engine", None)
-    if engine is None:
-        return None
-    return StepTraffic(*(getattr(engine.traffic, field) for field in StepTraffic._fields))
+    return None if engine is None else engine.traffic
 
 
-def _payload(trainer: Trainer, before: StepTraffic, steps: int) -> dict[str, Any]:
-    """What this rank's collectives were handed per optimizer step, beside the formula."""
+def _payload(trainer: Trainer, before: Traffic, steps: int) -> dict[str, Any]:
+    """What this rank's collectives were handed per optimizer step."""
     engine = trainer.strategy._engine
     engine.gatherer.finish()
-    after = _payload_counters(trainer)
-    formula = engine.step_traffic(trainer.accumulate_grad_batches)
-    counted = [(last - first) / steps for first, last in zip(before, after, strict=True)]
-    return {
-        "counted": dict(zip(formula._fields, counted, strict=True)),
-        "formula": formula._asdict(),
-        "equal": counted == list(formula),
-    }
+    return {name: (last - vars(before)[name]) / steps for name, last in vars(engine.traffic).items()}
 
 
 class Phases(Callback):

@@ -36,7 +36,7 @@ RETURNING_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_":
 
 
 class Held(Callback):
-    """Memory at the start of each step but the first two, which allocate, and the plan that a sharding engine has.
+    """Memory at the start of each step but the first two, which allocate.
 
     It has no hook in which a strategy would have to show gradients, which costs memory.
     """
@@ -45,16 +45,11 @@ class Held(Callback):
         self.accelerator = accelerator
         self.bytes: list[int] = []
         self.steps = 0
-        self.predicted: int | None = None
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.steps += 1
         if self.steps > SETTLING:
             self.bytes.append(held_now(self.accelerator))
-        engine = getattr(trainer.strategy, "_engine", None)
-        if engine is not None:
-            formula = engine.held_bytes()
-            self.predicted = None if formula is None else formula.total
 
 
 def held_now(accelerator: str) -> int:
@@ -106,7 +101,6 @@ def measure_here(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "held_growth": max(held.bytes) - before,
         "peak_growth": held_at_peak(arguments.accelerator) - before,
         "peak_was_reset": was_reset,
-        "predicted": held.predicted,
     }
 
 
@@ -136,7 +130,6 @@ def summarize(arguments: argparse.Namespace) -> dict[str, Any]:
         strategies[name] = {
             **largest,
             **{f"{key}_bytes_per_parameter": value / parameters for key, value in largest.items()},
-            "predicted": ranks[0]["predicted"],
             "ranks": ranks,
         }
     return {
@@ -154,8 +147,7 @@ def show(result: dict[str, Any]) -> None:
     """Prints a line per strategy."""
     for name, memory in result["memory"].items():
         line = f"{name:42s} held {memory['held_growth'] / 1e6:.0f} MB, peak {memory['peak_growth'] / 1e6:.0f} MB"
-        line += f" ({memory['peak_growth_bytes_per_parameter']:.1f} bytes per parameter)"
-        print(line + (f", formula {memory['predicted'] / 1e6:.0f} MB" if memory["predicted"] is not None else ""))
+        print(line + f" ({memory['peak_growth_bytes_per_parameter']:.1f} bytes per parameter)")
     for name, reason in result["not_run"].items():
         print(f"{name:42s} not run: {reason}")
 

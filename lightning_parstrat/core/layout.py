@@ -357,3 +357,13 @@ def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPol
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:
+    """Bytes of parameters whose optimizer state ``rank`` holds; padding holds none."""
+    return sum(owned.numel * bucket.itemsize for bucket in buckets for owned in bucket.shard_slices(rank))
+
+
+def parameter_bytes(buckets: Sequence[BucketLayout]) -> int:
+    """Bytes of all parameters in the plan, without padding."""
+    return sum(slot.numel * bucket.itemsize for bucket in buckets for slot in bucket.slots)

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded
+from tests.accounting import traffic_of
 from tests.comparing import worst
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -145,7 +146,7 @@ class CountTraffic(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         now = self.totals(trainer)
         self.steps.append(tuple(new - old for new, old in zip(now, self.before, strict=True)))
-        self.formula = trainer.strategy._engine.step_traffic()[:4]
+        self.formula = traffic_of(trainer.strategy._engine)[:4]
         state = trainer.optimizers[0].state.values()
         self.state_elements = sum(entries["exp_avg"].numel() for entries in state)
         self.parameters = sum(parameter.numel() for parameter in pl_module.parameters())

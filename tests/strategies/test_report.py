@@ -19,6 +19,7 @@ from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.zero1.summary import ShardingSummary
 from lightning_parstrat.strategies.report import StepMeter, describe
+from tests.accounting import traffic_of
 from tests.held_time import HeldTime
 from tests.pool import RankPool
 from tests.slow import slow_unless
@@ -69,7 +70,7 @@ def lines_of_a_training(slow: bool, accumulate: int) -> tuple[list[str], int]:
 
     class Counted(zoo.ScheduledTransformer):
         def on_train_end(self) -> None:
-            sent.append(sum(self.trainer.strategy._engine.step_traffic()[1:4:2]))
+            sent.append(sum(traffic_of(self.trainer.strategy._engine)[1:4:2]))
 
     with listening() as lines:
         train(Counted, delayed() if slow else zero1(), 92 * accumulate, accumulate_grad_batches=accumulate)

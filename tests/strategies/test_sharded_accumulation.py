@@ -45,11 +45,11 @@ def storages() -> dict[int, int]:
 
 
 class Held(Callback):
-    """What the process holds before the second and third micro-batch of a window, and what the formula says."""
+    """What the process holds before the second and third micro-batch of a window."""
 
     def __init__(self) -> None:
         self.before = storages()
-        self.found: list[tuple[int, int]] = []
+        self.found: list[int] = []
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         # The first window makes what later ones find there.
@@ -58,11 +58,10 @@ class Held(Callback):
             # What is on its way is not held between micro-batches, but while it travels.
             engine.reducer.complete()
             engine.gatherer.finish()
-            held = sum(nbytes for address, nbytes in storages().items() if address not in self.before)
-            self.found.append((held, engine.held_between_micro_batches().total))
+            self.found.append(sum(nbytes for address, nbytes in storages().items() if address not in self.before))
 
 
-def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) -> list[tuple[int, int]]:
+def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) -> list[int]:
     held = Held()
     # Several buckets, which are planned anew before the third step.
     chosen = zero1(bucket_cap_mb=0.6, master_weights=masters, shard_gradients=in_shards)
@@ -76,15 +75,25 @@ def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) ->
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("in_shards", [True, False])
 @pytest.mark.parametrize(
-    ("precision", "masters"), [("32-true", "auto"), ("bf16-true", "auto"), ("bf16-true", False), ("64-true", "auto")]
+    # Bytes of a parameter; of its master, its two averages and the sum of its gradients, in the shards.
+    ("precision", "masters", "whole", "sharded"),
+    [
+        ("32-true", "auto", 4, 8 + 4),
+        ("bf16-true", "auto", 2, 4 + 8 + 4),
+        ("bf16-true", False, 2, 4 + 4),
+        ("64-true", "auto", 8, 16 + 8),
+    ],
 )
 def test_the_formula_says_what_is_held_between_micro_batches(
-    pool: RankPool, precision: str, masters: Any, in_shards: bool, world_size: int
+    pool: RankPool, precision: str, masters: Any, whole: int, sharded: int, in_shards: bool, world_size: int
 ) -> None:
+    # Else gradients are whole, too, and not in the shards.
+    sums = max(4, whole)
+    each = whole + sharded / world_size if in_shards else 2 * whole + (sharded - sums) / world_size
+    formula = each * sum(parameter.numel() for parameter in Wide(adam).parameters())
     for found in pool.run(world_size, held_between_micro_batches, precision, masters, in_shards):
         assert len(found) == 4
-        for held, formula in found:
-            assert held == pytest.approx(formula, rel=0.03)
+        assert found == pytest.approx([formula] * 4, rel=0.03)
 
 
 class Undoes(zoo.MLP):

@@ -106,7 +106,7 @@ class Collectives(ABC):
             bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``; by default all are equal.
 
         Returns:
-            The work. See :func:`lightning_parstrat.core.memory.step_traffic` for what each rank sends.
+            The work.
         """
         self.traffic.reduce_scatters += self.shard_count > 1
         return self._reduce_scatter(buffer, shard, self._bounds(buffer, bounds))
@@ -119,7 +119,7 @@ class Collectives(ABC):
             bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``; by default all are equal.
 
         Returns:
-            The work. See :func:`lightning_parstrat.core.memory.step_traffic` for what each rank sends.
+            The work.
         """
         self.traffic.all_gathers += self.shard_count > 1
         return self._all_gather(buffer, self._bounds(buffer, bounds))

@@ -15,17 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import Partition
-from lightning_parstrat.core.memory import (
-    BucketMemory,
-    HeldBytes,
-    StepTraffic,
-    held_between_micro_batches,
-    held_bytes,
-    owned_bytes,
-    parameter_bytes,
-    step_traffic,
-)
+from lightning_parstrat.core.layout import Partition, owned_bytes, parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.tensor_trees import with_own_storage
@@ -295,52 +285,6 @@ class ShardedDataParallel:
     def traffic(self) -> Traffic:
         """What this rank has sent and waited for so far, gradients and parameters together."""
         return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
-
-    def step_traffic(self, micro_batches: int = 1) -> StepTraffic:
-        """What this rank sends in a step that uses all parameters and exposes no gradients.
-
-        Args:
-            micro_batches: Of the step; those before the last count where they are reduced, too.
-        """
-        widens = self.reducer.collectives.widens
-        adds_up = self.reducer.shards_accumulation and micro_batches > 1
-        sums = {bucket: bucket.sum_dtype if adds_up else bucket.shard_dtype for bucket in self.buckets}
-        reduced = [
-            bucket.layout._replace(itemsize=(wide if widens else bucket.reduce_dtype).itemsize)
-            for bucket, wide in sums.items()
-        ]
-        gathered = [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in self.buckets]
-        summed = [bucket.layout._replace(itemsize=wide.itemsize) for bucket, wide in sums.items()]
-        native = any(bucket.device.type != "cpu" for bucket in self.buckets)
-        return step_traffic(
-            reduced,
-            self.reducer.collectives.rank,
-            self.topology,
-            gathered,
-            summed,
-            self.shard_groups,
-            native,
-            micro_batches if self.reducer.shards_accumulation else 1,
-        )
-
-    def held_bytes(self) -> HeldBytes | None:
-        """What this rank holds between steps of what is sharded; None where the state of an optimizer is unknown."""
-        memory = self._bucket_memory()
-        return None if memory is None else held_bytes(memory, self.reducer.collectives.place.shard)
-
-    def held_between_micro_batches(self) -> HeldBytes | None:
-        """The same between the micro-batches of an accumulation window."""
-        memory, shard = self._bucket_memory(), self.reducer.collectives.place.shard
-        return None if memory is None else held_between_micro_batches(memory, shard, self.reducer.shards_accumulation)
-
-    def _bucket_memory(self) -> list[BucketMemory] | None:
-        per_element = self._state_bytes_per_element()
-        if per_element is None:
-            return None
-        return [
-            BucketMemory(bucket.layout, bucket.shard_dtype.itemsize, bucket.has_master_weights, state)
-            for bucket, state in per_element.items()
-        ]
 
     def with_own_storage(self, value: Any) -> Any:
         """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.

@@ -14,8 +14,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.cost_model import AlphaBeta, assumed_wire
 from lightning_parstrat.core.grouping import group_as_named, group_by_readiness
-from lightning_parstrat.core.layout import ParameterSpec
-from lightning_parstrat.core.memory import parameter_bytes
+from lightning_parstrat.core.layout import ParameterSpec, parameter_bytes
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.comm.calibration import reduce_scatter_cost

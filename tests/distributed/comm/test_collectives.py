@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.core.layout import BucketLayout
-from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.distributed.comm.backends import LocalCollectives, NativeCollectives, make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
+from tests.accounting import step_traffic
 from tests.pool import RankPool
 
 SHARD = 5

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_parstrat.core import halving
 from lightning_parstrat.core.layout import BucketLayout, even_bounds
-from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
+from tests.accounting import step_traffic
 from tests.pool import RankPool
 from tests.slow import slow_unless
 

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.core.layout import BucketLayout
-from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm import backends
@@ -17,6 +16,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.grouped import GroupedExchange
 from lightning_parstrat.distributed.comm.process_groups import process_groups, subgroup
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
+from tests.accounting import step_traffic
 from tests.pool import RankPool
 
 CPU = torch.device("cpu")

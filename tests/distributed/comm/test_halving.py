@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_parstrat.core import halving
 from lightning_parstrat.core.layout import BucketLayout
-from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -19,6 +18,7 @@ from lightning_parstrat.distributed.comm.halving import HalvingCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.accounting import step_traffic, traffic_of
 from tests.comparing import distance
 from tests.pool import RankPool
 
@@ -135,7 +135,7 @@ def trained(nodes: str, kind: type[Collectives] | None = None, steps: int = 4) -
         optimizer.zero_grad()
     engine.gatherer.finish()
     assert len(engine.buckets) > 2
-    formula, traffic = engine.step_traffic(), engine.traffic
+    formula, traffic = traffic_of(engine), engine.traffic
     assert (traffic.reduce_scatter_bytes, traffic.all_gather_bytes, traffic.between_nodes_bytes) == (
         steps * formula.reduce_scatter_bytes,
         steps * formula.all_gather_bytes,

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parstrat.core.memory import step_traffic
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.agreement import topology_of_ranks
@@ -20,6 +19,7 @@ from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.accounting import step_traffic
 from tests.comparing import distance
 from tests.pool import RankPool
 

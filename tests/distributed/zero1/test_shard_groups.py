@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parstrat.core.memory import StepTraffic
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm import backends
@@ -18,6 +17,7 @@ from lightning_parstrat.distributed.comm.grouped import GroupedNativeCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.zero1 import engine as engines
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.accounting import StepTraffic, traffic_of
 from tests.comparing import assert_same, distance
 from tests.distributed.engines import adafactor, adamw, backward, clip_gradients_by_norm, perceptron
 from tests.pool import RankPool
@@ -130,7 +130,7 @@ def traffic_of_a_step(nodes: str, shard_group: Any, optimizer: str) -> tuple[Tra
     state = sum(
         value.nbytes for entries in trained.state.values() for value in entries.values() if getattr(value, "ndim", 0)
     )
-    return engine.traffic, engine.step_traffic(), summary.owned_bytes, summary.copies, state
+    return engine.traffic, traffic_of(engine), summary.owned_bytes, summary.copies, state
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from tests.accounting import traffic_of
 from tests.comparing import distance
 from tests.distributed.engines import backward, make_engine, perceptron, squared_error
 from tests.pool import RankPool
@@ -79,7 +80,7 @@ def trained(policy: dict[str, Any], exposed: bool = False, cap: float = 1e-4) ->
     for step in range(STEPS):
         step_once(engine, module, optimizer, step)
     engine.gatherer.finish()
-    sent, home, formula = engine.reducer.collectives.traffic, engine.gatherer.collectives.traffic, engine.step_traffic()
+    sent, home, formula = engine.reducer.collectives.traffic, engine.gatherer.collectives.traffic, traffic_of(engine)
     counted = (sent.reduce_scatter_bytes, home.all_gather_bytes)
     right = counted == (STEPS * formula.reduce_scatter_bytes, STEPS * formula.all_gather_bytes)
     state = optimizer.state_dict()
@@ -117,7 +118,7 @@ def test_shown_gradients_have_travelled_in_the_narrow_dtype_too(pool: RankPool, 
 def bytes_per_step(policy: dict[str, Any]) -> tuple[int, int]:
     module = perceptron()
     engine = make_engine(module, make_optimizer(module.parameters()), bucket_cap_mb=1.0, **policy)
-    traffic = engine.step_traffic()
+    traffic = traffic_of(engine)
     return traffic.reduce_scatter_bytes, traffic.all_gather_bytes
 
 
