@@ -133,10 +133,11 @@ class TrainedParameters:
             return
         self.settle()
         waits = self._may_be_waited_for_in_vain()
-        # As if they had not taken part: optimizers step what has a gradient.
-        self._without = [one for one in waits if one.grad is None]
         reached = _reached_by(loss, waits) if waits else set()
         self._idle = [one for one in waits if one not in reached]
+        # As if they had not taken part: optimizers step what has a gradient.
+        frozen = {one for one in waits if not one.requires_grad}
+        self._without = [one for one in waits if one.grad is None and (one in frozen or one not in reached)]
         if self._idle:
             self._take_part_with_zeros()
 
