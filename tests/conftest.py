@@ -3,10 +3,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from tests import devices
 from tests.alone import beside_others
 from tests.held_time import HeldTime
-from tests.pool import RankPool
+from tests.pool import RankError, RankPool
 
 LONG_FILES = (
     "test_elastic.py",
@@ -34,7 +36,11 @@ LEFT_TO_SLOW = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=("cpu", "cuda"), help="of tests/gpu; by default a GPU where there is one")
+    parser.addoption(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="of tests/gpu, by default a GPU where there is one; and of tables",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -110,3 +116,39 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool()
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Where tests/gpu and the tables run: on a GPU where there is one, else on CPUs, with what can be tried there."""
+    chosen = request.config.getoption("--device")
+    return chosen or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def ranks(device: str) -> Iterator[RankPool]:
+    """For tests of one rank on the device."""
+    pool = RankPool(device)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def two(device: str) -> Iterator[RankPool]:
+    """For tests of two: of one GPU if need be, which NVIDIA does not promise to work."""
+    pool = RankPool(device)
+    try:
+        assert pool.run(2, devices.meet, timeout=40.0) == [3.0, 3.0]
+    except RankError as error:
+        if device == "cpu":
+            raise
+        pytest.skip(f"NCCL refuses two ranks on one GPU: {' '.join(str(error).split())[-300:]}")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pool_of_device(request: pytest.FixtureRequest, world_size: int) -> RankPool:
+    """For the tables of trainings: on CPUs, or on the device that ``--device`` names."""
+    chosen = "pool" if request.config.getoption("--device") is None else "ranks" if world_size == 1 else "two"
+    return request.getfixturevalue(chosen)

@@ -3,6 +3,7 @@
 import os
 
 import torch
+import torch.distributed as dist
 
 VARIABLE = "PARSTRAT_TEST_DEVICE"
 """Names the kind of device to the ranks of a pool, which then need not be told."""
@@ -33,3 +34,10 @@ def become(chosen: str, rank: int) -> None:
         torch.cuda.set_device(0)
         # What is compared with a CPU, or with other sizes of batches, is computed in fp32.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+def meet() -> float:
+    """The sum over ranks of 1 and their number: whether they can speak to each other at all."""
+    total = torch.full((), dist.get_rank() + 1.0, device=device())
+    dist.all_reduce(total)
+    return float(total)

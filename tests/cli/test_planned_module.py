@@ -9,8 +9,8 @@ from lightning_parstrat.cli.planned_module import units_of
 from lightning_parstrat.core.policy import FullShardingPolicy
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.oracles import make
 from tests.strategies.parity import make_trainer, zero3
+from tests.strategies.ways import make
 
 HOLDING_OTHERS = {"mlp": 0, "tied": 0, "bare parameters": 0, "gan": 2, "batch norm": 0, "toggling": 0, "unused": 0}
 """In manual optimization children of the root are gathered, too, and stay so while blocks within them come and go."""

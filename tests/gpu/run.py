@@ -1,4 +1,4 @@
-"""Runs the tests of this folder on a machine that may have nothing but torch and one GPU, and no network.
+"""Runs the tests of this folder, and the tables of trainings, where there may be nothing but torch and a GPU.
 
     python -m tests.gpu.run [--wheels gpu-wheels] [--device cuda] [--seconds 570] [--output result.json] [-k WORDS]
 
@@ -30,21 +30,22 @@ PASSED, FAILED, SKIPPED, TIMED_OUT, NOT_RUN = "passed", "failed", "skipped", "ti
 
 
 class Group(NamedTuple):
-    """A file of tests, and the seconds it may take."""
+    """A file in ``tests``, and the seconds it may take."""
 
     file: str
     seconds: float
 
 
 GROUPS = (
-    Group("test_poisoned.py", 200),
-    Group("test_steady_step.py", 60),
-    Group("test_memory.py", 60),
-    Group("test_two_ranks.py", 150),
-    Group("test_features.py", 150),
-    Group("test_zero3.py", 100),
-    Group("test_across_devices.py", 100),
-    Group("test_poisoned_callbacks.py", 90),
+    Group("strategies/test_parity.py", 280),
+    Group("gpu/test_poisoned.py", 60),
+    Group("gpu/test_steady_step.py", 60),
+    Group("gpu/test_memory.py", 60),
+    Group("gpu/test_two_ranks.py", 120),
+    Group("gpu/test_features.py", 150),
+    Group("gpu/test_zero3.py", 60),
+    Group("gpu/test_across_devices.py", 100),
+    Group("strategies/test_callbacks.py", 90),
 )
 """The most valuable first: what the time does not suffice for is left out at the end."""
 
@@ -139,7 +140,7 @@ class Run:
     def _process(self, group: Group, chosen: list[str] | None, ends: float) -> "_Report":
         report, log = self._folder / "report.jsonl", self._folder / "log"
         report.write_text("")
-        names = [f"tests/gpu/{group.file}"] if chosen is None else chosen
+        names = [f"tests/{group.file}"] if chosen is None else chosen
         # Without what the project's settings leave out.
         plugins = ["-p", "tests.gpu.reporting", "-p", "no:cacheprovider", "--override-ini=addopts="]
         command = [sys.executable, "-m", "pytest", "-q", *plugins, "--device", self._options.device, *names]
@@ -204,7 +205,7 @@ def line(result: Result) -> str:
     said = result.outcome
     if result.outcome in (SKIPPED, NOT_RUN):
         said += f" ({' '.join(result.reason.split())[:300]})"
-    return f"{result.name.removeprefix('tests/gpu/'):<100} {result.seconds:6.1f}  {said}"
+    return f"{result.name.removeprefix('tests/'):<100} {result.seconds:6.1f}  {said}"
 
 
 def machine(variables: dict[str, str]) -> dict[str, Any]:

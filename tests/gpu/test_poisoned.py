@@ -1,12 +1,8 @@
-"""World size 1 by the path of several ranks: what has not arrived is NaN, and a training equals a single device's.
-
-The table of cases, twice: nothing arrives before somebody waits, and all arrives by itself after a random sleep of the
-device; with the strategy's arguments by turns.
-"""
+"""World size 1 by the path of several ranks: whoever reads what has not arrived waits for it, else it is NaN."""
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,86 +13,18 @@ from tests import devices
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.cases import CASES, FP32
+from tests.strategies.cases import FP32
 from tests.strategies.late import LateZeRO1, delayed, late
-from tests.strategies.oracles import make
 from tests.strategies.parity import (
     Run,
     by_flag,
     largest_difference,
-    largest_loss_difference,
     make_trainer,
-    reference,
     train,
     zero1,
 )
 
 KINDS: dict[str, Callable[..., LateZeRO1]] = {"until waited for": late, "for a while": delayed}
-POLICIES: tuple[dict[str, Any], ...] = (
-    {},
-    {"expose_gradients": True},
-    {"max_inflight_buckets": 1},
-    {"overlap_param_gather": False},
-    {"bucket_cap_mb": 25},
-    {"partition": "parameter"},
-    {"max_inflight_buckets": None, "bucket_order": "registration"},
-    {"bucket_cap_mb": 1e-6},
-)
-QUICK = ("mlp", "gan", "accumulate, short window", "bf16-true", "exposed, unused by some ranks")
-# Steps that are left out need no parameters.
-SKIPS = ("fp16 autocast, a scale so large that steps are skipped",)
-
-
-class Found(NamedTuple):
-    parameters: float
-    losses: float
-    steps: int
-    reduce_scatters: int
-    all_gathers: int
-
-
-def compare(name: str, kind: str, policy: dict[str, Any]) -> Found:
-    case = CASES[name]
-    arguments = dict(case.trainer)
-    expected = reference(name, lambda: train(make(name), None, **arguments))
-    strategy = KINDS[kind](**{**case.strategy, **policy})
-    actual = train(make(name), strategy, **arguments)
-    return Found(
-        largest_difference(actual, expected),
-        largest_loss_difference(actual, expected),
-        actual.trainer.global_step,
-        strategy.launched["reduce-scatter"],
-        strategy.launched["all-gather"],
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CASES))
-def test_trains_as_a_single_device_does(ranks: RankPool, name: str, kind: str) -> None:
-    # The strategy's arguments by turns, another for each kind.
-    turn = list(CASES).index(name) + 3 * list(KINDS).index(kind)
-    (found,) = ranks.run(1, compare, name, kind, POLICIES[turn % len(POLICIES)])
-    assert found.parameters <= CASES[name].tolerance
-    assert found.losses <= 10 * CASES[name].tolerance
-    # No shortcut was taken.
-    assert found.steps > 0 and found.reduce_scatters > 0 and (found.all_gathers > 0 or name in SKIPS), found
-
-
-# zero2_custom's: each micro-batch is reduced.
-IN_SHARDS = ("accumulate", "accumulate, short window", "accumulate, unused", "toggling")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", IN_SHARDS)
-def test_micro_batches_that_add_up_in_shards_train_as_a_single_device_does(
-    ranks: RankPool, name: str, kind: str
-) -> None:
-    (whole,), (found,) = (ranks.run(1, compare, name, kind, {"shard_gradients": chosen}) for chosen in (False, True))
-    assert found.parameters <= CASES[name].tolerance
-    assert found.losses <= 10 * CASES[name].tolerance
-    assert found.reduce_scatters > whole.reduce_scatters, (found, whole)
-
 
 Read = Callable[[list[Tensor]], list[Tensor]]
 

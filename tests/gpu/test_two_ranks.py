@@ -20,67 +20,11 @@ from tests.comparing import distance
 from tests.gpu.run import ROOT
 from tests.gpu.trainings import Layers, check_waits, clip_with_fused, fit, fused, parameters_on_host, waits_of
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.cases import CASES, FP32, FP64
+from tests.strategies.cases import FP32, FP64
 from tests.strategies.late import delayed
-from tests.strategies.oracles import make, oracle
-from tests.strategies.parity import by_flag, ddp, largest_difference, largest_loss_difference, train, zero1
-from tests.strategies.test_callbacks import CASES as CALLBACKS
-from tests.strategies.test_callbacks import compare as compare_callback
+from tests.strategies.parity import by_flag, ddp, largest_difference, train, zero1
 from tests.strategies.test_ddp import tune_with_tiny_buckets
-
-TABLE: dict[str, dict[str, Any]] = {
-    "mlp": {},
-    "unused by some ranks": {"max_inflight_buckets": 1},
-    "gan": {},
-    "accumulate, short window": {"expose_gradients": True},
-    "accumulate": {"shard_gradients": True},
-    "accumulate, unused": {"shard_gradients": True, "max_inflight_buckets": 1},
-    "bf16 autocast": {},
-    "bf16-true": {},
-    "fp16 autocast, a scale so large that steps are skipped": {},
-    "muon, hidden": {},
-    "fused": {"shard_group": 1},
-    "adafactor, clipped": {},
-    "several dtypes": {"overlap_param_gather": False},
-    "complex": {},
-    "memory shared without being tied": {},
-    "batch norm": {},
-    "exposed, unused by some ranks": {},
-    "groups added": {},
-    "traded data": {},
-    "16-true": {},
-    "users' hooks": {},
-}
-LOOKED_AT = ("loss scale, one rank overflows", "exponential averaging of buffers", "resumed within an epoch")
-
-
-def compare(name: str, policy: dict[str, Any]) -> tuple[float, float, int]:
-    expected, case = oracle(name), CASES[name]
-    strategy = delayed(**{**case.strategy, **policy})
-    actual = train(make(name), strategy, **case.trainer)
-    return (
-        largest_difference(actual, expected),
-        largest_loss_difference(actual, expected),
-        strategy.launched["reduce-scatter"],
-    )
-
-
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "unused by some ranks", TABLE))
-def test_trains_as_the_oracle_does(two: RankPool, name: str) -> None:
-    for parameters, losses, launched in two.run(2, compare, name, TABLE[name]):
-        assert parameters <= CASES[name].tolerance
-        assert losses <= 10 * CASES[name].tolerance
-        assert launched > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOOKED_AT)
-def test_callbacks_see_what_they_see_under_ddp(two: RankPool, tmp_path: Path, name: str) -> None:
-    for everything, losses in two.run(2, compare_callback, name, "zero1", str(tmp_path)):
-        assert everything <= CALLBACKS[name].tolerance
-        assert losses <= 10 * CALLBACKS[name].tolerance
 
 
 def train_on_narrow_wires(policy: dict[str, Any]) -> tuple[float, float]:

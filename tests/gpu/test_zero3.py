@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from typing_extensions import override
 
-from lightning_parstrat import ZeRO3Strategy
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
 from tests.comparing import distance
 from tests.gpu.test_features import TOLERANCE, train_compiled
@@ -28,103 +24,8 @@ from tests.gpu.trainings import (
     waits_of,
 )
 from tests.pool import RankPool
-from tests.slow import slow_unless
-from tests.strategies.cases import CASES
-from tests.strategies.late import CYCLES_PER_SECOND, DRAW, PAUSES, pause
-from tests.strategies.oracles import make, oracle
-from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero3
-
-TABLE: dict[str, dict[str, Any]] = {
-    "mlp": {},
-    "tied": {"reshard_after_forward": False},
-    "unused": {},
-    "recurrent": {},
-    "batch norm": {},
-    "gan": {},
-    "clip by norm, unused": {},
-    "accumulate, short window": {},
-    "accumulate, unused": {"shard_gradients": False},
-    "bf16 autocast": {},
-    "fp16 autocast, a scaler": {},
-    "layouts": {},
-    "several dtypes": {},
-    "memory shared without being tied": {},
-    "gradient penalty": {},
-    "users' hooks": {},
-    "muon": {},
-    "adafactor, clipped": {},
-    "lbfgs": {},
-}
-
-
-class LateTransfers:
-    """In the place of FSDP2's: what they bring is NaN for a while, on the stream that they are asked for on."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def _arrive_late(self, output: Tensor) -> None:
-        if not output.is_cuda:
-            pause()
-            return
-        arrived = output.clone()
-        output.fill_(float("nan"))
-        torch.cuda._sleep(int((0.0005 + DRAW.choice(PAUSES)) * CYCLES_PER_SECOND))
-        output.copy_(arrived)
-
-
-class LateGather(LateTransfers):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-        self._arrive_late(output_tensor)
-
-
-class LateReduceScatter(LateTransfers):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
-        self._arrive_late(output_tensor)
-
-
-class LateZeRO3(ZeRO3Strategy):
-    """``zero3_custom`` on a wire that takes its time. One rank sends nothing."""
-
-    @override
-    def configure_ddp(self) -> None:
-        super().configure_ddp()
-        DRAW.seed(dist.get_rank())
-        for part in self.lightning_module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_custom_all_gather(LateGather())
-                part.set_custom_reduce_scatter(LateReduceScatter())
-
-
-def late_zero3(**arguments: Any) -> LateZeRO3:
-    return LateZeRO3(**{"min_num_params": 0, "partial_window": "lightning", **arguments})
-
-
-def compare(name: str, policy: dict[str, Any]) -> tuple[float, float]:
-    expected = oracle(name)
-    actual = train(make(name), late_zero3(**policy), **CASES[name].trainer)
-    return largest_difference(actual, expected), largest_loss_difference(actual, expected)
-
-
-def check(name: str, found: list[tuple[float, float]]) -> None:
-    for parameters, losses in found:
-        assert parameters <= CASES[name].tolerance
-        assert losses <= 10 * CASES[name].tolerance
-
-
-@pytest.mark.parametrize("name", slow_unless(lambda name: name == "mlp", TABLE))
-def test_one_rank_trains_as_the_oracle_does(ranks: RankPool, name: str) -> None:
-    check(name, ranks.run(1, compare, name, TABLE[name]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TABLE)
-def test_two_ranks_train_as_the_oracle_does(two: RankPool, name: str) -> None:
-    check(name, two.run(2, compare, name, TABLE[name]))
+from tests.strategies.late import late_zero3
+from tests.strategies.parity import ddp, largest_difference, zero3
 
 
 def compare_modules(name: str) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,13 +20,6 @@ from tests import devices
 from tests.strategies.parity import make_trainer, whole
 
 Make = Callable[[Iterable[Any]], Optimizer]
-
-
-def meet() -> float:
-    """The sum over ranks of 1 and their number: whether they can speak to each other at all."""
-    total = torch.full((), dist.get_rank() + 1.0, device=devices.device())
-    dist.all_reduce(total)
-    return float(total)
 
 
 def adamw(parameters: Iterable[Any]) -> Optimizer:

@@ -1,4 +1,7 @@
-"""The table of trainings whose parameters and losses must equal the oracle's: a case is a line."""
+"""The table of trainings whose parameters and losses must equal the oracle's: a case is a line.
+
+``ways.py`` says in which ways they are trained, and ``test_parity.py`` trains them.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,9 +12,25 @@ from torch.optim import Optimizer
 from tests.strategies import odd, odd_optimizers, zoo
 
 FP32, FP64 = 2e-5, 1e-9
+EQUAL = "equal"
 
 
 class Case(NamedTuple):
+    """A training, and what each strategy makes of it.
+
+    Attributes:
+        module: Makes the module, given what makes its optimizer.
+        optimizer: Makes that, given parameters.
+        trainer: Arguments of the Trainer.
+        oracle: ``"whole batch"`` is a single process on the batches of all ranks, ``"ddp"`` is stock DDP.
+        tolerance: How far parameters may be from the oracle's, relative to the largest of a tensor; losses ten times.
+        world_sizes: Of those that are tried.
+        strategy: Arguments of ``zero1_custom`` and ``zero2_custom``.
+        zero1, zero2, zero3, ddp_tuned: ``EQUAL``, or a part of the error that all ranks must raise, or None where the
+            training is not tried.
+        units: Whether all ranks call the same modules; else ``zero3_custom`` may gather only the whole at once.
+    """
+
     module: Callable[[zoo.OptimizerFactory], Any]
     optimizer: Callable[..., Optimizer] = zoo.adamw
     trainer: dict[str, Any] = {}  # noqa: RUF012  (never changed)
@@ -19,6 +38,11 @@ class Case(NamedTuple):
     tolerance: float = FP32
     world_sizes: tuple[int, ...] = (1, 2, 3)
     strategy: dict[str, Any] = {}  # noqa: RUF012
+    zero1: str | None = EQUAL
+    zero2: str | None = EQUAL
+    zero3: str | None = EQUAL
+    ddp_tuned: str | None = EQUAL
+    units: bool = True
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -65,6 +89,9 @@ def searching(parameters: Any) -> Optimizer:
 CLIP = {"gradient_clip_val": 0.05}
 DOUBLE = {"precision": "64-true"}
 EXPOSED = {"expose_gradients": "auto"}
+MIXED = "mixed torch.Tensor and DTensor"
+# Without the flag for unused parameters.
+WAITS = "DDP waits for"
 CASES = {
     # Ten kinds of modules, by a single process on the whole batch.
     "mlp": Case(zoo.MLP),
@@ -72,19 +99,19 @@ CASES = {
     "tied": Case(zoo.TiedLanguageModel),
     "attention": Case(zoo.Attention),
     "recurrent": Case(zoo.Recurrent),
-    "unused": Case(zoo.Unused),
+    "unused": Case(zoo.Unused, ddp_tuned=WAITS),
     "frozen": Case(zoo.Frozen),
     "bare parameters": Case(zoo.BareParameters),
     "scheduled": Case(zoo.ScheduledTransformer, trainer={"precision": "64-true"}, tolerance=FP64),
     "scheduled, single precision": Case(zoo.ScheduledTransformer, oracle="ddp"),
     "complex": Case(zoo.Complex),
     # Whose result depends on how the batch is split: by DDP.
-    "unused by some ranks": Case(zoo.UnusedBySomeRanks, oracle="ddp"),
+    "unused by some ranks": Case(zoo.UnusedBySomeRanks, oracle="ddp", units=False, ddp_tuned=WAITS),
     "batch norm": Case(zoo.BatchNormalised, trainer={"max_epochs": 2}, oracle="ddp"),
     "gan": Case(zoo.Adversarial, oracle="ddp"),
     # Optimizers.
     "sgd": Case(zoo.MLP, sgd),
-    "sgd, unused": Case(zoo.Unused, sgd),
+    "sgd, unused": Case(zoo.Unused, sgd, ddp_tuned=WAITS),
     "adagrad, whose state exists before the first step": Case(zoo.MLP, adagrad),
     "amsgrad": Case(zoo.Convolutional, amsgrad, world_sizes=(2, 3)),
     "rmsprop": Case(zoo.MLP, rmsprop, world_sizes=(3,)),
@@ -94,17 +121,25 @@ CASES = {
     # Clipping and accumulation.
     "clip by norm": Case(zoo.MLP, trainer=CLIP),
     "clip by value": Case(zoo.MLP, trainer={"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),
-    "clip by norm, unused": Case(zoo.Unused, trainer=CLIP, world_sizes=(2, 3)),
+    "clip by norm, unused": Case(zoo.Unused, trainer=CLIP, world_sizes=(2, 3), ddp_tuned=WAITS),
     "clip by norm, fewer parameters than ranks": Case(zoo.BareParameters, sgd, trainer=CLIP, world_sizes=(2, 3)),
     "accumulate": Case(zoo.MLP, trainer={"accumulate_grad_batches": 2}, oracle="ddp"),
     "accumulate, short window": Case(
         zoo.TiedLanguageModel, trainer={"accumulate_grad_batches": 3, **CLIP}, oracle="ddp"
     ),
-    "accumulate, unused": Case(zoo.Unused, trainer={"accumulate_grad_batches": 3}, oracle="ddp", world_sizes=(2, 3)),
+    "accumulate, unused": Case(
+        zoo.Unused, trainer={"accumulate_grad_batches": 3}, oracle="ddp", world_sizes=(2, 3), ddp_tuned=WAITS
+    ),
     # Precision.
     "double": Case(zoo.ScheduledTransformer, trainer={"precision": "64-true", **CLIP}, tolerance=FP64),
     "double, unused by some ranks": Case(
-        zoo.UnusedBySomeRanks, trainer={"precision": "64-true"}, oracle="ddp", tolerance=FP64, world_sizes=(2, 3)
+        zoo.UnusedBySomeRanks,
+        trainer={"precision": "64-true"},
+        oracle="ddp",
+        tolerance=FP64,
+        world_sizes=(2, 3),
+        units=False,
+        ddp_tuned=WAITS,
     ),
     "bf16 autocast": Case(zoo.MLP, trainer={"precision": "bf16-mixed", **CLIP}, oracle="ddp", world_sizes=(2, 3)),
     "fp16 autocast, a scaler": Case(zoo.MLP, trainer={"fp16": True, **CLIP}, oracle="ddp", tolerance=1e-3),
@@ -114,10 +149,19 @@ CASES = {
     # The strategy's own arguments.
     "exposed": Case(zoo.MLP, trainer=CLIP, strategy={"expose_gradients": True}),
     "exposed, unused by some ranks": Case(
-        zoo.UnusedBySomeRanks, oracle="ddp", trainer=CLIP, strategy={"expose_gradients": True}
+        zoo.UnusedBySomeRanks,
+        oracle="ddp",
+        trainer=CLIP,
+        strategy={"expose_gradients": True},
+        units=False,
+        ddp_tuned=WAITS,
     ),
     "exposed, accumulated": Case(
-        zoo.Unused, oracle="ddp", trainer={"accumulate_grad_batches": 2}, strategy={"expose_gradients": True}
+        zoo.Unused,
+        oracle="ddp",
+        trainer={"accumulate_grad_batches": 2},
+        strategy={"expose_gradients": True},
+        ddp_tuned=WAITS,
     ),
     "exposed gan": Case(zoo.Adversarial, oracle="ddp", strategy={"expose_gradients": "auto"}),
     "exposed, a scaler": Case(
@@ -136,40 +180,48 @@ CASES = {
     "a parameter that cannot train": Case(odd.NeverTrained),
     "layouts": Case(odd.Layouts, trainer=CLIP),
     "several dtypes": Case(odd.SeveralDtypes, trainer=CLIP),
-    "reused under checkpoints": Case(odd.ReusedUnderCheckpoints, trainer=CLIP),
+    "reused under checkpoints": Case(
+        odd.ReusedUnderCheckpoints, trainer=CLIP, zero3="use_reentrant=False", ddp_tuned="ready only once"
+    ),
     "compiled": Case(odd.Compiled, trainer=CLIP, world_sizes=(2, 3)),
     "compiled as a whole": Case(odd.compiled_as_a_whole, trainer=CLIP, world_sizes=(2, 3)),
     "parametrized": Case(odd.Parametrized, oracle="ddp", world_sizes=(2, 3)),
-    "outside every optimizer": Case(odd.OutsideOptimizers, trainer=CLIP, oracle="ddp", strategy=EXPOSED),
+    "outside every optimizer": Case(
+        odd.OutsideOptimizers, trainer=CLIP, oracle="ddp", strategy=EXPOSED, ddp_tuned=WAITS
+    ),
     # Several optimizers, manual optimization.
     "a parameter in two optimizers": Case(odd.SharedParameter, oracle="ddp", strategy=EXPOSED),
-    "repeated backward": Case(odd.RepeatedBackward, oracle="ddp", strategy=EXPOSED),
-    "two heads": Case(odd.TwoHeads, oracle="ddp", strategy=EXPOSED),
+    # Weights are read after the backward, when zero3_custom has only shards.
+    "repeated backward": Case(odd.RepeatedBackward, oracle="ddp", strategy=EXPOSED, zero3=MIXED),
+    "two heads": Case(odd.TwoHeads, oracle="ddp", strategy=EXPOSED, ddp_tuned=WAITS),
     "two heads, many optimizers look": Case(
-        odd.TwoHeads, odd_optimizers.GloballyScaled, oracle="ddp", strategy=EXPOSED
+        odd.TwoHeads, odd_optimizers.GloballyScaled, oracle="ddp", strategy=EXPOSED, ddp_tuned=WAITS
     ),
     "frozen between backward and step": Case(odd.FrozenBetween, oracle="ddp"),
     "a parameter moves over": Case(odd.MovesOver, oracle="ddp"),
     "state of no parameter": Case(odd.ReloadsState, odd.CountsSteps),
-    "inner backward": Case(odd.InnerBackward, oracle="ddp"),
-    "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}),
+    # Under zero3_custom ranks that run a backward more wait for the others.
+    "inner backward": Case(odd.InnerBackward, oracle="ddp", zero3=None),
+    "inner backward, exposed": Case(odd.InnerBackward, oracle="ddp", strategy={"expose_gradients": True}, zero3=None),
     "zeroes without a choice": Case(zoo.MLP, odd.ZeroesWithoutChoice),
     "another optimizer takes over": Case(odd.MoreOptimizers),
     "clip by value, fewer parameters than ranks": Case(
         zoo.BareParameters, trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),
     "by closure": Case(odd.ByClosure, oracle="ddp", strategy=EXPOSED),
-    "backward without a word": Case(odd.Unannounced, strategy=EXPOSED),
+    # DDP does not average its gradients; here they are.
+    "backward without a word": Case(odd.Unannounced, strategy=EXPOSED, ddp_tuned=None),
     "two speeds": Case(odd.TwoSpeeds, oracle="ddp", strategy=EXPOSED),
     "gradient penalty": Case(odd.GradientPenalty, oracle="ddp", strategy=EXPOSED),
-    "gradients hidden, repeated backward": Case(odd.RepeatedBackward, oracle="ddp"),
+    "gradients hidden, repeated backward": Case(odd.RepeatedBackward, oracle="ddp", zero3=MIXED),
     "gradients hidden, by closure": Case(odd.ByClosure, oracle="ddp"),
     "gradients hidden, gradient penalty": Case(odd.GradientPenalty, oracle="ddp"),
     # Moving targets.
     "toggling": Case(odd.Toggling, trainer={"accumulate_grad_batches": 2}),
     "frozen later": Case(odd.FrozenLater),
     "swapped data": Case(odd.SwappedData, trainer=CLIP),
-    "traded data": Case(odd.TradedData, trainer=CLIP),
+    # No DTensor can trade `data` with a whole tensor.
+    "traded data": Case(odd.TradedData, trainer=CLIP, zero3=None),
     "averages in the place of weights": Case(odd.AveragesInPlace, trainer=CLIP, world_sizes=(2, 3)),
     "changes the optimizer's state": Case(odd.ChangesState),
     "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
@@ -182,11 +234,13 @@ CASES = {
     "adafactor, clipped": Case(zoo.Convolutional, adafactor, trainer={**DOUBLE, **CLIP}, tolerance=FP64),
     "no torch optimizer": Case(zoo.MLP, odd_optimizers.OddOptimizer, oracle="ddp"),
     "globally scaled": Case(zoo.MLP, odd_optimizers.GloballyScaled, trainer=CLIP),
-    "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList),
+    "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList, ddp_tuned=WAITS),
     # Those that evaluate their closure again.
     "lbfgs": Case(zoo.MLP, lbfgs, trainer=DOUBLE, tolerance=FP64),
     "lbfgs, line search": Case(zoo.MLP, searching, trainer=DOUBLE, tolerance=1e-7, world_sizes=(2, 3)),
-    "lbfgs, clipped": Case(zoo.Unused, lbfgs, trainer={**DOUBLE, **CLIP}, tolerance=FP64, world_sizes=(2, 3)),
+    "lbfgs, clipped": Case(
+        zoo.Unused, lbfgs, trainer={**DOUBLE, **CLIP}, tolerance=FP64, world_sizes=(2, 3), ddp_tuned=WAITS
+    ),
     "lbfgs, accumulated": Case(
         zoo.MLP, lbfgs, trainer={**DOUBLE, "accumulate_grad_batches": 2}, oracle="ddp", tolerance=FP64, world_sizes=(2,)
     ),

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Work
 from lightning_parstrat.distributed.zero1 import engine
 from lightning_parstrat.distributed.zero1.read_guard import InFlightParameter
-from tests.strategies.parity import zero1
+from tests.strategies.parity import zero1, zero3
 
 PAUSES = (0.0, 0.0, 0.002, 0.005)
 """Seconds, one of which each transfer takes longer than it would."""
@@ -246,3 +247,51 @@ def late(**arguments: Any) -> LateZeRO1:
 def delayed(**arguments: Any) -> DelayedZeRO1:
     """All arrives after a moment of random length, different on each rank."""
     return zero1(DelayedZeRO1, **arguments)
+
+
+class LateTransfers:
+    """In the place of FSDP2's: what they bring is NaN for a while, on the stream that they are asked for on."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _arrive_late(self, output: Tensor) -> None:
+        if not output.is_cuda:
+            pause()
+            return
+        arrived = output.clone()
+        output.fill_(float("nan"))
+        torch.cuda._sleep(int((0.0005 + DRAW.choice(PAUSES)) * CYCLES_PER_SECOND))
+        output.copy_(arrived)
+
+
+class LateGather(LateTransfers):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+        self._arrive_late(output_tensor)
+
+
+class LateReduceScatter(LateTransfers):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)
+        self._arrive_late(output_tensor)
+
+
+class LateZeRO3(ZeRO3Strategy):
+    """``zero3_custom`` on a wire that takes its time. One rank sends nothing."""
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        DRAW.seed(dist.get_rank())
+        for part in self.lightning_module.modules():
+            if isinstance(part, FSDPModule):
+                part.set_custom_all_gather(LateGather())
+                part.set_custom_reduce_scatter(LateReduceScatter())
+
+
+def late_zero3(**arguments: Any) -> LateZeRO3:
+    """All that FSDP2 sends and gathers arrives after a moment, and is NaN on a GPU until then."""
+    return zero3(LateZeRO3, **arguments)

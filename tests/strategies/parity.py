@@ -175,9 +175,9 @@ def zero1(kind: type[Any] = lightning_parstrat.ZeRO1Strategy, **arguments: Any) 
     return by_flag(kind, **{"bucket_cap_mb": 0.001, "expose_gradients": False, **arguments})
 
 
-def zero3(**arguments: Any) -> Any:
+def zero3(kind: type[Any] = lightning_parstrat.ZeRO3Strategy, **arguments: Any) -> Any:
     """With units so small that even the zoo's modules have several; short windows are divided as the oracle does."""
-    return lightning_parstrat.ZeRO3Strategy(**{"min_num_params": 0, "partial_window": "lightning", **arguments})
+    return kind(**{"min_num_params": 0, "partial_window": "lightning", **arguments})
 
 
 def by_flag(kind: type[Any] = lightning_parstrat.ZeRO1Strategy, **arguments: Any) -> Any:

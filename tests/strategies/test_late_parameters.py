@@ -1,4 +1,4 @@
-"""Parameters that arrive after the step are never read before they have: trainings equal the oracle all the same."""
+"""Parameters that arrive after the step are never read before they have; the table of cases has most of that."""
 
 from typing import Any
 
@@ -7,48 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.cases import CASES, FP32
+from tests.strategies.cases import FP32
 from tests.strategies.late import delayed, late
-from tests.strategies.oracles import make, oracle
-from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, make_trainer, train, zero1
-
-ARRIVE_IN_THE_STEP = {
-    # Compiled code depends on the class of what it reads.
-    "compiled as a whole",
-    # Every rank steps everything.
-    "closure twice",
-    "globally scaled",
-    "globally scaled, hidden gan",
-    "has modes",
-    "keeps its own list",
-    "lbfgs",
-    "lbfgs, accumulated",
-    "lbfgs, clipped",
-    "lbfgs, line search",
-    "no torch optimizer",
-    "replaced step",
-    "two heads, many optimizers look",
-}
-
-
-def compare_late(name: str) -> tuple[float, float, int]:
-    expected = oracle(name)
-    strategy = late(**CASES[name].strategy)
-    actual = train(make(name), strategy, **CASES[name].trainer)
-    return largest_difference(actual, expected), largest_loss_difference(actual, expected), strategy.under_way
-
-
-NAMES = [name for name, case in CASES.items() if 2 in case.world_sizes]
-
-
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in NAMES[::2], NAMES))
-def test_trains_as_the_oracle_does_where_parameters_arrive_late(pool: RankPool, name: str) -> None:
-    for parameters, losses, under_way in pool.run(2, compare_late, name):
-        assert parameters <= CASES[name].tolerance
-        assert losses <= 10 * CASES[name].tolerance
-        assert (under_way > 0) == (name not in ARRIVE_IN_THE_STEP)
+from tests.strategies.parity import ddp, largest_difference, make_trainer, train, zero1
 
 
 def fifty_steps(strategy: Any) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""``zero3_custom`` trains as ``ddp`` does, or as a single process on the whole batch, step by step."""
+"""``zero3_custom`` and loss scales; optimizers that are made too early. The table of cases has its trainings."""
 
 from typing import Any
 
@@ -8,97 +8,9 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from torch.distributed.tensor import DTensor
 
-from tests.pool import RankError, RankPool
-from tests.slow import slow_unless
+from tests.pool import RankPool
 from tests.strategies import odd, zoo
-from tests.strategies.cases import CASES
-from tests.strategies.oracles import make, oracle
-from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, zero3
-
-# Of the table of cases, what is refused before training, or ends with an error.
-REFUSED = {
-    "reused under checkpoints": "use_reentrant=False",
-    # Weights are read after the backward, when only shards are there.
-    "repeated backward": "mixed torch.Tensor and DTensor",
-    "gradients hidden, repeated backward": "mixed torch.Tensor and DTensor",
-}
-# What no DTensor can do: trade `data` with a whole tensor. And ranks that run a backward more wait for the others.
-LEFT_OUT = {"traded data", "inner backward", "inner backward, exposed"}
-# Ranks that call different modules gather from ranks that do not: what is not gathered by itself may be called so.
-WITHOUT_UNITS = {name for name in CASES if "unused by some ranks" in name}
-QUICK = (
-    "mlp",
-    "tied",
-    "unused",
-    "unused by some ranks",
-    "bare parameters",
-    "batch norm",
-    "gan",
-    "clip by norm, unused",
-    "accumulate, short window",
-    "fp16 autocast, a scaler",
-    "outside every optimizer",
-    "users' hooks",
-    "toggling",
-)
-
-
-def compare(name: str, arguments: dict[str, Any]) -> tuple[float, float]:
-    expected = oracle(name)
-    actual = train(make(name), zero3(**arguments), **CASES[name].trainer)
-    return largest_difference(actual, expected), largest_loss_difference(actual, expected)
-
-
-def arguments_for(name: str) -> dict[str, Any]:
-    return {"min_num_params": 100_000} if name in WITHOUT_UNITS else {}
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    slow_unless(
-        lambda name, size: name in QUICK and size == 2,
-        [
-            (name, size)
-            for name, case in CASES.items()
-            for size in case.world_sizes
-            if name not in REFUSED and name not in LEFT_OUT
-        ],
-    ),
-)
-def test_trains_as_the_oracle_does(pool: RankPool, name: str, world_size: int) -> None:
-    case = CASES[name]
-    for parameters, losses in pool.run(world_size, compare, name, arguments_for(name)):
-        assert parameters <= case.tolerance
-        assert losses <= 10 * case.tolerance
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    slow_unless(
-        lambda name, arguments: (name, *arguments) in (("gan", "min_num_params"), ("tied", "shard_gradients")),
-        [
-            (name, arguments)
-            for name in ("tied", "gan", "scheduled", "accumulate, short window", "accumulate, unused", "batch norm")
-            for arguments in (
-                {"min_num_params": 100_000},
-                {"shard_gradients": False},
-                {"reshard_after_forward": False},
-            )
-        ],
-    ),
-)
-def test_how_it_is_sharded_changes_no_result(pool: RankPool, name: str, arguments: dict[str, Any]) -> None:
-    case = CASES[name]
-    for parameters, losses in pool.run(2, compare, name, arguments):
-        assert parameters <= case.tolerance
-        assert losses <= 10 * case.tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_trained_says_so(pool: RankPool, name: str) -> None:
-    with pytest.raises(RankError, match=REFUSED[name]):
-        pool.run(2, compare, name, {})
+from tests.strategies.parity import ddp, largest_difference, train, zero3
 
 
 def scaled(model: type, init_scale: float) -> tuple[float, float]:

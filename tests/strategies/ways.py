@@ -1,0 +1,323 @@
+"""The ways in which the table of cases is trained, and which case is trained in which way on how many ranks."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+
+from lightning_parstrat import TunedDDPStrategy
+from lightning_parstrat.core.tensor_trees import leaves
+from lightning_parstrat.distributed.zero1 import replanning
+from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
+from lightning_parstrat.strategies.lightning_compat import unwrapped
+from tests.strategies import zoo
+from tests.strategies.cases import CASES, EQUAL, WAITS, Case
+from tests.strategies.late import delayed, late, late_zero3
+from tests.strategies.parity import (
+    Reference,
+    Run,
+    by_flag,
+    ddp,
+    largest_difference,
+    largest_loss_difference,
+    reference,
+    train,
+    zero1,
+    zero3,
+)
+
+
+class Way(NamedTuple):
+    """How a case is trained.
+
+    Attributes:
+        column: The case's, which says what is expected.
+        strategy: Makes it on a rank, for the case's arguments and its number in the table.
+        world_sizes: Of which the cases have one each, by turns.
+        suits: Whether the way differs from others for that case.
+        look: What is to be seen at the end of the training, before it is torn down.
+        check: Asserts what must hold of that on all ranks, for the case's name.
+        accumulates: Whether automatic optimization is over windows of three micro-batches, of which the last is short.
+    """
+
+    column: str
+    strategy: Callable[[dict[str, Any], int], Any]
+    world_sizes: tuple[int, ...] = (1, 2, 3)
+    suits: Callable[[Case], bool] = lambda case: True
+    look: Callable[[Trainer], Any] = lambda trainer: None
+    check: Callable[[str, list[Any]], None] = lambda name, seen: None
+    accumulates: bool = False
+
+
+class Found(NamedTuple):
+    """How far a training is from the oracle's, and what else was seen of it."""
+
+    parameters: float
+    losses: float
+    seen: Any
+
+
+ARRIVE_IN_THE_STEP = {
+    # Compiled code depends on the class of what it reads.
+    "compiled as a whole",
+    # Every rank steps everything.
+    "closure twice",
+    "globally scaled",
+    "globally scaled, hidden gan",
+    "has modes",
+    "keeps its own list",
+    "lbfgs",
+    "lbfgs, accumulated",
+    "lbfgs, clipped",
+    "lbfgs, line search",
+    "no torch optimizer",
+    "replaced step",
+    "two heads, many optimizers look",
+}
+# Their users look at gradients between micro-batches.
+ACCUMULATE_IN_FULL = {"users' hooks", "inner backward"}
+# Steps that are left out need no parameters.
+SKIPS = "fp16 autocast, a scale so large that steps are skipped"
+POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"expose_gradients": True},
+    {"max_inflight_buckets": 1},
+    {"overlap_param_gather": False},
+    {"bucket_cap_mb": 25},
+    {"partition": "parameter"},
+    {"max_inflight_buckets": None, "bucket_order": "registration"},
+    {"bucket_cap_mb": 1e-6},
+)
+ZERO3_POLICIES: tuple[dict[str, Any], ...] = (
+    {},
+    {"reshard_after_forward": False},
+    {"min_num_params": 100_000},
+    {"shard_gradients": False},
+)
+
+
+def in_groups(arguments: dict[str, Any], number: int, **more: Any) -> Any:
+    """Groups of ranks hold a copy of the state each: 4 by 1 and 2, 6 by 2 and 3."""
+    size = dist.get_world_size() // 2 - number // 2 % 2
+    return zero1(**arguments, **more, shard_group=size)
+
+
+def whole_or_units(arguments: dict[str, Any], number: int, make: Callable[..., Any] = zero3) -> Any:
+    case = list(CASES.values())[number]
+    return make(**(ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.units else {"min_num_params": 100_000}))
+
+
+def parameters_were_under_way(trainer: Trainer) -> bool:
+    return trainer.strategy.under_way > 0
+
+
+def check_arrival(name: str, seen: list[bool]) -> None:
+    assert seen == [name not in ARRIVE_IN_THE_STEP] * len(seen)
+
+
+def transfers(trainer: Trainer) -> tuple[int, int, int]:
+    launched = trainer.strategy.launched
+    return trainer.global_step, launched["reduce-scatter"], launched["all-gather"]
+
+
+def check_that_no_shortcut_was_taken(name: str, seen: list[tuple[int, int, int]]) -> None:
+    for steps, reduce_scatters, all_gathers in seen:
+        assert steps > 0 and reduce_scatters > 0 and (all_gathers > 0 or name == SKIPS), seen
+
+
+def accumulates_in_shards(trainer: Trainer) -> tuple[bool, bool]:
+    """Whether micro-batches were reduced one by one; and whether they could be."""
+    return trainer.strategy._engine.reducer.shards_accumulation, trainer.lightning_module.automatic_optimization
+
+
+def check_accumulation(name: str, seen: list[tuple[bool, bool]]) -> None:
+    hidden = "expose_gradients" not in CASES[name].strategy and name not in ACCUMULATE_IN_FULL
+    for in_shards, automatic in seen:
+        assert in_shards == (automatic and hidden)
+
+
+def copies(trainer: Trainer) -> tuple[str, int, str]:
+    """Digests of the parameters and, with the number of this rank's shard, of the state of that."""
+    shard, state = 0, []
+    for optimizer in map(unwrapped, trainer.optimizers):
+        if is_sharded(optimizer):
+            sharding = sharding_of(optimizer)
+            shard = sharding.shard_groups.place(dist.get_rank()).shard
+            state += [optimizer.state.get(slot.shard) for slot in sharding.slots.values() if slot.shard is not None]
+    return digest([parameter.detach() for parameter in trainer.lightning_module.parameters()]), shard, digest(state)
+
+
+def digest(tree: Any) -> str:
+    """Of all tensors, to the last bit."""
+    found = hashlib.sha256()
+    for leaf in leaves(tree):
+        found.update(leaf.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_copies(name: str, seen: list[tuple[str, int, str]]) -> None:
+    """Nothing would bring copies together again."""
+    assert len({parameters for parameters, _, _ in seen}) == 1
+    assert len({(shard, state) for _, shard, state in seen}) == len({shard for _, shard, _ in seen})
+
+
+WAYS: dict[str, Way] = {
+    "small buckets": Way("zero1", lambda arguments, number: zero1(**arguments)),
+    # As a user has it: gradients are exposed where something in the module asks for it, and one bucket holds all.
+    "by flag": Way("zero1", lambda arguments, number: by_flag(), suits=lambda case: not case.strategy),
+    "exposed": Way(
+        "zero1",
+        lambda arguments, number: zero1(**{**arguments, "expose_gradients": True}),
+        suits=lambda case: "expose_gradients" not in case.strategy,
+    ),
+    # By what the wire takes, however small the module is.
+    "planned": Way("zero1", lambda arguments, number: zero1(**{"bucket_cap_mb": 8.0, **arguments}), (2, 3)),
+    "late": Way(
+        "zero1",
+        lambda arguments, number: late(**arguments),
+        look=parameters_were_under_way,
+        check=check_arrival,
+    ),
+    "in shards": Way(
+        "zero2",
+        lambda arguments, number: zero1(**arguments, shard_gradients=True),
+        (2, 3),
+        look=accumulates_in_shards,
+        check=check_accumulation,
+        accumulates=True,
+    ),
+    "groups": Way("zero1", in_groups, (4, 6), look=copies, check=check_copies),
+    "zero3": Way("zero3", whole_or_units),
+    "ddp_tuned": Way("ddp_tuned", lambda arguments, number: TunedDDPStrategy(partial_window="lightning"), (2, 3)),
+    "ddp_tuned that finds unused": Way(
+        "ddp_tuned_find_unused_parameters_true",
+        lambda arguments, number: TunedDDPStrategy(partial_window="lightning", find_unused_parameters=True),
+        (2, 3),
+        suits=lambda case: case.ddp_tuned == WAITS,
+    ),
+}
+# What a GPU may do otherwise than a CPU, by the path of several ranks: what has not arrived is NaN.
+WAYS_ON_A_DEVICE: dict[str, Way] = {
+    "nothing arrives before it is waited for": Way(
+        "zero1",
+        lambda arguments, number: late(**{**arguments, **POLICIES[number % len(POLICIES)]}),
+        (1,),
+        look=transfers,
+        check=check_that_no_shortcut_was_taken,
+    ),
+    "all arrives after a while": Way(
+        "zero1",
+        lambda arguments, number: delayed(**{**arguments, **POLICIES[(number + 3) % len(POLICIES)]}),
+        (1, 2),
+        look=transfers,
+        check=check_that_no_shortcut_was_taken,
+    ),
+    "accumulated in shards": Way(
+        "zero2",
+        lambda arguments, number: late(**arguments, shard_gradients=True),
+        (1, 2),
+        suits=lambda case: "accumulate_grad_batches" in case.trainer,
+    ),
+    "late zero3": Way("zero3", lambda arguments, number: whole_or_units(arguments, number, late_zero3), (1, 2)),
+}
+
+
+def expected(case: Case, way: Way) -> str | None:
+    """What the case's column says."""
+    return getattr(case, way.column, EQUAL)
+
+
+def make(name: str) -> Callable[[], zoo.Zoo]:
+    """Makes the case's module, anew for every training."""
+    case = CASES[name]
+    return lambda: case.module(case.optimizer)
+
+
+def trainer_arguments(name: str, accumulates: bool) -> dict[str, Any]:
+    if not accumulates or not make(name)().automatic_optimization:
+        return CASES[name].trainer
+    # Batches are many enough for a window that is cut short.
+    return {"accumulate_grad_batches": 3, **CASES[name].trainer}
+
+
+def oracle(name: str, accumulates: bool = False) -> Reference:
+    """A single process on the whole batch, or DDP; trained once for all ways."""
+    return reference((name, accumulates), lambda: train_as_oracle(name, make(name), accumulates))
+
+
+def train_as_oracle(name: str, make_module: Callable[[], zoo.Zoo], accumulates: bool = False) -> Run:
+    """Trains a module in the way of the case's oracle."""
+    whole_batch = CASES[name].oracle == "whole batch"
+    arguments = trainer_arguments(name, accumulates)
+    return train(make_module, None if whole_batch else ddp(), whole_batch=whole_batch, **arguments)
+
+
+class Looks(Callback):
+    """Looks when a training ends."""
+
+    def __init__(self, look: Callable[[Trainer], Any]) -> None:
+        self.look, self.seen = look, None
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.seen = self.look(trainer)
+
+
+def compare(name: str, way_name: str) -> Found:
+    """Trains a case in a way on this rank."""
+    way = (WAYS | WAYS_ON_A_DEVICE)[way_name]
+    expected = oracle(name, way.accumulates)
+    actual, seen = train_in(name, way)
+    return Found(largest_difference(actual, expected), largest_loss_difference(actual, expected), seen)
+
+
+def train_in(name: str, way: Way) -> tuple[Run, Any]:
+    looks = Looks(way.look)
+    strategy = way.strategy(CASES[name].strategy, list(CASES).index(name))
+    smallest = replanning._SMALLEST_WORTH_TIMING
+    if way is WAYS["planned"]:
+        replanning._SMALLEST_WORTH_TIMING = 0
+    try:
+        actual = train(make(name), strategy, callbacks=[looks], **trainer_arguments(name, way.accumulates))
+    finally:
+        replanning._SMALLEST_WORTH_TIMING = smallest
+    return actual, looks.seen
+
+
+def error_of(name: str, way_name: str) -> str:
+    """What a training raises on this rank."""
+    try:
+        train_in(name, WAYS[way_name])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+class Planned(NamedTuple):
+    """A case that is trained in a way on so many ranks."""
+
+    name: str
+    way: str
+    world_size: int
+    is_quick: bool
+
+
+def plan(on_device: bool = False) -> Iterator[Planned]:
+    """Every case in every way once, on as many ranks as the case allows, by turns; a part of these pairs is quick.
+
+    Args:
+        on_device: Whether a device is tried, in the ways of :data:`WAYS_ON_A_DEVICE`.
+    """
+    for number, (name, case) in enumerate(CASES.items()):
+        for turn, (way_name, way) in enumerate((WAYS_ON_A_DEVICE if on_device else WAYS).items()):
+            if expected(case, way) is None or not way.suits(case):
+                continue
+            sizes = [size for size in way.world_sizes if on_device or _allows(case, size)]
+            size = sizes[(number + turn) % len(sizes)]
+            yield Planned(name, way_name, size, (number + 2 * turn) % 5 == 0)
+
+
+def _allows(case: Case, size: int) -> bool:
+    return size in case.world_sizes or (size > 3 and max(case.world_sizes) > 1)
