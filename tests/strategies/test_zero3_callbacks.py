@@ -1,52 +1,13 @@
-"""The table of callbacks under ``zero3_custom``: Lightning's own, the Trainer's arguments, failures, copies."""
+"""Averages under ``zero3_custom`` beside those of the table of callbacks."""
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from tests.pool import RankError, RankPool
-from tests.slow import slow_unless
+from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import train, zero3
-from tests.strategies.test_callbacks import CASES, compare
 from tests.strategies.test_zero3_lifecycle import MadeOnMeta
-
-# What of the table is refused before training, or ends with an error.
-REFUSED = {
-    # It ranks the elements of all weights by their size, and flattens what is in shards.
-    "pruning": "unevenly sharded",
-    # A class that was made by `fully_shard` has no name that pickle could find.
-    "pickled on one rank": "Can't pickle",
-    # Their optimizer holds the module, and cannot be tried on small parameters.
-    "KeyError in step": "strategy='zero1_custom'",
-    "KeyboardInterrupt in step": "strategy='zero1_custom'",
-}
-QUICK = (
-    "weight averaging, an optimizer in the module",
-    "average made by hand",
-    "stochastic weight averaging, batch norm, validated seldom",
-    "KeyError in backward",
-    "deep copies on one rank",
-)
-
-
-@pytest.mark.parametrize(
-    "name",
-    slow_unless(lambda name: name in QUICK, [name for name in CASES if name not in REFUSED]),
-)
-def test_shows_what_the_oracle_shows(pool: RankPool, tmp_path: Path, name: str) -> None:
-    for everything, losses in pool.run(2, compare, name, "zero3", str(tmp_path)):
-        assert everything <= CASES[name].tolerance
-        assert losses <= 10 * CASES[name].tolerance
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_work_says_so(pool: RankPool, tmp_path: Path, name: str) -> None:
-    with pytest.raises(RankError, match=REFUSED[name]):
-        pool.run(2, compare, name, "zero3", str(tmp_path))
 
 
 def average_of_meta() -> tuple[float, float]:
