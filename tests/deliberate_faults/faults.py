@@ -86,7 +86,7 @@ FAULTS = (
         "distributed/zero1/reductions.py",
         "if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:",
         "if bucket.shard_gradient is None:",
-        (f"{_PARITY}[repeated backward-3]",),
+        (f"{_PARITY}[repeated backward-late-3]",),
     ),
     Fault(
         "sums of float16 overflow before they are divided",
@@ -114,7 +114,7 @@ FAULTS = (
         "distributed/zero1/parameter_bucket.py",
         "if self.shard_gradient is None or self.is_partial or not slot.used:",
         "if self.shard_gradient is None or self.is_partial:",
-        (f"{_PARITY}[unused-3]",),
+        (f"{_PARITY}[unused-small buckets-3]",),
     ),
     Fault(
         "sharded accumulation: windows that are cut short or weighted are taken for full ones",

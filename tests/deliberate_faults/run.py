@@ -1,7 +1,7 @@
 """Tries deliberate faults: ``python -m tests.deliberate_faults.run [part of a name ...]``, by default all of them.
 
 Each is put into a copy of the project, whose tests then run against the copy: those that are named with the fault must
-fail, and must not where there is no fault.
+fail, and must not where there is no fault. ``test_random_faults.py`` draws some for ``make test-slow``.
 """
 
 import os
@@ -29,16 +29,21 @@ def main(names: Sequence[str]) -> int:
         return 2
     with tempfile.TemporaryDirectory(prefix="deliberate-faults-") as folder:
         copy = Path(folder)
-        _copy_project(copy)
+        copy_project(copy)
         code, said = _run_tests(copy, sorted({test for fault in chosen for test in fault.tests}), slow=True)
         if code != 0:
             print(f"{said}\nwithout any fault these tests fail already")
             return 1
-        missed = [fault.name for fault in chosen if not _is_found(copy, fault)]
+        missed = missed_of(chosen, copy)
     print(f"{len(chosen) - len(missed)} of {len(chosen)} found")
     for name in missed:
         print(f"not found: {name}")
     return 1 if missed else 0
+
+
+def missed_of(chosen: Sequence[Fault], copy: Path) -> list[str]:
+    """The names of those that their tests do not find, tried one by one in a copy of the project."""
+    return [fault.name for fault in chosen if not _is_found(copy, fault)]
 
 
 def apply(fault: Fault, package: Path) -> str:
@@ -77,7 +82,7 @@ def _run_tests(copy: Path, tests: Sequence[str], slow: bool) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def _copy_project(copy: Path) -> None:
+def copy_project(copy: Path) -> None:
     for name in COPIED:
         source, target = ROOT / name, copy / name
         if source.is_dir():
