@@ -17,23 +17,32 @@ def wire(bytes_in_latency: float) -> AlphaBeta:
     return AlphaBeta(latency_seconds=1e-9 * bytes_in_latency, seconds_per_byte=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("model_mib", "mib_in_latency", "expected_mib"),
-    [
-        # Small models, and wires without latency, have the smallest.
-        (1, 1, 8),
-        (10_000, 0, 8),
+def test_the_cap_is_a_root_within_bounds() -> None:
+    for device_type, model_mib, mib_in_latency, expected_mib in (
+        # Small models, and wires without latency, have the smallest; on GPUs that is 64 MiB.
+        ("cpu", 1, 1, 8),
+        ("cpu", 10_000, 0, 8),
+        ("cuda", 1, 1, 64),
+        ("cuda", 100, 700, 64),
+        ("cuda", 10_000, 0, 64),
         # sqrt(1335 * 48) = 253, sqrt(1335 * 91) = 349.
-        (1335, 48, 128),
-        (1335, 91, 256),
-        (13_500, 26, 512),
+        ("cpu", 1335, 48, 128),
+        ("cpu", 1335, 91, 256),
+        ("cpu", 13_500, 26, 512),
+        ("cuda", 1335, 48, 128),
         # No more than half of the model, nor than 512 MiB.
-        (100, 700, 32),
-        (1_000_000, 700, 512),
-    ],
-)
-def test_the_cap_is_a_root_within_bounds(model_mib: int, mib_in_latency: float, expected_mib: int) -> None:
-    assert default_bucket_cap(model_mib * MIB, wire(mib_in_latency * MIB)) == expected_mib * MIB
+        ("cpu", 100, 700, 32),
+        ("cuda", 300, 700, 128),
+        ("cpu", 1_000_000, 700, 512),
+        ("cuda", 1_000_000, 700, 512),
+    ):
+        cap = default_bucket_cap(model_mib * MIB, wire(mib_in_latency * MIB), device_type)
+        assert cap == expected_mib * MIB, (device_type, model_mib, mib_in_latency)
+    only_latency = AlphaBeta(latency_seconds=1.0, seconds_per_byte=0.0)
+    assert default_bucket_cap(256 * MIB, only_latency) == 128 * MIB
+    # 33.6M parameters in fp32, over 1 Gbit/s: a latency of 1 ms and 8 ns a byte.
+    for two_cpus in (AlphaBeta(latency_seconds=1e-3, seconds_per_byte=8e-9), assumed_wire(2, "cpu")):
+        assert default_bucket_cap(134_000_000, two_cpus) == 8 * MIB
 
 
 @given(
@@ -47,11 +56,6 @@ def test_the_cap_is_a_power_of_two_within_bounds_whatever_the_wire(
     cap = default_bucket_cap(model_bytes, AlphaBeta(latency_seconds=latency, seconds_per_byte=slope))
     assert cap.bit_count() == 1 and 8 * MIB <= cap <= 512 * MIB
     assert cap == 8 * MIB or cap <= model_bytes / 2
-
-
-def test_a_wire_of_nothing_but_latency_has_the_largest_that_the_model_allows() -> None:
-    only_latency = AlphaBeta(latency_seconds=1.0, seconds_per_byte=0.0)
-    assert default_bucket_cap(256 * MIB, only_latency) == 128 * MIB
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
@@ -68,23 +72,6 @@ def test_the_cap_never_falls_with_ranks_or_model(device_type: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_mib", "mib_in_latency", "expected_mib"),
-    [
-        # Small models have one bucket, or one and the rest, and so has any model over a wire without latency.
-        (1, 1, 64),
-        (100, 700, 64),
-        (10_000, 0, 64),
-        # From there on as on CPUs.
-        (1335, 48, 128),
-        (300, 700, 128),
-        (1_000_000, 700, 512),
-    ],
-)
-def test_gpus_have_buckets_of_64_mib_and_more(model_mib: int, mib_in_latency: float, expected_mib: int) -> None:
-    assert default_bucket_cap(model_mib * MIB, wire(mib_in_latency * MIB), "cuda") == expected_mib * MIB
-
-
-@pytest.mark.parametrize(
     ("model_bytes", "groups", "mib"),
     [(1_420_000_000, 8, 128), (1_420_000_000, 32, 128), (1_420_000_000, 64, 256), (13_500_000_000, 64, 512)],
 )
@@ -94,13 +81,6 @@ def test_the_cap_of_shard_groups_follows_from_their_size(model_bytes: int, group
     of_all = assumed_wire(512, "cuda")
     assert assumed_wire(groups, "cuda").latency_seconds < wire.latency_seconds < of_all.latency_seconds
     assert assumed_wire(512, "cuda", 1) == of_all
-
-
-def test_two_cpus_keep_buckets_of_8_mib() -> None:
-    # 33.6M parameters in fp32, over 1 Gbit/s: a latency of 1 ms and 8 ns a byte.
-    measured = AlphaBeta(latency_seconds=1e-3, seconds_per_byte=8e-9)
-    assert default_bucket_cap(134_000_000, measured) == 8 * MIB
-    assert default_bucket_cap(134_000_000, assumed_wire(2, "cpu")) == 8 * MIB
 
 
 @pytest.mark.parametrize(

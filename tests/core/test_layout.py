@@ -76,19 +76,28 @@ def policies(*partitions: Partition) -> st.SearchStrategy[LayoutPolicy]:
 
 
 @given(parameter_lists, policies())
-def test_every_element_is_owned_exactly_once(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    owners: dict[int, list[int]] = {index: [0] * spec.numel for index, spec in enumerate(parameters)}
-    for bucket in plan_buckets(parameters, policy):
-        for rank in range(policy.world_size):
-            for piece in bucket.shard_slices(rank):
-                for element in range(piece.parameter_start, piece.parameter_start + piece.numel):
-                    owners[piece.parameter][element] += 1
-    assert all(count == 1 for counts in owners.values() for count in counts)
-
-
-@given(parameter_lists, policies())
-def test_slices_name_the_element_that_lies_there(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    for bucket in plan_buckets(parameters, policy):
+def test_every_plan_owns_every_element_once_in_aligned_slots_of_its_group(
+    parameters: list[ParameterSpec], policy: LayoutPolicy
+) -> None:
+    buckets = plan_buckets(parameters, policy)
+    owned: dict[int, list[int]] = {index: [] for index in range(len(parameters))}
+    for bucket in buckets:
+        alignment = alignment_of(bucket, policy)
+        assert bucket.numel > 0 and bucket.world_size == policy.world_size
+        assert (bucket.bounds[0], bucket.bounds[-1]) == (0, bucket.numel)
+        assert all(bound % alignment == 0 for bound in bucket.bounds)
+        assert all(start <= end for start, end in pairwise(bucket.bounds))
+        filled = sorted((slot.offset, slot.offset + slot.numel) for slot in bucket.slots if slot.numel)
+        assert all(start % alignment == 0 for start, _ in filled)
+        assert all(end <= start for (_, end), (start, _) in pairwise(filled))
+        assert not filled or filled[-1][1] <= bucket.numel
+        # It can be cut into equal aligned parts.
+        equal = even_bounds(bucket.numel, policy.world_size)
+        assert len(equal) == policy.world_size + 1 and equal[-1] == bucket.numel and equal.step % alignment == 0
+        (group,) = {parameters[slot.parameter].group for slot in bucket.slots}
+        assert bucket.itemsize == ITEMSIZES[group]
+        size = sum(slot.numel for slot in bucket.slots) * bucket.itemsize
+        assert size <= policy.bucket_cap_bytes or len(bucket.slots) == 1
         contents: list[tuple[int, int] | None] = [None] * bucket.numel
         for slot in bucket.slots:
             contents[slot.offset : slot.offset + slot.numel] = [(slot.parameter, i) for i in range(slot.numel)]
@@ -97,35 +106,23 @@ def test_slices_name_the_element_that_lies_there(parameters: list[ParameterSpec]
             shard = contents[bucket.bounds[rank] : bucket.bounds[rank + 1]]
             assert len(shard) == bucket.shard_numel(rank)
             for piece in bucket.shard_slices(rank):
-                expected = [(piece.parameter, piece.parameter_start + i) for i in range(piece.numel)]
-                assert shard[piece.shard_start : piece.shard_start + piece.numel] == expected
-
-
-@given(parameter_lists, policies())
-def test_every_parameter_has_one_slot_of_its_size(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    slots = sorted((slot.parameter, slot.numel) for bucket in plan_buckets(parameters, policy) for slot in bucket.slots)
+                elements = range(piece.parameter_start, piece.parameter_start + piece.numel)
+                assert shard[piece.shard_start : piece.shard_start + piece.numel] == [
+                    (piece.parameter, element) for element in elements
+                ]
+                owned[piece.parameter] += elements
+    assert all(sorted(elements) == list(range(parameters[index].numel)) for index, elements in owned.items())
+    members = [[slot.parameter for slot in bucket.slots] for bucket in buckets]
+    assert members == sorted(members, key=max) and all(indices == sorted(indices) for indices in members)
+    slots = sorted((slot.parameter, slot.numel) for bucket in buckets for slot in bucket.slots)
     assert slots == [(index, spec.numel) for index, spec in enumerate(parameters)]
-
-
-@given(parameter_lists, policies())
-def test_slots_and_shards_are_aligned_inside_the_bucket_and_apart(
-    parameters: list[ParameterSpec], policy: LayoutPolicy
-) -> None:
-    for bucket in plan_buckets(parameters, policy):
-        alignment = alignment_of(bucket, policy)
-        assert bucket.numel > 0
-        assert bucket.world_size == policy.world_size
-        assert (bucket.bounds[0], bucket.bounds[-1]) == (0, bucket.numel)
-        assert all(bound % alignment == 0 for bound in bucket.bounds)
-        assert all(start <= end for start, end in pairwise(bucket.bounds))
-        filled = sorted((slot.offset, slot.offset + slot.numel) for slot in bucket.slots if slot.numel)
-        assert all(start % alignment == 0 for start, _ in filled)
-        assert all(end <= start for (_, end), (start, _) in pairwise(filled))
-        assert not filled or filled[-1][1] <= bucket.numel
+    again = [replace(spec) for spec in parameters]
+    assert plan_buckets(again, policy) == buckets
+    assert fingerprint(again, buckets) == fingerprint(parameters, buckets)
 
 
 @given(parameter_lists, policies("element"))
-def test_element_partition_cuts_equal_shards_whatever_updates_cost(
+def test_element_partition_cuts_equal_shards_whatever_updates_cost_and_pads_little(
     parameters: list[ParameterSpec], policy: LayoutPolicy
 ) -> None:
     buckets = plan_buckets(parameters, policy)
@@ -133,38 +130,32 @@ def test_element_partition_cuts_equal_shards_whatever_updates_cost(
         # A range, so that a plan for many ranks takes no more memory than one for few.
         assert isinstance(bucket.bounds, range)
         assert {bucket.shard_numel(rank) for rank in range(policy.world_size)} == {bucket.numel // policy.world_size}
+        alignment = alignment_of(bucket, policy)
+        assert bucket.padding <= (len(bucket.slots) - 1) * (alignment - 1) + alignment * policy.world_size
     assert plan_buckets([replace(spec, update_cost=None) for spec in parameters], policy) == buckets
 
 
-@given(parameter_lists, policies("element"))
-def test_element_partition_pads_less_than_an_alignment_per_slot_and_one_per_rank(
-    parameters: list[ParameterSpec], policy: LayoutPolicy
-) -> None:
-    for bucket in plan_buckets(parameters, policy):
-        alignment = alignment_of(bucket, policy)
-        gaps_between_slots = (len(bucket.slots) - 1) * (alignment - 1)
-        assert bucket.padding <= gaps_between_slots + alignment * policy.world_size
-
-
 @given(parameter_lists, policies("parameter"), st.integers(1, 1000))
-def test_parameter_partition_pads_less_than_an_alignment_per_slot_and_one_per_rank(
+def test_parameter_partition_leaves_parameters_whole_in_their_order_and_pads_little(
     parameters: list[ParameterSpec], policy: LayoutPolicy, world_size: int
 ) -> None:
-    for bucket in plan_buckets(parameters, replace(policy, world_size=world_size)):
-        alignment = alignment_of(bucket, policy)
-        filled = sum(1 for slot in bucket.slots if slot.numel)
-        assert bucket.padding <= filled * (alignment - 1) + alignment * world_size
-        # What makes equal parts of it is the last rank's.
-        ends = [slot.offset + slot.numel for slot in bucket.slots if slot.numel]
-        assert bucket.bounds[world_size - 1] - max(ends, default=0) < alignment
-
-
-@given(parameter_lists, policies())
-def test_any_bucket_can_be_cut_into_equal_aligned_parts(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
+    policy = replace(policy, world_size=world_size)
     for bucket in plan_buckets(parameters, policy):
-        equal = even_bounds(bucket.numel, policy.world_size)
-        assert len(equal) == policy.world_size + 1 and equal[-1] == bucket.numel
-        assert equal.step % alignment_of(bucket, policy) == 0
+        alignment = alignment_of(bucket, policy)
+        filled = sorted((slot for slot in bucket.slots if slot.numel), key=lambda slot: slot.offset)
+        owner_of = {}
+        for slot in filled:
+            ((owner, start, stop),) = parts_of(bucket.bounds, slot.offset, slot.offset + slot.numel)
+            owner_of[slot.parameter] = owner
+            assert bucket.slice_of(slot, owner) == ShardSlice(
+                slot.parameter, 0, start - bucket.bounds[owner], stop - start
+            )
+        by_offset = [slot.parameter for slot in filled]
+        assert by_offset == sorted(by_offset, key=lambda parameter: (owner_of[parameter], parameter))
+        assert bucket.padding <= len(filled) * (alignment - 1) + alignment * world_size
+        # What makes equal parts of it is the last rank's.
+        ends = [slot.offset + slot.numel for slot in filled]
+        assert bucket.bounds[world_size - 1] - max(ends, default=0) < alignment
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.data())
@@ -191,57 +182,52 @@ def test_a_thousand_ranks_take_no_more_room_than_their_three_parameters() -> Non
     assert bucket.shard_slices(999) == ()
 
 
-@pytest.mark.parametrize(
-    ("shapes", "world_size", "partition", "offsets", "bounds"),
-    [
-        # 16 float32 elements are 64 bytes: one aligned start.
-        pytest.param([(5,), (3,)], 2, "element", [0, 16], [0, 16, 32], id="a gap after 5, and a tail after 16 + 3"),
-        pytest.param([(16,), (16,)], 2, "element", [0, 16], [0, 16, 32], id="nothing to pad"),
-        pytest.param([(33,)], 3, "element", [0], [0, 16, 32, 48], id="a tail"),
-        pytest.param([(5,), (40,)], 2, "parameter", [48, 0], [0, 48, 64], id="the first rank has the largest"),
-        pytest.param([(5,), (40,), (9,)], 2, "parameter", [48, 0, 64], [0, 48, 96], id="a rank's own in their order"),
-        pytest.param([(5,)], 4, "parameter", [0], [0, 16, 16, 16, 64], id="the last rank pads"),
-        pytest.param([(0,)], 2, "parameter", [0], [0, 0, 32], id="nothing but an empty one"),
-    ],
-)
-def test_known_layouts(
-    shapes: list[tuple[int, ...]], world_size: int, partition: Partition, offsets: list[int], bounds: list[int]
-) -> None:
-    policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
-    (bucket,) = plan_buckets(specs_of(*shapes), policy)
-    assert [slot.offset for slot in bucket.slots] == offsets
-    assert list(bucket.bounds) == bounds
-    assert bucket.padding == bounds[-1] - sum(size for (size,) in shapes)
-
-
-def test_slices_at_a_boundary_that_cuts_a_parameter() -> None:
-    policy = LayoutPolicy(world_size=2, bucket_cap_bytes=2**20)
-    (bucket,) = plan_buckets(specs_of((40,), (8,)), policy)
+def test_known_layouts() -> None:
+    known: list[tuple[list[int], int, Partition, list[int], list[int]]] = [
+        # 16 float32 elements are 64 bytes: one aligned start. A gap after 5, and a tail after 16 + 3.
+        ([5, 3], 2, "element", [0, 16], [0, 16, 32]),
+        ([16, 16], 2, "element", [0, 16], [0, 16, 32]),
+        ([33], 3, "element", [0], [0, 16, 32, 48]),
+        # The first rank has the largest, and a rank's own are in their order.
+        ([5, 40], 2, "parameter", [48, 0], [0, 48, 64]),
+        ([5, 40, 9], 2, "parameter", [48, 0, 64], [0, 48, 96]),
+        # The last rank pads; nothing but an empty one.
+        ([5], 4, "parameter", [0], [0, 16, 16, 16, 64]),
+        ([0], 2, "parameter", [0], [0, 0, 32]),
+    ]
+    for sizes, world_size, partition, offsets, bounds in known:
+        policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
+        (bucket,) = plan_buckets(specs_of(*((size,) for size in sizes)), policy)
+        assert [slot.offset for slot in bucket.slots] == offsets and list(bucket.bounds) == bounds
+        assert bucket.padding == bounds[-1] - sum(sizes)
+    # A boundary cuts a parameter.
+    (bucket,) = plan_buckets(specs_of((40,), (8,)), LayoutPolicy(world_size=2, bucket_cap_bytes=2**20))
     assert list(bucket.bounds) == [0, 32, 64]
     assert bucket.shard_slices(0) == (ShardSlice(0, 0, 0, 32),)
     assert bucket.shard_slices(1) == (ShardSlice(0, 32, 0, 8), ShardSlice(1, 0, 16, 8))
 
 
-@given(parameter_lists, policies("parameter"))
-def test_parameter_partition_never_splits_a_parameter(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    for bucket in plan_buckets(parameters, policy):
-        for slot in bucket.slots:
-            if slot.numel:
-                pieces = [bucket.slice_of(slot, rank) for rank in range(policy.world_size)]
-                (whole,) = [piece for piece in pieces if piece is not None]
-                assert (whole.parameter_start, whole.numel) == (0, slot.numel)
+def test_buckets_close_at_the_cap() -> None:
+    for sizes, cap, expected in (
+        ([10, 10, 10], 80, [[0, 1], [2]]),
+        ([10, 10, 10], 79, [[0], [1], [2]]),
+        # A larger one stays alone.
+        ([1, 100, 1], 40, [[0], [1], [2]]),
+        ([10, 0, 10], 2**20, [[0, 1, 2]]),
+    ):
+        buckets = plan_buckets(specs_of(*((size,) for size in sizes)), LayoutPolicy(world_size=2, bucket_cap_bytes=cap))
+        assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == expected
 
 
-@given(parameter_lists, policies("parameter"))
-def test_parameter_partition_places_a_ranks_parameters_side_by_side_in_their_order(
-    parameters: list[ParameterSpec], policy: LayoutPolicy
-) -> None:
-    buckets = plan_buckets(parameters, policy)
-    owners = owners_of(buckets)
-    for bucket in buckets:
-        filled = [slot for slot in bucket.slots if slot.numel]
-        by_offset = [slot.parameter for slot in sorted(filled, key=lambda slot: slot.offset)]
-        assert by_offset == sorted(by_offset, key=lambda parameter: (owners[parameter], parameter))
+def test_small_parameters_are_planned() -> None:
+    for shapes, owned in (([()], 1), ([(0,)], 0), ([(3, 0, 2), (5,)], 5), ([(2,), ()], 3)):
+        for world_size, partition in product((1, 2, 3, 8), PARTITIONS):
+            policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
+            (bucket,) = plan_buckets(specs_of(*shapes), policy)
+            pieces = [piece for rank in range(world_size) for piece in bucket.shard_slices(rank)]
+            assert len(bucket.slots) == len(shapes) and bucket.numel > 0
+            assert sum(piece.numel for piece in pieces) == owned and all(piece.numel for piece in pieces)
+            assert plan_buckets([], policy) == ()
 
 
 def shares(parameters: Sequence[ParameterSpec]) -> list[float]:
@@ -285,12 +271,12 @@ def test_parameter_partition_gives_no_rank_more_than_four_thirds_of_the_optimum(
     assert optimum * (1 - 1e-9) <= fullest <= optimum * 4 / 3 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("cap", [1, 100, 2**20])
-def test_all_buckets_together_are_balanced_not_each_alone(cap: int) -> None:
-    policy = LayoutPolicy(world_size=4, bucket_cap_bytes=cap, partition="parameter")
-    buckets = plan_buckets(specs_of(*[(16,)] * 8), policy)
-    owned = [sum(piece.numel for bucket in buckets for piece in bucket.shard_slices(rank)) for rank in range(4)]
-    assert owned == [32] * 4
+def test_all_buckets_together_are_balanced_not_each_alone() -> None:
+    for cap in (1, 100, 2**20):
+        policy = LayoutPolicy(world_size=4, bucket_cap_bytes=cap, partition="parameter")
+        buckets = plan_buckets(specs_of(*[(16,)] * 8), policy)
+        owned = [sum(piece.numel for bucket in buckets for piece in bucket.shard_slices(rank)) for rank in range(4)]
+        assert owned == [32] * 4
 
 
 @given(parameter_lists, policies("parameter"), st.sampled_from((2.0**-80, 2.0**-10, 2.0**10)))
@@ -312,58 +298,17 @@ MUON_SHAPES = [(64, 4096), (512, 512), (4096, 64), (64, 64, 64)]
 """As many elements each; Newton-Schulz costs twelve times as much for the square one as for the others."""
 
 
-@pytest.mark.parametrize("cap", [1, 2**30])
-@pytest.mark.parametrize(
-    ("steps", "groups"),
-    [
-        pytest.param(None, [{0, 2}, {1, 3}], id="by elements"),
-        pytest.param(5, [{1}, {0, 2, 3}], id="by what Newton-Schulz costs"),
-    ],
-)
-def test_a_costly_update_leaves_its_owner_less_else_to_own(steps: int | None, groups: list[set[int]], cap: int) -> None:
-    parameters = [
-        spec(shape, name=f"p{index}", update_cost=None if steps is None else newton_schulz(shape, steps))
-        for index, shape in enumerate(MUON_SHAPES)
-    ]
-    policy = LayoutPolicy(world_size=2, bucket_cap_bytes=cap, partition="parameter")
-    owners = owners_of(plan_buckets(parameters, policy))
-    assert [{index for index, owner in owners.items() if owner == rank} for rank in range(2)] == groups
-
-
-@given(parameter_lists, policies())
-def test_groups_never_share_a_bucket(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    for bucket in plan_buckets(parameters, policy):
-        (group,) = {parameters[slot.parameter].group for slot in bucket.slots}
-        assert bucket.itemsize == ITEMSIZES[group]
-
-
-@given(parameter_lists, policies())
-def test_only_a_single_parameter_exceeds_the_cap(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    for bucket in plan_buckets(parameters, policy):
-        size = sum(slot.numel for slot in bucket.slots) * bucket.itemsize
-        assert size <= policy.bucket_cap_bytes or len(bucket.slots) == 1
-
-
-@pytest.mark.parametrize(
-    ("sizes", "cap", "expected"),
-    [
-        pytest.param([10, 10, 10], 80, [[0, 1], [2]], id="exactly full"),
-        pytest.param([10, 10, 10], 79, [[0], [1], [2]], id="one byte short"),
-        pytest.param([1, 100, 1], 40, [[0], [1], [2]], id="a larger one stays alone"),
-        pytest.param([10, 0, 10], 2**20, [[0, 1, 2]], id="room for all"),
-    ],
-)
-def test_buckets_close_at_the_cap(sizes: list[int], cap: int, expected: list[list[int]]) -> None:
-    policy = LayoutPolicy(world_size=2, bucket_cap_bytes=cap)
-    buckets = plan_buckets(specs_of(*((size,) for size in sizes)), policy)
-    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == expected
-
-
-@given(parameter_lists, policies())
-def test_buckets_are_ordered_by_their_last_member(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    members = [[slot.parameter for slot in bucket.slots] for bucket in plan_buckets(parameters, policy)]
-    assert members == sorted(members, key=max)
-    assert all(indices == sorted(indices) for indices in members)
+def test_a_costly_update_leaves_its_owner_less_else_to_own() -> None:
+    # By elements; by what Newton-Schulz costs.
+    for steps, groups in ((None, [{0, 2}, {1, 3}]), (5, [{1}, {0, 2, 3}])):
+        parameters = [
+            spec(shape, name=f"p{index}", update_cost=None if steps is None else newton_schulz(shape, steps))
+            for index, shape in enumerate(MUON_SHAPES)
+        ]
+        for cap in (1, 2**30):
+            policy = LayoutPolicy(world_size=2, bucket_cap_bytes=cap, partition="parameter")
+            owners = owners_of(plan_buckets(parameters, policy))
+            assert [{index for index, owner in owners.items() if owner == rank} for rank in range(2)] == groups
 
 
 def test_a_group_left_open_long_ago_comes_before_one_that_fills_later() -> None:
@@ -372,34 +317,25 @@ def test_a_group_left_open_long_ago_comes_before_one_that_fills_later() -> None:
     assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[0, 2], [1, 3], [4]]
 
 
-@given(parameter_lists, policies())
-def test_planning_again_gives_the_same(parameters: list[ParameterSpec], policy: LayoutPolicy) -> None:
-    again = [replace(spec) for spec in parameters]
-    buckets = plan_buckets(parameters, policy)
-    assert plan_buckets(again, policy) == buckets
-    assert fingerprint(again, plan_buckets(again, policy)) == fingerprint(parameters, buckets)
-
-
-@pytest.mark.parametrize(("partition", "update_cost"), [("element", None), ("parameter", None), ("parameter", True)])
-def test_plan_and_fingerprint_do_not_depend_on_the_process(partition: Partition, update_cost: bool | None) -> None:
+def test_plan_and_fingerprint_do_not_depend_on_the_process() -> None:
     # Ranks differ in the seed of `hash`, on which the order of sets depends.
-    script = f"""
+    script = """
 from lightning_parstrat.core.layout import *
 names = ["float32", "float64", "bfloat16"]
-specs = [
-    ParameterSpec(
-        name=f"p{{i}}",
-        shape=(i * 37 % 50,),
-        dtype="float32",
-        itemsize=4,
-        group=names[i % 3],
-        update_cost={update_cost!r} and i * 29 % 31 / 7,
-    )
-    for i in range(40)
-]
-policy = LayoutPolicy(world_size=3, bucket_cap_bytes=300, partition={partition!r})
-plan = plan_buckets(specs, policy)
-print(fingerprint(specs, plan), plan)
+for partition, costs in (("element", False), ("parameter", False), ("parameter", True)):
+    specs = [
+        ParameterSpec(
+            name=f"p{i}",
+            shape=(i * 37 % 50,),
+            dtype="float32",
+            itemsize=4,
+            group=names[i % 3],
+            update_cost=i * 29 % 31 / 7 if costs else None,
+        )
+        for i in range(40)
+    ]
+    plan = plan_buckets(specs, LayoutPolicy(world_size=3, bucket_cap_bytes=300, partition=partition))
+    print(fingerprint(specs, plan), plan)
 """
     printed = {
         subprocess.run(
@@ -407,103 +343,47 @@ print(fingerprint(specs, plan), plan)
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(printed) == 1
-    assert "BucketLayout" in printed.pop()
+    assert len(printed) == 1 and printed.pop().count("(BucketLayout") == 3
 
 
-def test_fingerprint_differs_where_update_costs_give_parameters_to_other_ranks() -> None:
-    policy = LayoutPolicy(world_size=2, bucket_cap_bytes=2**20, partition="parameter")
-    numbers = set()
-    for costs in ((None, None), (1.0, 100.0)):
-        parameters = [spec((4,), name=f"p{index}", update_cost=cost) for index, cost in enumerate(costs)]
-        numbers.add(fingerprint(parameters, plan_buckets(parameters, policy)))
-    assert len(numbers) == 2
+BASE: list[Any] = [("w", (4, 6)), ("v", (6, 4)), ("b", (6,))]
 
 
-BASE = [("w", (4, 6)), ("v", (6, 4)), ("b", (6,))]
-
-
-@pytest.mark.parametrize(
-    ("parameters", "policy"),
-    [
-        pytest.param([("w2", (4, 6)), *BASE[1:]], {}, id="a name"),
-        pytest.param([("w", (6, 4)), *BASE[1:]], {}, id="a shape of the same size"),
-        pytest.param([("w", (4, 7)), *BASE[1:]], {}, id="a size"),
-        pytest.param(BASE[::-1], {}, id="the order"),
-        pytest.param(BASE[:2], {}, id="the number"),
-        pytest.param(BASE, {"bucket_cap_bytes": 100}, id="the cap"),
-        pytest.param(BASE, {"world_size": 3}, id="the world size"),
-        pytest.param(BASE, {"partition": "parameter"}, id="the partition"),
-        pytest.param(BASE, {"alignment_bytes": 256}, id="the alignment"),
-    ],
-)
-def test_fingerprint_differs_with(parameters: list[tuple[str, tuple[int, ...]]], policy: dict[str, Any]) -> None:
-    def fingerprint_of(parameters: list[tuple[str, tuple[int, ...]]], **changes: Any) -> int:
-        specs = [spec(shape, name=name) for name, shape in parameters]
+def test_fingerprints_differ_with_whatever_a_plan_depends_on() -> None:
+    def fingerprint_of(parameters: list[Any], **changes: Any) -> int:
+        specs = [spec(shape, *more, name=name) for name, shape, *more in parameters]
         policy = LayoutPolicy(**{"world_size": 2, "bucket_cap_bytes": 2**20, **changes})
         return fingerprint(specs, plan_buckets(specs, policy))
 
-    number = fingerprint_of(parameters, **policy)
-    assert number != fingerprint_of(BASE)
-    # It travels as int64, and its negative with it.
-    assert 0 <= number < 2**62
+    costly = [spec((4,), name=f"p{index}", update_cost=cost) for index, cost in enumerate((1.0, 100.0))]
+    whole = LayoutPolicy(world_size=2, bucket_cap_bytes=2**20, partition="parameter")
+    numbers = [
+        fingerprint_of(BASE),
+        fingerprint_of([("w2", (4, 6)), *BASE[1:]]),
+        fingerprint_of([("w", (6, 4)), *BASE[1:]]),
+        fingerprint_of([("w", (4, 7)), *BASE[1:]]),
+        fingerprint_of(BASE[::-1]),
+        fingerprint_of(BASE[:2]),
+        fingerprint_of(BASE, bucket_cap_bytes=100),
+        fingerprint_of(BASE, world_size=3),
+        fingerprint_of(BASE, partition="parameter"),
+        fingerprint_of(BASE, alignment_bytes=256),
+        *(fingerprint_of([("w", (4,), group)], alignment_bytes=1) for group in sorted(ITEMSIZES)),
+        *(fingerprint(one, plan_buckets(one, whole)) for one in (costly, [replace(o, update_cost=1) for o in costly])),
+    ]
+    # They travel as int64, and their negatives with them.
+    assert len(set(numbers)) == len(numbers) and all(0 <= number < 2**62 for number in numbers)
 
 
-def test_fingerprint_differs_with_the_itemsize() -> None:
-    policy = LayoutPolicy(world_size=1, bucket_cap_bytes=2**20, alignment_bytes=1)
-    numbers = {
-        fingerprint([one], plan_buckets([one], policy)) for one in (spec((4,), group) for group in sorted(ITEMSIZES))
-    }
-    assert len(numbers) == len(ITEMSIZES)
-
-
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-@pytest.mark.parametrize(
-    ("shapes", "owned"),
-    [
-        pytest.param([()], 1, id="0-d"),
-        pytest.param([(0,)], 0, id="empty alone"),
-        pytest.param([(3, 0, 2), (5,)], 5, id="empty beside another"),
-        pytest.param([(2,), ()], 3, id="few"),
-    ],
-)
-def test_small_parameters_are_planned(
-    shapes: list[tuple[int, ...]], owned: int, world_size: int, partition: Partition
-) -> None:
-    policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
-    (bucket,) = plan_buckets(specs_of(*shapes), policy)
-    assert len(bucket.slots) == len(shapes)
-    assert bucket.numel > 0
-    pieces = [piece for rank in range(world_size) for piece in bucket.shard_slices(rank)]
-    assert sum(piece.numel for piece in pieces) == owned
-    assert all(piece.numel for piece in pieces)
-
-
-@pytest.mark.parametrize("partition", PARTITIONS)
-def test_no_parameters_need_no_bucket(partition: Partition) -> None:
-    assert plan_buckets([], LayoutPolicy(world_size=2, bucket_cap_bytes=1, partition=partition)) == ()
-
-
-@pytest.mark.parametrize(("shape", "numel"), [((), 1), ((7,), 7), ((2, 3, 4), 24), ((0,), 0), ((5, 0), 0), ((1, 1), 1)])
-def test_numel_is_the_product_of_the_shape(shape: tuple[int, ...], numel: int) -> None:
-    assert spec(shape).numel == numel
-
-
-@pytest.mark.parametrize(
-    ("argument", "value", "allowed"),
-    [
+def test_invalid_policies_name_the_value_and_what_is_allowed() -> None:
+    for argument, value, allowed in (
         ("world_size", 0, ">= 1"),
         ("world_size", -2, ">= 1"),
         ("bucket_cap_bytes", 0, ">= 1"),
         ("alignment_bytes", 0, ">= 1"),
         ("partition", "rows", "('element', 'parameter')"),
         ("partition", "auto", "('element', 'parameter')"),
-    ],
-)
-def test_invalid_policy_names_the_value_and_what_is_allowed(argument: str, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError) as error:
-        LayoutPolicy(**{"world_size": 2, "bucket_cap_bytes": 1024, argument: value})
-    message = str(error.value)
-    assert f"{argument}: {value!r}" in message
-    assert allowed in message
+    ):
+        with pytest.raises(ValueError) as error:
+            LayoutPolicy(**{"world_size": 2, "bucket_cap_bytes": 1024, argument: value})
+        assert f"{argument}: {value!r}" in str(error.value) and allowed in str(error.value)

@@ -3,7 +3,6 @@
 from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -55,24 +54,17 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_narrow_storage(name: str) -> None:
-    tensor = TENSORS[name]
-    narrow = with_narrow_storage(tensor)
-    assert torch.equal(narrow, tensor) and narrow.stride() == tensor.stride()
-    if tensor.numel():
-        assert narrow.data_ptr() == tensor.data_ptr()
-    covered = (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
-    assert narrow.untyped_storage().nbytes() == (covered if tensor.numel() else 0)
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_storage_order(name: str) -> None:
-    tensor = TENSORS[name]
-    flat = in_storage_order(tensor)
-    assert flat.dim() == 1 and sorted(flat.abs().tolist()) == sorted(tensor.flatten().abs().tolist())
-    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    assert not tensor.numel() or (flat.data_ptr() == tensor.data_ptr()) == dense
+def test_storages_are_narrowed_and_read_in_their_order() -> None:
+    for name, tensor in TENSORS.items():
+        narrow, flat = with_narrow_storage(tensor), in_storage_order(tensor)
+        assert torch.equal(narrow, tensor) and narrow.stride() == tensor.stride(), name
+        covered = (1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))) * tensor.itemsize
+        assert narrow.untyped_storage().nbytes() == (covered if tensor.numel() else 0), name
+        assert flat.dim() == 1 and sorted(flat.abs().tolist()) == sorted(tensor.flatten().abs().tolist()), name
+        if tensor.numel():
+            assert narrow.data_ptr() == tensor.data_ptr(), name
+            dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+            assert (flat.data_ptr() == tensor.data_ptr()) == dense, name
 
 
 def test_what_lies_in_a_buffer_is_saved_alone_and_once() -> None:

@@ -73,27 +73,22 @@ def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) ->
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("in_shards", [True, False])
-@pytest.mark.parametrize(
-    # Bytes of a parameter; of its master, its two averages and the sum of its gradients, in the shards.
-    ("precision", "masters", "whole", "sharded"),
-    [
-        ("32-true", "auto", 4, 8 + 4),
-        ("bf16-true", "auto", 2, 4 + 8 + 4),
-        ("bf16-true", False, 2, 4 + 4),
-        ("64-true", "auto", 8, 16 + 8),
-    ],
-)
-def test_the_formula_says_what_is_held_between_micro_batches(
-    pool: RankPool, precision: str, masters: Any, whole: int, sharded: int, in_shards: bool, world_size: int
-) -> None:
-    # Else gradients are whole, too, and not in the shards.
-    sums = max(4, whole)
-    each = whole + sharded / world_size if in_shards else 2 * whole + (sharded - sums) / world_size
-    formula = each * sum(parameter.numel() for parameter in Wide(adam).parameters())
-    for found in pool.run(world_size, held_between_micro_batches, precision, masters, in_shards):
-        assert len(found) == 4
-        assert found == pytest.approx([formula] * 4, rel=0.03)
+def test_the_formula_says_what_is_held_between_micro_batches(pool: RankPool, world_size: int) -> None:
+    for precision, masters, whole, sharded, in_shards in (
+        # Bytes of a parameter; of its master, its two averages and the sum of its gradients, in the shards.
+        ("32-true", "auto", 4, 8 + 4, True),
+        ("32-true", "auto", 4, 8 + 4, False),
+        ("bf16-true", "auto", 2, 4 + 8 + 4, True),
+        ("bf16-true", False, 2, 4 + 4, True),
+        ("bf16-true", "auto", 2, 4 + 8 + 4, False),
+    ):
+        # Else gradients are whole, too, and not in the shards.
+        sums = max(4, whole)
+        each = whole + sharded / world_size if in_shards else 2 * whole + (sharded - sums) / world_size
+        formula = each * sum(parameter.numel() for parameter in Wide(adam).parameters())
+        for found in pool.run(world_size, held_between_micro_batches, precision, masters, in_shards):
+            assert len(found) == 4
+            assert found == pytest.approx([formula] * 4, rel=0.03)
 
 
 class Undoes(zoo.MLP):
@@ -156,20 +151,15 @@ def compare_watched(module: type[zoo.Zoo]) -> tuple[float, list[str]]:
     return largest_difference(*runs), said
 
 
-@pytest.mark.parametrize("module", [*WHOLE, Unwatched])
-def test_who_looks_at_what_has_accumulated_finds_it_whole_and_is_told_once(
-    pool: RankPool, module: type[zoo.Zoo]
-) -> None:
-    first, *others = pool.run(2, compare_watched, module)
-    named = WHOLE.get(module)
-    assert len(first[1]) == (named is not None) and all(lines == [] for _, lines in others)
-    assert named is None or (first[1][0].startswith("zero2_custom: ") and named in first[1][0])
-    for apart, _ in (first, *others):
-        # To the last bit, where whole gradients accumulate alike.
-        assert apart <= (2e-5 if named is None else 0)
-
-
-def test_one_rank_says_nothing_of_others(pool: RankPool) -> None:
+def test_who_looks_at_what_has_accumulated_finds_it_whole_and_is_told_once(pool: RankPool) -> None:
+    for module in (*WHOLE, Unwatched):
+        first, *others = pool.run(2, compare_watched, module)
+        named = WHOLE.get(module)
+        assert len(first[1]) == (named is not None) and all(lines == [] for _, lines in others)
+        assert named is None or (first[1][0].startswith("zero2_custom: ") and named in first[1][0])
+        for apart, _ in (first, *others):
+            # To the last bit, where whole gradients accumulate alike.
+            assert apart <= (2e-5 if named is None else 0)
     ((apart, said),) = pool.run(1, compare_watched, Unwatched)
     assert apart == 0 and said == []
 
@@ -218,30 +208,16 @@ def launches(flag: str, accumulate: int) -> tuple[float, float]:
     return counted.sent[0] / counted.buckets, counted.sent[1] / counted.buckets
 
 
-@pytest.mark.parametrize(
-    ("flag", "accumulate", "expected"),
-    [
-        # Twelve batches.
+def test_a_step_reduces_every_micro_batch_and_gathers_once(pool: RankPool) -> None:
+    # Twelve batches.
+    for flag, accumulate, expected in (
         ("zero1_custom", 4, (3, 3)),
         ("zero2_custom", 4, (12, 3)),
         ("ddp_zero2", 5, (12, 3)),
         ("zero1_custom", 1, (12, 12)),
         ("zero2_custom", 1, (12, 12)),
-    ],
-)
-def test_a_step_reduces_every_micro_batch_and_gathers_once(
-    pool: RankPool, flag: str, accumulate: int, expected: tuple[int, int]
-) -> None:
-    assert pool.run(2, launches, flag, accumulate) == [expected] * 2
-
-
-def without_accumulation(in_shards: bool) -> list[Tensor]:
-    run = train(zoo.Unused, zero1(shard_gradients=in_shards), gradient_clip_val=0.05)
-    return run.parameters[-1]
-
-
-def test_without_accumulation_it_is_zero1_to_the_last_bit(pool: RankPool) -> None:
-    assert distance(pool.run(3, without_accumulation, True), pool.run(3, without_accumulation, False)) == 0
+    ):
+        assert pool.run(2, launches, flag, accumulate) == [expected] * 2
 
 
 class Saves(Callback):
@@ -277,12 +253,7 @@ def saved_and_resumed(folder: str, arguments: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        pytest.param({"checkpoint_format": "sharded"}, marks=pytest.mark.slow),
-        pytest.param({"checkpoint_format": "sharded", "async_save": True}, marks=pytest.mark.slow),
-        pytest.param({"shard_group": 1}, marks=pytest.mark.slow),
-    ],
+    [{}, pytest.param({"checkpoint_format": "sharded", "async_save": True, "shard_group": 1}, marks=pytest.mark.slow)],
 )
 def test_checkpoints_go_on_under_either_name(pool: RankPool, tmp_path: Path, arguments: dict[str, Any]) -> None:
     assert max(pool.run(2, saved_and_resumed, str(tmp_path), arguments)) <= 1e-5

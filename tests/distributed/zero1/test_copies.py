@@ -134,8 +134,8 @@ def set_gradients(optimizer: Optimizer) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def copy_goes_on_by_itself(make: Make, copied_by: Callable[[Any], Any]) -> None:
-    engine, module, optimizer, twin, twins = in_the_middle(make)
+def copy_goes_on_by_itself(make: Make, copied_by: Callable[[Any], Any], steps: int) -> None:
+    engine, module, optimizer, twin, twins = in_the_middle(make, steps)
     copied, copied_twin = copied_by(optimizer), copied_by(twins)
     originals = {id(parameter) for parameter in module.parameters()}
     assert all(id(parameter) not in originals for group in copied.param_groups for parameter in group["params"])
@@ -157,37 +157,15 @@ def copy_goes_on_by_itself(make: Make, copied_by: Callable[[Any], Any]) -> None:
     assert_same_state(optimizer.state_dict(), twins.state_dict())
 
 
-# Each optimizer is copied on each number of ranks, and in each way.
-@pytest.mark.parametrize(
-    ("make", "copied_by", "world_size"),
-    [
-        (make, COPIES[(number + size) % len(COPIES)], size)
-        for number, make in enumerate(OPTIMIZERS)
-        for size in WORLD_SIZES
-        if size > 1 or make in (adamw, adafactor)
-    ],
-)
-def test_a_copy_has_the_whole_state_and_goes_on_by_itself(
-    pool: RankPool, make: Make, copied_by: Callable[[Any], Any], world_size: int
-) -> None:
-    pool.run(world_size, copy_goes_on_by_itself, make, copied_by)
+def copies_of_all(size: int) -> None:
+    # Each optimizer is copied on each number of ranks, and in each way.
+    for number, make in enumerate(OPTIMIZERS):
+        copy_goes_on_by_itself(make, COPIES[(number + size) % len(COPIES)], 0 if (number + size) % 3 == 0 else 2)
 
 
-def copies_before_the_first_step(make: Make) -> None:
-    engine, module, optimizer, twin, twins = in_the_middle(make, steps=0)
-    copied, copied_twin = copy.deepcopy(optimizer), copy.deepcopy(twins)
-    for one in (copied, copied_twin):
-        set_gradients(one)
-        one.step()
-    assert_same_parameters(copied, copied_twin)
-    assert_same_state(copied.state_dict(), copied_twin.state_dict())
-    step_both(engine, module, optimizer, twin, twins, 0)
-    assert_same_parameters(optimizer, twins)
-
-
-@pytest.mark.parametrize("make", OPTIMIZERS)
-def test_a_copy_from_before_the_first_step_is_whole_too(pool: RankPool, make: Make) -> None:
-    pool.run(2, copies_before_the_first_step, make)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_copy_has_the_whole_state_and_goes_on_by_itself(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, copies_of_all, world_size)
 
 
 class HoldsItsOptimizer(nn.Module):
@@ -216,11 +194,9 @@ def module_with_its_optimizer(copied_by: Callable[[Any], Any]) -> None:
     assert_same_state(module.state_dict(), twin.state_dict())
 
 
-@pytest.mark.parametrize(("copied_by", "world_size"), zip(COPIES, WORLD_SIZES, strict=True))
-def test_a_module_that_holds_its_optimizer_is_copied_with_it(
-    pool: RankPool, copied_by: Callable[[Any], Any], world_size: int
-) -> None:
-    pool.run(world_size, module_with_its_optimizer, copied_by)
+def test_a_module_that_holds_its_optimizer_is_copied_with_it(pool: RankPool) -> None:
+    for copied_by, world_size in zip(COPIES, WORLD_SIZES, strict=True):
+        pool.run(world_size, module_with_its_optimizer, copied_by)
 
 
 def copy_on_one_rank(make: Make, copied_by: Callable[[Any], Any]) -> None:
@@ -236,9 +212,9 @@ def copy_on_one_rank(make: Make, copied_by: Callable[[Any], Any]) -> None:
     assert_same_parameters(optimizer, twins)
 
 
-@pytest.mark.parametrize(("make", "copied_by"), [(adamw, by_deepcopy), (adafactor, by_pickle), (adamw, by_file)])
-def test_copying_needs_no_other_rank(pool: RankPool, make: Make, copied_by: Callable[[Any], Any]) -> None:
-    pool.run(2, copy_on_one_rank, make, copied_by)
+def test_copying_needs_no_other_rank(pool: RankPool) -> None:
+    for make, copied_by in ((adamw, by_deepcopy), (adafactor, by_pickle), (adamw, by_file)):
+        pool.run(2, copy_on_one_rank, make, copied_by)
 
 
 def copy_of_a_copy() -> None:
@@ -252,9 +228,17 @@ def copy_of_a_copy() -> None:
     assert type(again) is torch.optim.AdamW
     assert_same_state(again.state_dict(), copied_twin.state_dict())
     assert_same_parameters(again, copied_twin)
+    # It takes a state dict, as any optimizer does, and goes on from there.
+    earlier = copy.deepcopy(twins.state_dict())
+    for one in (again, copied_twin):
+        one.load_state_dict(copy.deepcopy(earlier))
+        set_gradients(one)
+        one.step()
+    assert_same_parameters(again, copied_twin)
+    assert_same_state(again.state_dict(), copied_twin.state_dict())
 
 
-def test_copies_can_be_copied(pool: RankPool) -> None:
+def test_copies_can_be_copied_and_loaded_into(pool: RankPool) -> None:
     pool.run(2, copy_of_a_copy)
 
 
@@ -299,27 +283,6 @@ def test_a_copy_is_freed_at_once(pool: RankPool) -> None:
     pool.run(2, freed_at_once)
 
 
-def copy_is_loaded_into() -> None:
-    """A copy takes a state dict, as any optimizer does, and goes on from there."""
-    *_, optimizer, _, twins = in_the_middle(adamw)
-    earlier = copy.deepcopy(twins.state_dict())
-    copied, copied_twin = copy.deepcopy(optimizer), copy.deepcopy(twins)
-    set_gradients(copied)
-    set_gradients(copied_twin)
-    for one in (copied, copied_twin):
-        one.step()
-        one.load_state_dict(copy.deepcopy(earlier))
-        one.step()
-    assert_same_parameters(copied, copied_twin)
-    part = copy.deepcopy(optimizer)
-    part.load_state_dict(copied_twin.state_dict())
-    assert_same_state(part.state_dict(), copied_twin.state_dict())
-
-
-def test_a_copy_can_be_loaded_into(pool: RankPool) -> None:
-    pool.run(2, copy_is_loaded_into)
-
-
 def a_new_fit_with_a_copy() -> None:
     """A copy is sharded anew as its original would be: its state comes along."""
     module, twin = HoldsItsOptimizer(), HoldsItsOptimizer()
@@ -345,19 +308,16 @@ def write_parts(folder: str) -> None:
     Path(folder, str(dist.get_rank())).write_bytes(pickle.dumps(optimizer))
 
 
-USES = {"state_dict": "optimizer.state_dict()", "step": "optimizer.step()"}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("use", USES)
-def test_a_part_without_the_others_is_refused(pool: RankPool, tmp_path: Path, use: str) -> None:
+def test_a_part_without_the_others_is_refused(pool: RankPool, tmp_path: Path) -> None:
     pool.run(2, write_parts, str(tmp_path))
-    script = f"import pickle, sys; optimizer = pickle.load(open(sys.argv[1], 'rb')); {USES[use]}"
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "1")], capture_output=True, text=True)
-    assert ended.returncode == 1
-    message = ended.stderr.strip().splitlines()[-1]
-    assert message.startswith("RuntimeError: This copy of a sharded AdamW holds one of 2 parts of its state, and 0")
-    assert "`optimizer.state_dict()`, called on all ranks" in message
+    for use in ("optimizer.state_dict()", "optimizer.step()"):
+        script = f"import pickle, sys; optimizer = pickle.load(open(sys.argv[1], 'rb')); {use}"
+        ended = subprocess.run([sys.executable, "-c", script, str(tmp_path / "1")], capture_output=True, text=True)
+        assert ended.returncode == 1
+        message = ended.stderr.strip().splitlines()[-1]
+        assert message.startswith("RuntimeError: This copy of a sharded AdamW holds one of 2 parts of its state, and 0")
+        assert "`optimizer.state_dict()`, called on all ranks" in message
 
 
 def use_parts_of_two(folder: str) -> str:
@@ -397,11 +357,14 @@ def goes_on_after_closing(make: Make) -> None:
     assert_same_state(optimizer.state_dict(), twins.state_dict())
 
 
-@pytest.mark.parametrize(("make", "world_size"), [*((make, 2) for make in OPTIMIZERS), (adamw, 1), (adafactor, 3)])
-def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(
-    pool: RankPool, make: Make, world_size: int
-) -> None:
-    pool.run(world_size, goes_on_after_closing, make)
+def all_go_on_after_closing(makers: list[Make]) -> None:
+    for make in makers:
+        goes_on_after_closing(make)
+
+
+def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(pool: RankPool) -> None:
+    for world_size, makers in ((2, OPTIMIZERS), (1, [adamw]), (3, [adafactor])):
+        pool.run(world_size, all_go_on_after_closing, makers)
 
 
 def hooks_and_groups_after_closing() -> tuple[list[int], list[int]]:

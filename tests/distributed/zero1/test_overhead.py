@@ -3,7 +3,6 @@
 import sys
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -71,40 +70,3 @@ def test_a_parameter_more_costs_few_calls(own_pool: RankPool, cap: float, calls:
 def test_small_buckets_are_stepped_by_one_call(pool: RankPool) -> None:
     assert [steps for _, steps in pool.run(2, calls_in_a_step, 100, 8.0)] == [1, 1]
     assert [steps for _, steps in pool.run(2, calls_in_a_step, 100, TEN_TENSORS)] == [1, 1]
-
-
-def calls_by_megabytes(shapes: list[tuple[int, int]]) -> int:
-    module = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in shapes])
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = make_engine(module, optimizer, bucket_cap_mb=1.0)
-    backward(engine, torch.stack([parameter.sum() for parameter in module]).sum())
-    count = 0
-
-    def counted(*_: Any) -> None:
-        nonlocal count
-        count += 1
-
-    with patch("torch.optim.SGD.step", counted):
-        optimizer.step()
-    engine.gatherer.finish()
-    return count
-
-
-MIB_OF_FLOATS = (512, 512)
-FOUR_MIB_OF_FLOATS = (1024, 1024)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "by_world_size"),
-    [
-        # Of shards of half, a third and a quarter of a MiB, as many as make up one are stepped together.
-        ([MIB_OF_FLOATS] * 12, {2: 6, 3: 4, 4: 3}),
-        ([FOUR_MIB_OF_FLOATS] * 3, {2: 3, 4: 3}),
-        ([FOUR_MIB_OF_FLOATS, MIB_OF_FLOATS, MIB_OF_FLOATS], {2: 2}),
-    ],
-)
-def test_the_calls_of_a_step_go_by_the_bytes_that_a_rank_steps(
-    pool: RankPool, shapes: list[tuple[int, int]], by_world_size: dict[int, int]
-) -> None:
-    for world_size, calls in by_world_size.items():
-        assert pool.run(world_size, calls_by_megabytes, shapes) == [calls] * world_size

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -134,14 +133,14 @@ def _under_autocast(module: nn.Module) -> Tensor:
         return module(ONES)
 
 
-@pytest.mark.parametrize("name", READS)
-def test_whoever_reads_it_waits(name: str) -> None:
-    on_the_way = OnTheWay(nn.Linear(4, 4))
-    found = READS[name](on_the_way.module)
-    assert on_the_way.arrivals == 1
-    assert not torch.isnan(found).any()
-    assert type(found) in (Tensor, nn.Parameter)
-    assert all(type(parameter) is nn.Parameter for parameter in on_the_way.module.parameters())
+def test_whoever_reads_it_waits() -> None:
+    for name, read in READS.items():
+        on_the_way = OnTheWay(nn.Linear(4, 4))
+        found = read(on_the_way.module)
+        assert on_the_way.arrivals == 1, name
+        assert not torch.isnan(found).any(), name
+        assert type(found) in (Tensor, nn.Parameter), name
+        assert all(type(parameter) is nn.Parameter for parameter in on_the_way.module.parameters()), name
 
 
 KNOWN: dict[str, Callable[[nn.Linear], Any]] = {
@@ -160,39 +159,38 @@ KNOWN: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_who_asks_for_no_content_does_not_wait(name: str) -> None:
-    on_the_way = OnTheWay(nn.Linear(4, 4))
-    KNOWN[name](on_the_way.module)
-    assert on_the_way.arrivals == 0
-    assert all(type(parameter) is InFlightParameter for parameter in on_the_way.module.parameters())
-    wait_for_parameters(on_the_way.parameters)
-    assert on_the_way.arrivals == 1
+def test_who_asks_for_no_content_does_not_wait() -> None:
+    for name, ask in KNOWN.items():
+        on_the_way = OnTheWay(nn.Linear(4, 4))
+        ask(on_the_way.module)
+        assert on_the_way.arrivals == 0, name
+        assert all(type(parameter) is InFlightParameter for parameter in on_the_way.module.parameters()), name
+        wait_for_parameters(on_the_way.parameters)
+        assert on_the_way.arrivals == 1, name
 
 
-@pytest.mark.parametrize(
-    ("make", "inputs"),
-    [
-        (partial(nn.LSTM, 4, 4), (torch.ones(2, 3, 4),)),
-        (partial(nn.GRU, 4, 4, 2, bidirectional=True), (torch.ones(2, 3, 4),)),
-        (partial(nn.MultiheadAttention, 8, 2, batch_first=True), (torch.ones(1, 2, 8),) * 3),
-        (partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), (torch.ones(1, 2, 8),)),
-        (partial(nn.Embedding, 3, 4), (torch.tensor([0]),)),
-        (partial(nn.EmbeddingBag, 3, 4), (torch.tensor([[0, 1]]),)),
-        (partial(nn.Conv2d, 3, 4, 3), (torch.ones(1, 3, 8, 8),)),
-        (partial(nn.LayerNorm, 4), (torch.ones(2, 4),)),
-        (partial(nn.BatchNorm1d, 4), (torch.rand(5, 4),)),
-        (partial(nn.PReLU, 4), (torch.ones(1, 4),)),
-        (partial(nn.Bilinear, 4, 4, 2), (torch.ones(1, 4), torch.ones(1, 4))),
-    ],
-    ids=lambda value: value.func.__name__ if isinstance(value, partial) else "",
-)
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_layers_of_all_kinds_wait(make: Callable[[], nn.Module], inputs: tuple[Tensor, ...], training: bool) -> None:
-    on_the_way = OnTheWay(make().train(training))
-    found = on_the_way.module(*inputs)
-    assert on_the_way.arrivals == 1
-    assert not torch.isnan(found[0] if isinstance(found, tuple) else found).any()
+LAYERS: list[tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = [
+    (partial(nn.LSTM, 4, 4), (torch.ones(2, 3, 4),)),
+    (partial(nn.GRU, 4, 4, 2, bidirectional=True), (torch.ones(2, 3, 4),)),
+    (partial(nn.MultiheadAttention, 8, 2, batch_first=True), (torch.ones(1, 2, 8),) * 3),
+    (partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), (torch.ones(1, 2, 8),)),
+    (partial(nn.Embedding, 3, 4), (torch.tensor([0]),)),
+    (partial(nn.EmbeddingBag, 3, 4), (torch.tensor([[0, 1]]),)),
+    (partial(nn.Conv2d, 3, 4, 3), (torch.ones(1, 3, 8, 8),)),
+    (partial(nn.LayerNorm, 4), (torch.ones(2, 4),)),
+    (partial(nn.BatchNorm1d, 4), (torch.rand(5, 4),)),
+    (partial(nn.PReLU, 4), (torch.ones(1, 4),)),
+    (partial(nn.Bilinear, 4, 4, 2), (torch.ones(1, 4), torch.ones(1, 4))),
+]
+
+
+def test_layers_of_all_kinds_wait() -> None:
+    for make, inputs in LAYERS:
+        for training in (True, False):
+            on_the_way = OnTheWay(make().train(training))
+            found = on_the_way.module(*inputs)
+            assert on_the_way.arrivals == 1, (make, training)
+            assert not torch.isnan(found[0] if isinstance(found, tuple) else found).any(), (make, training)
 
 
 class Foreign(nn.Module):
@@ -297,15 +295,13 @@ def compiled_in_place() -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
+def test_compiled_modules_are_known() -> None:
+    makers: list[tuple[Callable[[], nn.Module], bool]] = [
         (lambda: nn.Linear(2, 2), False),
         (Compiled, True),
         (lambda: torch.compile(nn.Linear(2, 2)), True),
         (compiled_in_place, True),
         (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), True),
-    ],
-)
-def test_compiled_modules_are_known(make: Callable[[], nn.Module], expected: bool) -> None:
-    assert is_compiled(make()) == expected
+    ]
+    for make, expected in makers:
+        assert is_compiled(make()) == expected

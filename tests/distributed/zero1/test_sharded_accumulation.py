@@ -1,4 +1,4 @@
-"""Micro-batches that are reduced one by one come to the same as those that accumulate on every rank first."""
+"""Micro-batches that are reduced one by one come to what one process makes of all of them."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from tests.accounting import traffic_of
 from tests.comparing import distance
 from tests.distributed.engines import Log, adamw, backward, log_reductions, make_engine, sgd, squared_error
 from tests.pool import RankPool
@@ -44,15 +43,14 @@ class Routed(nn.Module):
         return [*self.experts.parameters(), *self.trunk.parameters()]
 
 
-def sharded_engine(module: nn.Module, optimizer: Optimizer, in_shards: bool = True, **policy: Any) -> Any:
-    engine = make_engine(module, optimizer, **policy)
-    # One rank's shard is the whole.
-    assert engine.accumulate_in_shards(in_shards) == (in_shards and dist.get_world_size() > 1)
-    return engine
-
-
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
     return module.sharded() if isinstance(module, Routed) else list(module.parameters())
+
+
+def sharded_engine(module: nn.Module, optimizer: Optimizer, in_shards: bool = True, **policy: Any) -> Any:
+    engine = make_engine(module, optimizer, **policy)
+    engine.accumulate_in_shards(in_shards)
+    return engine
 
 
 def window(engine: ShardedDataParallel, losses: Sequence[Callable[[], Tensor]], scale: float | None = None) -> None:
@@ -66,7 +64,8 @@ def window(engine: ShardedDataParallel, losses: Sequence[Callable[[], Tensor]], 
     final.backward()
 
 
-def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, int, int]:
+def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, tuple[int, int, int]]:
+    """What was launched and waited for; and buckets, gathers and messages."""
     module = layers()
     optimizer = sgd(module.parameters())
     engine = sharded_engine(module, optimizer, in_shards)
@@ -78,19 +77,21 @@ def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, int, i
         log.append(("forward", number))
         return loss_of(module, number)
 
+    messages = engine.reducer.control.traffic.small_reductions
     window(engine, [partial(loss, number) for number in range(micro_batches)])
     log.append(("forward", micro_batches))
     before = engine.gatherer.collectives.traffic.all_gathers
     optimizer.step()
     engine.gatherer.finish()
-    return log, len(engine.buckets), engine.gatherer.collectives.traffic.all_gathers - before
+    gathers = engine.gatherer.collectives.traffic.all_gathers - before
+    return log, (len(engine.buckets), gathers, engine.reducer.control.traffic.small_reductions - messages)
 
 
 def test_every_micro_batch_leaves_while_its_backward_runs(pool: RankPool) -> None:
     micro_batches = 3
-    for log, buckets, gathers in pool.run(2, events_of_a_window, micro_batches, True):
+    for log, (buckets, gathers, messages) in pool.run(2, events_of_a_window, micro_batches, True):
         launched = [event for event in log if event[0] == "launch reduce"]
-        assert len(launched) == micro_batches * buckets and gathers == buckets == 8
+        assert len(launched) == micro_batches * buckets and gathers == buckets == 8 and messages == micro_batches
         begins = [log.index(("forward", number)) for number in range(micro_batches + 1)]
         for start, stop in pairwise(begins):
             backward_of_one = log[start:stop]
@@ -101,102 +102,66 @@ def test_every_micro_batch_leaves_while_its_backward_runs(pool: RankPool) -> Non
             assert names[:last].count("launch reduce") >= buckets - 1
             assert names[first_launch:].count("launch reduce") == buckets
             assert "wait reduce" not in names[first_launch:]
-
-
-def test_without_accumulation_the_same_is_launched(pool: RankPool) -> None:
+    for log, (buckets, gathers, messages) in pool.run(2, events_of_a_window, micro_batches, False):
+        assert [event for event, _ in log].count("launch reduce") == gathers == buckets and messages == 1
+    # Without accumulation both are the same.
     assert pool.run(2, events_of_a_window, 1, True) == pool.run(2, events_of_a_window, 1, False)
 
 
-def traffic_of_a_window(in_shards: bool, dtype: torch.dtype) -> bool:
-    module = layers(dtype)
-    optimizer = sgd(module.parameters())
-    # Of whole parameters the sums travel, too, to who owns them.
-    policy = {"partition": "parameter", "bucket_cap_mb": 2e-4} if dtype is torch.bfloat16 else {}
-    engine = sharded_engine(module, optimizer, in_shards, master_weights=False, **policy)
-    window(engine, [lambda: loss_of(module, 0)] * 4)
-    optimizer.step()
-    engine.gatherer.finish()
-    sent, formula = engine.traffic, traffic_of(engine, 4)
-    # To itself a rank sends nothing.
-    return all(getattr(sent, name) == value for name, value in formula._asdict().items())
+# Short windows, also of one micro-batch, with scales as tokens or an epoch's end make them.
+WINDOWS = [(3, None), (4, 0.3), (1, None), (2, 1 / 3), (3, 0.0), (3, 0.7)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("in_shards", [True, False])
-def test_bytes_are_those_of_the_formula(pool: RankPool, in_shards: bool, dtype: torch.dtype) -> None:
-    assert pool.run(3, traffic_of_a_window, in_shards, dtype) == [True] * 3
-
-
-def messages_of_a_window(in_shards: bool) -> tuple[int, int]:
-    module = layers()
-    engine = sharded_engine(module, sgd(module.parameters()), in_shards)
-    before = engine.reducer.control.traffic.small_reductions
-    window(engine, [lambda: loss_of(module, 0)] * 3)
-    engine.reducer.finish(engine.buckets)
-    sent = engine.reducer.collectives.traffic.reduce_scatters
-    return sent // len(engine.buckets), engine.reducer.control.traffic.small_reductions - before
-
-
-def test_a_message_goes_with_every_micro_batch(pool: RankPool) -> None:
-    assert pool.run(2, messages_of_a_window, True) == [(3, 3)] * 2
-    assert pool.run(2, messages_of_a_window, False) == [(1, 1)] * 2
-
-
-def trained(make: Callable[..., nn.Module], make_optimizer: Any, dtype: torch.dtype, in_shards: bool) -> list[Tensor]:
-    module = make(dtype)
+def trained(make: Callable[..., nn.Module], make_optimizer: Any, in_shards: bool) -> list[Tensor]:
+    module = make(torch.float64)
     optimizer = make_optimizer(parameters_of(module))
     engine = sharded_engine(module, optimizer, in_shards, bucket_cap_mb=2e-4)
-    rank = dist.get_rank()
-    # Short windows, also of one micro-batch, with scales as tokens or an epoch's end make them.
-    for step, (length, scale) in enumerate([(3, None), (4, 0.3), (1, None), (2, 1 / 3), (3, 0.0), (3, 0.7)]):
+    for step, (length, scale) in enumerate(WINDOWS):
         optimizer.zero_grad(set_to_none=step % 3 != 1)
         module.zero_grad()
-        numbers = range(100 * step + 10 * rank, 100 * step + 10 * rank + length)
-        window(engine, [partial(loss_of, module, number) for number in numbers], scale)
+        first = 100 * step + 10 * dist.get_rank()
+        window(engine, [partial(loss_of, module, number) for number in range(first, first + length)], scale)
         optimizer.step()
-        if isinstance(module, Routed):
-            outside = [parameter for parameter in module.outside.parameters() if parameter.grad is not None]
-            assert len(outside) == 2
-            for parameter in outside:
-                parameter.data.sub_(parameter.grad, alpha=0.1)
+        step_outside(module)
     engine.gatherer.finish()
     engine.close()
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
+def step_outside(module: nn.Module) -> None:
+    if isinstance(module, Routed):
+        for parameter in module.outside.parameters():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+def by_hand(make: Callable[..., nn.Module], make_optimizer: Any, ranks: int) -> list[Tensor]:
+    """In one process: the sum of all ranks' micro-batches, times the scale."""
+    module = make(torch.float64)
+    optimizer = make_optimizer(parameters_of(module))
+    for step, (length, scale) in enumerate(WINDOWS):
+        optimizer.zero_grad(set_to_none=step % 3 != 1)
+        if isinstance(module, Routed):
+            module.outside.zero_grad()
+        for rank in range(ranks):
+            for number in range(length):
+                loss_of(module, 100 * step + 10 * rank + number).backward()
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 1 / ranks if scale is None else scale
+        optimizer.step()
+        step_outside(module)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("make", [layers, Routed])
-@pytest.mark.parametrize("make_optimizer", [sgd, pytest.param(adamw, marks=pytest.mark.slow)])
-def test_windows_equal_those_that_accumulate_in_full(
-    pool: RankPool, make: Any, make_optimizer: Any, world_size: int
-) -> None:
-    dtype = torch.float32 if world_size == 1 else torch.float64
-    full = pool.run(world_size, trained, make, make_optimizer, dtype, False)
-    in_shards = pool.run(world_size, trained, make, make_optimizer, dtype, True)
-    # Alone, sums are in the same order: to the last bit.
-    assert distance(in_shards, full) <= (0 if world_size == 1 else 1e-12)
-    # It has trained.
-    assert distance(in_shards[0], list(make(dtype).parameters())) > 1e-2
-
-
-def of_whole_numbers(in_shards: bool) -> list[Tensor]:
-    """Gradients of a sum by weights and inputs that are small whole numbers: exact in any order."""
-    module = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
-    for parameter in module.parameters():
-        parameter.data = torch.randint(-3, 4, parameter.shape, generator=torch.Generator().manual_seed(1)).float()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    engine = sharded_engine(module, optimizer, in_shards)
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    inputs = [torch.randint(-4, 5, (3, 6), generator=draw).float() for _ in range(3)]
-    window(engine, [lambda one=one: module(one).sum() for one in inputs], 1 / 3)
-    optimizer.step()
-    engine.gatherer.finish()
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_where_no_sum_rounds_nothing_differs(pool: RankPool, world_size: int) -> None:
-    assert distance(pool.run(world_size, of_whole_numbers, True), pool.run(world_size, of_whole_numbers, False)) == 0
+def test_windows_equal_those_of_one_process(pool: RankPool, world_size: int) -> None:
+    for make, make_optimizer in ((layers, adamw), (Routed, sgd)):
+        expected = by_hand(make, make_optimizer, world_size)
+        for in_shards in (True, False):
+            assert distance(pool.run(world_size, trained, make, make_optimizer, in_shards)[0], expected) <= 1e-12
+        # It has trained.
+        assert distance(expected, list(make().parameters())) > 1e-2
 
 
 def small_numbers(dtype: torch.dtype, masters: Any, zeroed_in_place: bool) -> tuple[list[float], torch.dtype]:
@@ -216,12 +181,11 @@ def small_numbers(dtype: torch.dtype, masters: Any, zeroed_in_place: bool) -> tu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("masters", ["auto", False])
-@pytest.mark.parametrize("zeroed_in_place", [False, True])
-def test_16_bits_add_up_in_32(pool: RankPool, dtype: torch.dtype, masters: Any, zeroed_in_place: bool) -> None:
-    for numbers, kept_in in pool.run(2, small_numbers, dtype, masters, zeroed_in_place):
-        assert numbers == [1.0 + 2.0**-5] * 128
-        assert kept_in == (torch.float32 if masters == "auto" else dtype)
+def test_16_bits_add_up_in_32(pool: RankPool, dtype: torch.dtype) -> None:
+    for masters, zeroed_in_place in (("auto", False), (False, True)):
+        for numbers, kept_in in pool.run(2, small_numbers, dtype, masters, zeroed_in_place):
+            assert numbers == [1.0 + 2.0**-5] * 128
+            assert kept_in == (torch.float32 if masters == "auto" else dtype)
 
 
 def after_an_abandoned_window(how: str, in_shards: bool) -> list[Tensor]:
@@ -253,13 +217,10 @@ def after_an_abandoned_window(how: str, in_shards: bool) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(
-    "how", ["zeroed", "zeroed in place", "left over", "unannounced", "given back", "a parameter more"]
-)
-def test_a_window_in_whose_middle_something_happens(pool: RankPool, how: str) -> None:
-    full = pool.run(2, after_an_abandoned_window, how, False)
-    in_shards = pool.run(2, after_an_abandoned_window, how, True)
-    assert distance(in_shards, full) <= 1e-12
+def test_a_window_in_whose_middle_something_happens(pool: RankPool) -> None:
+    for how in ("zeroed", "zeroed in place", "left over", "unannounced", "given back", "a parameter more"):
+        full = pool.run(2, after_an_abandoned_window, how, False)
+        assert distance(pool.run(2, after_an_abandoned_window, how, True), full) <= 1e-12, how
 
 
 def looks_in_the_middle(factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -299,14 +260,13 @@ def decided(wanted: list[bool], exposed: bool) -> bool:
     return engine.accumulate_in_shards(wanted[dist.get_rank()])
 
 
-@pytest.mark.parametrize(
-    ("wanted", "exposed", "expected"),
-    [([True, True], False, True), ([True, False], False, False), ([True, True], True, False)],
-)
-def test_all_ranks_must_want_it_and_none_may_look(
-    pool: RankPool, wanted: list[bool], exposed: bool, expected: bool
-) -> None:
-    assert pool.run(2, decided, wanted, exposed) == [expected] * 2
+def test_all_ranks_must_want_it_and_none_may_look(pool: RankPool) -> None:
+    for wanted, exposed, expected in (
+        ([True, True], False, True),
+        ([True, False], False, False),
+        ([True, True], True, False),
+    ):
+        assert pool.run(2, decided, wanted, exposed) == [expected] * 2
 
 
 def at_random(seed: int, in_shards: bool) -> list[Tensor]:
@@ -348,8 +308,7 @@ def random_differences(seeds: range) -> list[float]:
     return [distance(at_random(seed, True), at_random(seed, False)) for seed in seeds]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["few", "many"])
-def test_windows_at_random(pool: RankPool, world_size: int, seeds: range) -> None:
-    for differences in pool.run(world_size, random_differences, seeds):
+def test_windows_at_random(pool: RankPool, seeds: range) -> None:
+    for differences in pool.run(3, random_differences, seeds):
         assert max(differences) <= 1e-9, differences
