@@ -149,7 +149,7 @@ FAULTS = (
         "distributed/comm/uneven.py",
         "return self.memory[start - self.start : stop - self.start]",
         "return self.memory[: stop - start]",
-        ("tests/distributed/comm/test_uneven.py::test_sums_are_those_of_a_straight_way_to_the_owner",),
+        ("tests/distributed/comm/test_carriers.py::test_sums_and_gathers_are_right_and_sent_as_counted",),
     ),
     Fault(
         "what an owner alone has of a state is forgotten when it moves",

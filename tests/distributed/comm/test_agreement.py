@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_parstrat.distributed.comm.agreement import wait_for_all
+from lightning_parstrat.core.topology import Node, Topology
+from lightning_parstrat.distributed.comm.agreement import topology_of_ranks, wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import control_group
 from tests.pool import RankPool
@@ -39,3 +40,38 @@ def meets(folder: str, late: int) -> list[int]:
 def test_nobody_goes_on_before_the_last_has_come(pool: RankPool, tmp_path: Path, world_size: int, late: int) -> None:
     for rank, found in enumerate(pool.run(world_size, meets, str(tmp_path), late)):
         assert found == ([world_size] * 3 if rank == late else [True, world_size] * 3)
+
+
+def nodes_by_rank(names: str, numbers: str) -> tuple[Topology, int]:
+    """Who shares a node, and how many small reductions it took to know."""
+    rank, control = dist.get_rank(), make_collectives(control_group(), torch.device("cpu"))
+    found = topology_of_ranks(Node(names[rank], int(numbers[rank])), control)
+    return found, control.traffic.small_reductions
+
+
+PLACED = {
+    "one node": ("aaaa", "0000", (0, 0, 0, 0), 2),
+    "in order": ("aabb", "0011", (0, 0, 1, 1), 2),
+    "each its own": ("abcd", "0123", (0, 1, 2, 3), 2),
+    "of one name": ("aaaa", "0011", (0, 0, 1, 1), 2),
+    "without numbers": ("aabb", "0000", (0, 0, 1, 1), 3),
+    "without numbers, one another": ("aaab", "0000", (0, 0, 0, 1), 3),
+    "by turns": ("abab", "0101", (0, 1, 0, 1), 3),
+    "by turns, without numbers": ("abab", "0000", (0, 1, 0, 1), 3),
+    "as it comes": ("baab", "1001", (0, 1, 1, 0), 3),
+    "against their order": ("bbaa", "1100", (0, 0, 1, 1), 3),
+    "unequal": ("aaab", "0001", (0, 0, 0, 1), 3),
+    "of several names": ("abcc", "0011", (0, 1, 2, 2), 3),
+    "names crosswise": ("abab", "0011", (0, 1, 2, 3), 3),
+    "numbers that begin at 1": ("aabb", "1122", (0, 0, 1, 1), 3),
+    "more numbers than ranks": ("aabb", "0099", (0, 0, 1, 1), 3),
+    "of three, unequal": ("aab", "001", (0, 0, 1), 3),
+    "of five, each its own": ("abcde", "01234", (0, 1, 2, 3, 4), 2),
+}
+
+
+@pytest.mark.parametrize("world_size", [3, 4, 5])
+def test_ranks_agree_on_who_shares_a_node(pool: RankPool, world_size: int) -> None:
+    for names, numbers, nodes, reductions in PLACED.values():
+        if len(names) == world_size:
+            assert pool.run(world_size, nodes_by_rank, names, numbers) == [(Topology(nodes), reductions)] * world_size

@@ -22,10 +22,25 @@ from lightning_parstrat.distributed.comm.process_groups import (
     connect_for_sums,
     connections_on_demand,
     process_groups,
+    subgroup,
 )
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.pool import RankPool
 from tests.torch_versions import needs_torch
+
+
+def groups_twice() -> tuple[int, bool, bool, str]:
+    """How many groups there are, and members of a group of some; whether they are made once; the backend of control."""
+    first, second = process_groups(), process_groups()
+    mates = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    made = subgroup(first.gradients, mates)
+    again = subgroup(first.gradients, mates[::-1]) is made and subgroup(first.parameters, mates) is not made
+    once = all(one is other for one, other in zip(first, second, strict=True))
+    return len({id(group) for group in first}), again and made.size() == 2, once, dist.get_backend(first.control)
+
+
+def test_process_groups_are_separate_and_made_once_for_each_purpose(pool: RankPool) -> None:
+    assert pool.run(4, groups_twice) == [(3, True, True, "gloo")] * 4
 
 
 def sockets() -> int:

@@ -1,52 +1,109 @@
-"""What is in flight, and who completes it."""
+"""What is in flight: who completes it, and who learns of its failure."""
 
+import gc
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough
-
-
-class Completed:
-    """Knows in which threads it was completed."""
-
-    def __init__(self, error: RuntimeError | None = None) -> None:
-        self.by: list[str] = []
-        self._error = error
-
-    def __call__(self) -> None:
-        self.by.append(threading.current_thread().name)
-        if self._error is not None:
-            raise self._error
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, SeenThrough
+from tests.pool import RankPool
 
 
-def seen_through(error: RuntimeError | None = None) -> tuple[SeenThrough, Completed]:
-    completed = Completed(error)
-    return SeenThrough(completed, ExchangeThread("sees through")), completed
-
-
-def test_who_waits_completes_it() -> None:
-    work, completed = seen_through()
-    work.wait()
-    assert work.is_completed()
-    work.wait()
-    assert completed.by == [threading.current_thread().name]
-
-
-@pytest.mark.parametrize("asks", [True, False])
-def test_a_thread_completes_what_nobody_waits_for(asks: bool) -> None:
-    work, completed = seen_through()
-    if asks:
-        while not work.is_completed():
-            pass
-    else:
+@pytest.mark.parametrize("how", ["waits", "asks", "hands over"])
+def test_who_waits_completes_it_and_a_thread_what_nobody_waits_for(how: str) -> None:
+    by: list[str] = []
+    work = SeenThrough(lambda: by.append(threading.current_thread().name), ExchangeThread("sees through"))
+    while how == "asks" and not work.is_completed():
+        pass
+    if how == "hands over":
         work.hand_over()
-    work.wait()
-    assert completed.by == ["sees through"] and work.is_completed()
+    for _ in range(2):
+        work.wait()
+        assert work.is_completed()
+    assert by == [threading.current_thread().name if how == "waits" else "sees through"]
 
 
 def test_who_waits_learns_of_the_failure_in_the_thread() -> None:
-    work, _ = seen_through(RuntimeError("rank 1 is gone"))
-    work.hand_over()
-    with pytest.raises(RuntimeError, match="rank 1 is gone"):
-        work.wait()
+    def fail() -> None:
+        raise OSError("connection closed by peer")
+
+    thread, failed, after = ExchangeThread("test"), ExchangedWork(), ExchangedWork()
+    thread.run(failed, fail)
+    thread.run(after, after.finish)
+    seen_through = SeenThrough(fail, thread)
+    seen_through.hand_over()
+    after.wait()
+    for work in (failed, failed, seen_through):
+        with pytest.raises(RuntimeError, match="between ranks failed: connection closed by peer"):
+            work.wait()
+
+
+def wait_for_a_rank_that_is_gone(parts_differ: bool) -> tuple[list[str], float]:
+    """What a rank is told that waits twice, and how long the second time takes."""
+    rank, launched = dist.get_rank(), torch.zeros(1)
+    group = process_groups().gradients
+    collectives = make_collectives(group, torch.device("cpu")) if parts_differ else PairwiseCollectives(group)
+    if rank == 2:
+        for other in range(2):
+            dist.recv(launched, other)
+        del collectives, group
+        dist.destroy_process_group()
+        return [], 0.0
+    bounds = (0, 9, 9, 9) if parts_differ else range(0, 10, 3)
+    work = collectives.reduce_scatter(torch.zeros(9), torch.empty(bounds[rank + 1] - bounds[rank]), bounds)
+    dist.send(launched, 2)
+    errors = []
+    for _ in range(2):
+        began = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            errors.append(str(error))
+    # As a training does that ends by it, so that others do not wait for this rank.
+    del collectives, work, group
+    dist.destroy_process_group()
+    gc.collect()
+    return errors, time.monotonic() - began
+
+
+@pytest.mark.parametrize("parts_differ", [False, True])
+def test_waiting_again_for_a_rank_that_is_gone_fails_at_once(own_pool: RankPool, parts_differ: bool) -> None:
+    for errors, seconds in own_pool.run(3, wait_for_a_rank_that_is_gone, parts_differ)[:2]:
+        assert len(errors) == 2 and errors[0] in errors[1] and seconds < 5.0
+
+
+ENDS_WITH_A_COLLECTIVE = """
+import sys
+import torch
+import torch.distributed as dist
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+process_groups()
+for _ in range(3):
+    parts = [torch.zeros(1), torch.zeros(1)]
+    dist.all_gather(parts, torch.ones(1))
+del parts
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_right_after_a_collective_succeeds(tmp_path: Path) -> None:
+    """Without our care about a fifth of such programs abort, so that a few tries show it."""
+    script = tmp_path / "program.py"
+    script.write_text(ENDS_WITH_A_COLLECTIVE)
+    for attempt in range(4):
+        arguments = [sys.executable, str(script), str(tmp_path / f"rendezvous-{attempt}")]
+        ranks = [subprocess.Popen([*arguments, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=60)
+            assert rank.returncode == 0, errors

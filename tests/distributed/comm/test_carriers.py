@@ -1,0 +1,334 @@
+"""Sums and gathers are right, whoever carries them: between any ranks, of any parts and dtypes, many under way at once.
+
+What is drawn is drawn from a seed, which a failure names beside the number of the exchange.
+"""
+
+import os
+import random
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parstrat.core import halving
+from lightning_parstrat.core.layout import BucketLayout, even_bounds
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardGroups
+from lightning_parstrat.core.topology import Node, Topology
+from lightning_parstrat.distributed.comm import backends
+from lightning_parstrat.distributed.comm.backends import LocalCollectives, NativeCollectives, WideningCollectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.grouped import GroupedExchange, GroupedNativeCollectives
+from lightning_parstrat.distributed.comm.halving import HalvingCollectives
+from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
+from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
+from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from tests.accounting import StepTraffic, step_traffic, traffic_of
+from tests.comparing import assert_same, distance
+from tests.distributed.engines import adamw, backward, perceptron
+from tests.pool import RankPool
+from tests.slow import slow_unless
+
+CPU = torch.device("cpu")
+EXCHANGES = 12
+IN_ROUNDS = mock.patch.multiple(halving, MOST_BY_PAIRS=1, LARGEST_ROUND=3)
+"""Within it six ranks are many, and need two rounds."""
+
+
+class Carrier(NamedTuple):
+    """Who carries chunks between which ranks.
+
+    Attributes:
+        kind: What carries equal parts.
+        nodes: The node of every rank.
+        choice: Who shares a copy of what is sharded.
+        straight: Whether unequal parts go from everybody to their owners, too.
+    """
+
+    kind: type[Collectives]
+    nodes: str
+    choice: Any = "all"
+    straight: bool = False
+
+    @property
+    def topology(self) -> Topology:
+        return Topology.of(self.nodes)
+
+    @property
+    def groups(self) -> ShardGroups:
+        return ShardGroups.chosen(self.choice, self.topology)
+
+    @property
+    def is_native(self) -> bool:
+        return self.kind in (NativeCollectives, WideningCollectives, GroupedNativeCollectives)
+
+    @property
+    def sums_by_node(self) -> bool:
+        """Whether the sum of a node travels to others, in the dtype of gradients."""
+        return self.kind in (TwoLevelCollectives, HalvingCollectives) and self.topology.has_two_levels
+
+    @property
+    def sums_in_rank_order(self) -> bool:
+        """Whether sums are, to the last bit, those in the order of the ranks, however a buffer is cut."""
+        return self.kind in (LocalCollectives, PairwiseCollectives)
+
+    def made(self, group: dist.ProcessGroup) -> Collectives:
+        if self.straight or self.kind in (NativeCollectives, WideningCollectives):
+            return self.kind(group, self.topology)
+        if self.is_native:
+            return backends._grouped_native(group, CPU, self.topology, self.groups)
+        with IN_ROUNDS if self.kind is HalvingCollectives else nullcontext():
+            made = backends.make_collectives(group, CPU, self.topology, self.groups)
+        assert type(getattr(made, "even", made)) is self.kind
+        return made
+
+
+GROUPED: list[tuple[str, Any]] = [("aaaa", 2), ("abab", 1), ("abba", "node"), ("aaabbb", 2), ("ababab", "node")]
+
+CARRIERS = {
+    "one rank": Carrier(LocalCollectives, "a"),
+    "pairs of 2": Carrier(PairwiseCollectives, "ab"),
+    "pairs of 3, straight": Carrier(PairwiseCollectives, "aaa", straight=True),
+    "pairs of 4": Carrier(PairwiseCollectives, "aaaa"),
+    "pairs on unequal nodes": Carrier(PairwiseCollectives, "aaaabb"),
+    **{f"two levels {nodes}": Carrier(TwoLevelCollectives, nodes) for nodes in ("aabb", "abba", "aabbcc", "ababab")},
+    **{f"rounds {nodes}": Carrier(HalvingCollectives, nodes) for nodes in ("aaaaaa", "aabbcc", "abcabc", "aaaabb")},
+    **{f"groups of {choice} {nodes}": Carrier(GroupedExchange, nodes, choice) for nodes, choice in GROUPED},
+    **{
+        f"native groups {choice} {nodes}": Carrier(GroupedNativeCollectives, nodes, choice) for nodes, choice in GROUPED
+    },
+    "native of 2": Carrier(NativeCollectives, "aa"),
+    "native of 3": Carrier(NativeCollectives, "aab"),
+    "native, widening": Carrier(WideningCollectives, "aabb"),
+}
+
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.complex64, torch.complex64),
+    (torch.complex64, torch.complex128),
+]
+"""What travels, and what it is summed in."""
+
+
+class Exchange(NamedTuple):
+    """One exchange, as all ranks have drawn it."""
+
+    number: int
+    bounds: Sequence[int]
+    narrow: torch.dtype
+    wide: torch.dtype
+    is_exact: bool
+    """Whether sums are the same in whatever order they are made."""
+
+    @classmethod
+    def drawn(cls, draw: random.Random, number: int, shards: int) -> "Exchange":
+        numel = shards * draw.randint(1, 300 if number % 5 else 60_000)
+        bounds: Sequence[int] = even_bounds(numel, shards)
+        if draw.random() < 0.5:
+            # Some of them empty, now and then all but one.
+            edges = [0, numel] if draw.random() < 0.3 else [draw.randint(0, numel) for _ in range(shards)]
+            bounds = (0, *sorted(draw.choice(edges) for _ in range(shards - 1)), numel)
+        return cls(number, bounds, *draw.choice(DTYPES), draw.random() < 0.7)
+
+    def given(self, rank: int, seed: int) -> Tensor:
+        """What a rank gives to a sum.
+
+        Small integers; where sums are made in another dtype, rank 0 gives a number to which they cannot be added in the
+        dtype that travels. Where sums may depend on their order, real numbers.
+        """
+        generator = torch.Generator().manual_seed(10_000 * seed + 100 * self.number + rank)
+        numel = self.bounds[-1]
+        values = torch.randint(-4, 5, (numel,), generator=generator).double()
+        if not self.is_exact:
+            values = torch.randn(numel, generator=generator, dtype=torch.float64)
+        elif rank == 0 and self.wide != self.narrow:
+            values = torch.full((numel,), 2 / torch.finfo(self.narrow).eps, dtype=torch.float64)
+        return (values * (1 + 0.5j) if self.narrow.is_complex else values).to(self.narrow)
+
+    def total(self, carrier: Carrier, seed: int) -> Tensor:
+        """What the sum of all ranks is to be."""
+        wide = [self.given(rank, seed).to(self.wide) for rank in range(len(carrier.nodes))]
+        if not carrier.sums_by_node:
+            return sum_of(wide)
+        # Each rank sums up an equal part. Those of its own node come unrounded.
+        by_rank = [torch.tensor_split(one, len(carrier.nodes)) for one in wide]
+        return torch.cat([self._total_of_part(carrier, rank, by_rank) for rank in range(len(carrier.nodes))])
+
+    def _total_of_part(self, carrier: Carrier, rank: int, by_rank: Sequence[Sequence[Tensor]]) -> Tensor:
+        sums, nodes = [], carrier.topology.nodes
+        for node in set(nodes):
+            total = sum_of([parts[rank] for parts, its in zip(by_rank, nodes, strict=True) if its == node])
+            sums.append(total if node == nodes[rank] else total.to(self.narrow).to(self.wide))
+        return sum_of(sums)
+
+    def plan(self, dtype: torch.dtype) -> BucketLayout:
+        return BucketLayout((), self.bounds, dtype.itemsize)
+
+
+def sum_of(values: Sequence[Tensor]) -> Tensor:
+    first, *others = values
+    return sum(others, first)
+
+
+def exchanged(carrier: Carrier, seed: int, groups: ProcessGroups | None = None) -> dict[int, Tensor]:
+    """Checks what comes of some exchanges; returns this rank's sums by number where their order may matter."""
+    groups, rank = groups or process_groups(), dist.get_rank()
+    draw, of_rank = random.Random(seed), random.Random(1000 * seed + rank)
+    by_gradients, by_parameters = carrier.made(groups.gradients), carrier.made(groups.parameters)
+    by_gradients.connect(CPU)
+    by_parameters.connect(CPU, reduces=False)
+    place, under_way = by_gradients.place, []
+    exchanges = [Exchange.drawn(draw, number, by_gradients.shard_count) for number in range(EXCHANGES)]
+    for one in exchanges:
+        own = slice(one.bounds[place.shard], one.bounds[place.shard + 1])
+        shard = torch.full((own.stop - own.start,), -1.0).to(one.wide)
+        # What the ranks of this group have is gathered, and no other group's.
+        whole, gathered = one.given(place.copy, seed), torch.full((one.bounds[-1],), 99.0).to(one.narrow)
+        gathered[own] = whole[own]
+        # Equal parts need not be given.
+        bounds = None if isinstance(one.bounds, range) and draw.random() < 0.5 else one.bounds
+        reduction = by_gradients.reduce_scatter(one.given(rank, seed), shard, bounds)
+        gathering = draw.choice([by_gradients, by_parameters]).all_gather(gathered, bounds)
+        under_way.append((one, reduction, shard, one.total(carrier, seed)[own], one.is_exact))
+        under_way.append((one, gathering, gathered, whole, True))
+        if of_rank.random() < 0.3:
+            reduction.is_completed()
+        time.sleep(of_rank.choice((0.0, 0.0, 0.003)))
+    sums = {}
+    # In another order than launched, and another one on every rank.
+    of_rank.shuffle(under_way)
+    for one, work, found, expected, is_exact in under_way:
+        work.wait()
+        where = f"{seed=}, {one}"
+        # How far sums are from each other that are made in different orders.
+        narrow = one.narrow if carrier.sums_by_node else one.wide
+        rounding = 0.0 if is_exact or carrier.sums_in_rank_order else 32 * torch.finfo(narrow).eps
+        try:
+            assert_same(found, expected, atol=rounding, rtol=rounding)
+        except AssertionError as error:
+            raise AssertionError(where) from error
+        sums.update({} if is_exact else {one.number: found.clone()})
+        if not carrier.is_native:
+            # Waiting again does not write again.
+            found.zero_()
+            work.wait()
+            assert work.is_completed() and not found.any(), where
+    sent = by_gradients.traffic + by_parameters.traffic
+    assert {name: getattr(sent, name) for name in StepTraffic._fields} == traffic(carrier, exchanges)._asdict(), seed
+    return sums
+
+
+def traffic(carrier: Carrier, exchanges: Sequence[Exchange]) -> StepTraffic:
+    """What this rank is to send for all exchanges, and what it is to count."""
+    rank = dist.get_rank()
+    narrow, wide = ([one.plan(getattr(one, name)) for one in exchanges] for name in ("narrow", "wide"))
+    if carrier.straight:
+        away = sum((plan.numel - plan.shard_numel(rank)) * plan.itemsize for plan in narrow)
+        home = sum((plan.world_size - 1) * plan.shard_numel(rank) * plan.itemsize for plan in narrow)
+        return StepTraffic(len(narrow), away, len(narrow), home, 0)
+    leaving = wide if carrier.kind is WideningCollectives else narrow
+    with IN_ROUNDS if carrier.kind is HalvingCollectives else nullcontext():
+        return step_traffic(leaving, rank, carrier.topology, narrow, wide, carrier.groups, carrier.is_native)
+
+
+def exchanged_and_alike(pool: RankPool, name: str, seed: int, function: Any = exchanged) -> None:
+    carrier = CARRIERS[name]
+    sums = pool.run(len(carrier.nodes), function, carrier, seed)
+    for rank, found in enumerate(sums):
+        # To the last bit: what is stepped by it must stay the same in all groups.
+        assert_same(found, sums[carrier.groups.holders(rank)[0]])
+
+
+@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 0, range(6)))
+@pytest.mark.parametrize(("name", "world_size"), [(name, len(carrier.nodes)) for name, carrier in CARRIERS.items()])
+def test_sums_and_gathers_are_right_and_sent_as_counted(pool: RankPool, name: str, world_size: int, seed: int) -> None:
+    exchanged_and_alike(pool, name, seed)
+
+
+def exchanged_on_demand(carrier: Carrier, seed: int) -> dict[int, Tensor]:
+    """As in a large world: ranks are connected when they first have something to say to each other."""
+    with mock.patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
+        # No other test has groups of this timeout.
+        groups = process_groups(timedelta(seconds=100 + list(CARRIERS.values()).index(carrier)))
+    return exchanged(carrier, seed, groups)
+
+
+QUICK_ON_DEMAND = ("groups of 2 aaabbb", "rounds aabbcc")
+
+
+@pytest.mark.parametrize(
+    "name", slow_unless(QUICK_ON_DEMAND.__contains__, [name for name in CARRIERS if "native" not in name])
+)
+def test_ranks_that_connect_on_demand_do_not_wait_for_each_other(pool: RankPool, name: str) -> None:
+    exchanged_and_alike(pool, name, 0, exchanged_on_demand)
+
+
+def trained(carrier: Carrier, steps: int = 4) -> list[Tensor]:
+    rank, module = dist.get_rank(), perceptron()
+    policy = ShardingPolicy(bucket_cap_mb=1e-4)
+    with IN_ROUNDS if carrier.kind is HalvingCollectives else nullcontext():
+        engine = ShardedDataParallel(
+            module, [adamw(module.parameters())], policy, process_groups(), Node(carrier.nodes[rank])
+        )
+        for collectives in (engine.reducer.collectives, engine.gatherer.collectives):
+            assert type(getattr(collectives, "even", None)) is carrier.kind
+        for step in range(steps):
+            inputs = torch.randn(len(carrier.nodes), 12, generator=torch.Generator().manual_seed(step))[rank][None]
+            backward(engine, module(inputs).square().mean())
+            engine.optimizers[0].step()
+            engine.optimizers[0].zero_grad()
+        engine.gatherer.finish()
+        assert len(engine.buckets) > 2
+        formula, sent = traffic_of(engine), engine.traffic
+    for name in ("reduce_scatter_bytes", "all_gather_bytes", "between_nodes_bytes"):
+        assert getattr(sent, name) == steps * getattr(formula, name)
+    parameters = [parameter.detach().clone() for parameter in module.parameters()]
+    engine.close()
+    return parameters
+
+
+@pytest.mark.parametrize("name", ["pairs on unequal nodes", "two levels ababab", "rounds aaaaaa", "rounds aabbcc"])
+def test_trainings_are_the_same_up_to_rounding(pool: RankPool, name: str) -> None:
+    carrier = CARRIERS[name]
+    expected = pool.run(6, trained, Carrier(PairwiseCollectives, "aaaaaa"))[0]
+    found = pool.run(6, trained, carrier)
+    for parameters in found:
+        assert distance(parameters, expected) <= (0 if carrier.sums_in_rank_order else 1e-5)
+        assert distance(parameters, found[0]) == 0
+
+
+def on_a_gpu() -> str:
+    with pytest.raises(ValueError) as refused:
+        backends.make_collectives(process_groups().gradients, torch.device("cuda", 0))
+    return str(refused.value)
+
+
+def test_a_group_that_sends_from_the_host_is_refused_on_a_gpu(pool: RankPool) -> None:
+    for message in pool.run(2, on_a_gpu):
+        assert "process_group_backend='gloo'" in message and "`ddp`" in message
+
+
+@pytest.mark.parametrize(
+    ("nodes", "a_node", "choice", "widens"),
+    [(8, 8, "all", True), (8, 8, 32, True), (8, 8, "node", False), (1, 8, "all", False), (64, 1, "all", False)],
+)
+def test_gradients_in_16_bits_are_widened_where_rings_cross_nodes_of_several_gpus(
+    nodes: int, a_node: int, choice: Any, widens: bool
+) -> None:
+    topology = Topology.of([node for node in range(nodes) for _ in range(a_node)])
+    groups = ShardGroups.chosen(choice, topology)
+    assert backends._native(groups, topology).widens is widens
+    assert backends._native(groups, None).widens is False

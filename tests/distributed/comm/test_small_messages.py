@@ -1,0 +1,64 @@
+"""Small tensors that hosts put together: what comes of it is the same on all ranks, to the last bit."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives, small_reductions_of
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from tests.comparing import assert_same
+from tests.pool import RankPool
+
+VALUES = [
+    (dtype, shape) for dtype in (torch.int32, torch.int64, torch.float32, torch.float64) for shape in ((), (3,), (2, 5))
+]
+
+
+def control() -> Collectives:
+    return make_collectives(process_groups().control, torch.device("cpu"))
+
+
+def values_of(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 1000).to(dtype)
+
+
+def reduced() -> tuple[list[tuple[Tensor, Tensor]], list[float], int, int]:
+    """Sums and maxima; those of NaNs that one rank has; and how many reductions were counted, by whom."""
+    collectives, rank, size = control(), dist.get_rank(), dist.get_world_size()
+    before, under_way = small_reductions_of(collectives.group), []
+    for dtype, shape in VALUES:
+        total, largest = values_of(rank, dtype, shape), values_of(rank, dtype, shape)
+        under_way.append((collectives.all_reduce(total), total))
+        under_way.append((collectives.all_reduce(largest, op=dist.ReduceOp.MAX), largest))
+    for culprit in range(size):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            value = torch.tensor(math.nan if rank == culprit else float(rank))
+            under_way.append((collectives.all_reduce(value, op=op), value))
+    # Where nothing has to be sent on, who waits may do so in any order.
+    for work, _ in under_way[::-1] if rank == 0 and size <= 3 else under_way:
+        work.wait()
+        work.wait()
+        assert work.is_completed()
+    found = [value for _, value in under_way]
+    numbers, of_nan = found[: 2 * len(VALUES)], found[2 * len(VALUES) :]
+    counted = (collectives.traffic.small_reductions, small_reductions_of(collectives.group) - before)
+    return list(zip(numbers[::2], numbers[1::2], strict=True)), [float(one) for one in of_nan], *counted
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+def test_sums_and_maxima_are_those_of_all_ranks(pool: RankPool, world_size: int) -> None:
+    by_rank = pool.run(world_size, reduced)
+    reductions = 2 * (len(VALUES) + world_size) if world_size > 1 else 0
+    for numbers, of_nan, *counted in by_rank:
+        for (dtype, shape), (total, largest) in zip(VALUES, numbers, strict=True):
+            stacked = torch.stack([values_of(rank, dtype, shape) for rank in range(world_size)])
+            torch.testing.assert_close(total, stacked.sum(0, dtype=dtype), rtol=1e-6, atol=1e-3)
+            assert torch.equal(largest, stacked.amax(0))
+        assert_same(numbers, by_rank[0][0])
+        assert len(of_nan) == 2 * world_size and all(map(math.isnan, of_nan))
+        assert counted == [reductions, reductions]
