@@ -20,7 +20,6 @@ from tests.strategies.checkpoint.test_checkpoints import load
 from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
 
 BATCH = 12
-KEPT = ("state_dict", "current_model_state", "averaging_state")
 
 
 class Loosely(WeightAveraging):
@@ -91,46 +90,29 @@ def assert_alike(actual: Any, expected: Any) -> None:
     assert_same(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "ranks"),
-    slow_unless(
-        lambda *case: case in [("tied", "mean", 2), ("whole parameters", "exponential", 3), ("mlp", "stochastic", 2)],
-        [(module, name, ranks) for module in MODULES for name in AVERAGES for ranks in (1, 2, 3)],
-    ),
-)
-def test_averages_are_those_of_one_process(pool: RankPool, module: str, name: str, ranks: int) -> None:
-    (expected,) = pool.run(1, average, module, name, "single")
-    for actual in pool.run(ranks, average, module, name, "zero3"):
-        assert_alike(actual, expected)
-
-
 KNOW_NO_PLACE = {"single", "ddp"}
-"""Of their loaders: their trainings go on at an epoch's end."""
+"""Of their loaders: their trainings go on at an epoch's end, "stochastic" not as if they had not stopped."""
 
+# Every average, every module, every kind of checkpoint and every direction once or more.
 ROUTES = [
-    ("zero3", 2, "zero3", 3),
-    ("zero3", 2, "ddp", 2),
-    ("single", 1, "zero3", 2),
-    ("zero3 sharded", 3, "zero3", 2),
-    ("zero3 async", 2, "zero1", 3),
-    ("zero1", 2, "zero3 sharded", 3),
+    ("tied", "mean", "zero3 sharded", 3, "zero3", 2),
+    ("mlp", "stochastic", "zero3", 2, "zero3", 3),
+    ("whole parameters", "exponential", "single", 1, "zero3", 2),
+    ("tied", "mean", "zero3", 2, "ddp", 2),
+    ("whole parameters", "mean", "zero3 async", 2, "zero1", 3),
+    ("tied", "stochastic", "zero1", 2, "zero3 sharded", 3),
+    ("scalars", "exponential, without buffers", "zero3", 1, "zero3", 2),
+    ("scalars", "a user's own", "zero3 sharded", 2, "zero3", 3),
+    ("mlp", "a user's own", "zero3", 3, "zero3 sharded", 1),
+    ("tied", "exponential", "ddp", 2, "zero3", 3),
 ]
 
 
 @pytest.mark.parametrize(
     ("module", "name", "source", "source_ranks", "target", "target_ranks"),
-    slow_unless(
-        lambda module, name, *route: (module, name) == ("tied", "mean") and route[0] in ("zero3 sharded", "single"),
-        [
-            (module, name, *route)
-            for module, name in (("tied", "mean"), ("whole parameters", "mean"), ("tied", "stochastic"))
-            for route in ROUTES
-            # Stock strategies do not go on with it at an epoch's end as if they had not stopped.
-            if name != "stochastic" or not KNOW_NO_PLACE & {route[0], route[2]}
-        ],
-    ),
+    slow_unless(lambda *route: route in ROUTES[:3], ROUTES),
 )
-def test_averaging_goes_on_from_a_checkpoint(
+def test_averages_are_those_of_one_process_and_go_on_from_a_checkpoint(
     pool: RankPool,
     tmp_path: Path,
     module: str,
@@ -141,7 +123,8 @@ def test_averaging_goes_on_from_a_checkpoint(
     target_ranks: int,
 ) -> None:
     (expected,) = pool.run(1, average, module, name, "single")
-    pool.run(source_ranks, average, module, name, source, str(tmp_path))
+    for actual in pool.run(source_ranks, average, module, name, source, str(tmp_path)):
+        assert_alike(actual, expected)
     within_epoch = not KNOW_NO_PLACE & {source, target}
     path = str(tmp_path / ("step=6.ckpt" if within_epoch else "step=4.ckpt"))
     for losses, weights in pool.run(target_ranks, average, module, name, target, "", path):
@@ -157,24 +140,19 @@ def test_a_checkpoint_holds_what_that_of_one_process_does(pool: RankPool, tmp_pa
         assert main(["consolidate", str(path), str(tmp_path / "made.ckpt")]) == 0
         path = tmp_path / "made.ckpt"
     found, expected = load(path), load(tmp_path / "single" / "step=4.ckpt")
-    for key in KEPT:
+    for key in ("state_dict", "current_model_state", "averaging_state"):
         assert_same({key: found[key]}, {key: expected[key]}, rtol=1e-4, atol=1e-5)
     # What is averaged is not what is trained.
     assert not torch.allclose(found["state_dict"]["mix.weight"], found["current_model_state"]["mix.weight"])
 
 
-class OnOneRank(zoo.MLP):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if self.global_rank == 0:
-            checkpoint["mine"] = next(self.parameters())
+def keeps_what_was_the_users() -> bool:
+    module = zoo.MLP()
+    asked: list[bool] = []
+    module.configure_model = own = lambda: asked.append(True)  # type: ignore[method-assign]
+    train(lambda: module, zero3(), callbacks=[EMAWeightAveraging(decay=0.5)])
+    return bool(asked) and vars(module)["configure_model"] is own
 
 
-def save_what_one_rank_has(path: str) -> str:
-    with pytest.raises(ValueError, match="on some ranks only") as raised:
-        train(OnOneRank, zero3()).trainer.save_checkpoint(path)
-    return str(raised.value)
-
-
-def test_shards_that_one_rank_alone_saves_are_refused_on_all(pool: RankPool, tmp_path: Path) -> None:
-    pool.run(2, save_what_one_rank_has, str(tmp_path / "a.ckpt"))
-    assert not list(tmp_path.iterdir())
+def test_a_method_that_the_user_has_put_into_the_module_is_there_after_the_training(pool: RankPool) -> None:
+    assert all(pool.run(2, keeps_what_was_the_users))

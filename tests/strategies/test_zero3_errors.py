@@ -1,47 +1,53 @@
-"""What ``zero3_custom`` cannot do, or a user's code cannot do to shards, says what has happened and what to do."""
+"""What ``zero3_custom`` cannot do, or a user's code cannot do to shards, ends with an error. An error is a line.
 
-import weakref
+All ranks raise it, it says what has happened and where, and the next training is that of ``ddp``.
+"""
+
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from tests.pool import RankPool
+from lightning_parstrat import ZeRO3Strategy
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.zero3.sharded_module import DifferentModulesError
+from tests.comparing import assert_same
+from tests.pool import RankError, RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.checkpoint.test_sharded_checkpoints import tuned
 from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
-from tests.torch_versions import needs_torch
+from tests.strategies.test_zero3_meta import OnMeta, SharesMemory, Within
+from tests.strategies.test_zero3_trainings import (
+    FEATURES,
+    HELD,
+    MIXED,
+    ROOT,
+    UNITS,
+    WINDOW,
+    WRITES,
+    Blocks,
+    Holds,
+    Penalised,
+    Scores,
+    Skips,
+    Teaches,
+    by_way,
+    slope,
+)
+from tests.torch_versions import is_before
 
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(zoo.FEATURES, zoo.FEATURES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(self.linear(inputs))
-
-
-class Blocks(zoo.Zoo):
-    """Blocks that are units, and a layer of the root."""
-
-    def build(self) -> None:
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(zoo.FEATURES, 1)
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return (self.head(batch) - 0.2).pow(2).mean()
-
-
-class Penalised(Blocks):
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return super().compute_loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
+# Code that takes shards for whole tensors.
 
 
 class PenalisedFirst(Blocks):
@@ -62,6 +68,11 @@ class PenalisedByHand(Blocks):
         optimizer.zero_grad()
         self.manual_backward(self.compute_loss(batch) + sum(p.pow(2).sum() for p in self.parameters()))
         optimizer.step()
+
+
+class ReadsABlock(Blocks):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": self.compute_loss(batch) + self.blocks[0].linear.weight.sum()}
 
 
 class Flattens(Blocks):
@@ -85,173 +96,361 @@ class LogsMeans(Blocks):
         self.log("norm", self.head.weight.detach().norm(), sync_dist=True)
 
 
-def message_of(make: Callable[[], Any], strategy: Any) -> str:
+class SecondDerivatives(Scores):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        inputs = batch.clone().requires_grad_(True)
+        first = slope(self.score(inputs), inputs)
+        return slope(first.pow(2), inputs).pow(2).mean() + first.pow(2).mean()
+
+
+# Ranks that use different modules.
+
+
+class Drops(Skips):
+    """One rank makes nothing of what the second block returns: each rank would send another unit's gradients."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            returned = block(batch)
+            if number != 1 or dist.get_rank() != 1:
+                batch = batch + returned
+        return (batch - 1).square().mean()
+
+
+class CallsWithoutGradients(Skips):
+    """A rank calls another block than the others without gradients, such as a teacher's, in a training step."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.blocks[1 + dist.get_rank()](batch)
+        return (self.blocks[0](batch) - target).square().mean()
+
+
+class Routes(Skips):
+    """Each rank evaluates by another block, of the same shape; or rank 1 by one more."""
+
+    one_more = False
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.blocks[0](batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.route(batch).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.route(batch)
+
+    def route(self, batch: Tensor) -> Tensor:
+        called = self.blocks[: 1 + dist.get_rank()] if self.one_more else self.blocks[dist.get_rank() :][:1]
+        for block in called:
+            batch = block(batch)
+        return batch
+
+
+class OneMore(Routes):
+    one_more = True
+
+
+# Held parameters, and writes within a step.
+
+
+class ReadsBetween(Blocks):
+    """Reads a held weight when a step has ended."""
+
+    def build(self) -> None:
+        super().build()
+        self.held = [self.head.weight]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        float(self.held[0].norm())
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Tensor:
+        return gradient * torch.ones(FEATURES, FEATURES)
+
+
+class AppliesFunction(Blocks):
+    def build(self) -> None:
+        super().build()
+        self.held = [self.blocks[0].linear.weight]
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) + Square.apply(self.held[0])
+
+
+class Reshapes(Blocks):
+    def build(self) -> None:
+        super().build()
+        self.frozen = nn.Linear(FEATURES, 1).requires_grad_(False)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        self.frozen.weight.data = self.frozen.weight.data.flatten()
+        return super().compute_loss(batch)
+
+
+class WritesInEvaluation(Blocks):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.compute_loss(batch)
+        with torch.no_grad():
+            self.blocks[0].linear.weight.mul_(2)
+
+
+class LeavesAutocast(Blocks):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.head(batch).square().mean()
+
+
+# What is refused before training.
+
+
+class Matrixwise(torch.optim.Adafactor):
+    """As another package's might be: not known by its class."""
+
+
+class Searching(torch.optim.LBFGS):
+    """As above."""
+
+
+class MadeEarly(Blocks):
+    """Its optimizer is of parameters before they were sharded."""
+
+    def build(self) -> None:
+        super().build()
+        self.early = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.early
+
+
+def captured() -> Blocks:
+    """Does to a module what ``torch.cuda.make_graphed_callables`` does, but for the graph."""
+    module = Blocks()
+    forward = module.blocks[1].forward
+
+    def graphed(*inputs: Tensor) -> Tensor:
+        return forward(*inputs)
+
+    graphed.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
+    module.blocks[1].forward = graphed
+    return module
+
+
+class Failure(NamedTuple):
+    """A training, and words of its error."""
+
+    module: Callable[[], Any]
+    words: tuple[str, ...]
+    strategy: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    trainer: dict[str, Any] = {}  # noqa: RUF012
+
+
+ADVICE = ("full_parameters()", "full_tensor()", "on all ranks")
+DIFFERENT = ("called different modules in a training step", "result multiplied by 0")
+FAILURES: dict[str, dict[str, Failure]] = {
+    "shards": {
+        "penalty": Failure(
+            Penalised, ("training_step", "blocks.0, blocks.1, blocks.2", "weight_decay", "min_num_params")
+        ),
+        "penalty, first": Failure(
+            PenalisedFirst, ("mixed torch.Tensor and DTensor", "blocks.0, blocks.1, blocks.2", "weight_decay")
+        ),
+        "penalty, by hand": Failure(
+            PenalisedByHand, ("mixed torch.Tensor and DTensor", "manual optimization", "zero1_custom")
+        ),
+        "loss in a dict": Failure(ReadsABlock, ("within the block's own `forward`",)),
+        "flattened": Failure(Flattens, ADVICE),
+        "arrays": Failure(TakesArrays, ADVICE),
+        "norms logged": Failure(LogsNorms, ("GradNormMonitor",)),
+        "means logged": Failure(LogsMeans, ("full_tensor()", "also of a sum or a norm")),
+        "gradients of gradients": Failure(SecondDerivatives, ("setStorage",)),
+    },
+    "different modules": {
+        "backward": Failure(Drops, DIFFERENT),
+        "backward, accumulated": Failure(Drops, DIFFERENT, trainer=WINDOW),
+        "without gradients": Failure(CallsWithoutGradients, DIFFERENT),
+    },
+    "held and written": {
+        "held, in a unit": Failure(Holds, ("'blocks.0.linear.weight'", "self.blocks.0.linear.weight"), UNITS),
+        "held, between steps": Failure(ReadsBetween, ("'head.weight'", "full_parameters()"), ROOT),
+        "held, by C++": Failure(AppliesFunction, ("'blocks.0.linear.weight'", "self.blocks.0.linear.weight"), ROOT),
+        **{
+            f"rounded, {way}": Failure(
+                by_way(Teaches, way), ("'teacher.0.linear.weight'", "torch.bfloat16", "gather_dtype=None"), ROOT, MIXED
+            )
+            for way in (*WRITES, HELD)
+        },
+        "rounded, in evaluation": Failure(
+            WritesInEvaluation,
+            ("'blocks.0.linear.weight'", "torch.bfloat16"),
+            {**UNITS, "reshard_after_forward": False},
+            {**MIXED, "validate": True},
+        ),
+        "another shape": Failure(Reshapes, ("'frozen.weight'", "[12]", "[1, 12]"), ROOT),
+        "outside of autocast": Failure(LeavesAutocast, ("gather_dtype=None",), ROOT, MIXED),
+    },
+    "before training": {
+        "captured graph": Failure(captured, ("make_graphed_callables", "`ddp`")),
+        "no such class": Failure(Blocks, ("No module within Blocks is of such a class",), {"wrap": ["Nothing"]}),
+        "whole matrices": Failure(partial(Blocks, Matrixwise), ("Matrixwise", "strategy='zero1_custom'")),
+        "a closure": Failure(partial(Blocks, Searching), ("Searching", "strategy='zero1_custom'")),
+        "an early optimizer": Failure(MadeEarly, ("SGD was made of", "Make it in `configure_optimizers`")),
+        "meta, the root": Failure(OnMeta, ("scale of OnMeta", "reset_parameters", "meta device")),
+        "meta, below it": Failure(Within, ("scales.1.factor of Scale", "reset_parameters", "meta device")),
+        "meta, rank 0 alone": Failure(
+            SharesMemory, ("net.0.weight, net.1.weight: these cannot be sharded on some ranks",)
+        ),
+    },
+}
+if is_before("2.13"):
+    # What is concatenated is one DTensor, and right.
+    del FAILURES["shards"]["flattened"]
+
+
+def message_of(make: Callable[[], Any], strategy: Any, **trainer: Any) -> str:
     with pytest.raises(Exception) as raised:
-        train(make, strategy)
+        train(make, strategy, **trainer)
     return str(raised.value)
 
 
-def said_of_shards(make: Callable[[], Any]) -> str:
-    return message_of(make, zero3())
+def said(subject: str) -> tuple[dict[str, str], float]:
+    """The message of each, and how far a training after them is from ``ddp``'s."""
+    cases = FAILURES[subject].items()
+    messages = {name: message_of(one.module, zero3(**one.strategy), **one.trainer) for name, one in cases}
+    return messages, largest_difference(train(zoo.MLP, zero3()), train(zoo.MLP, ddp()))
+
+
+@pytest.mark.parametrize("subject", FAILURES)
+def test_all_ranks_are_told_and_train_on(pool: RankPool, subject: str) -> None:
+    for messages, difference in pool.run(2, said, subject):
+        for name, one in FAILURES[subject].items():
+            assert all(words in messages[name] for words in one.words), (name, messages[name])
+        assert difference <= FP32
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("arguments", "message"),
     [
-        (Penalised, ["training_step", "blocks.0, blocks.1, blocks.2", "weight_decay", "min_num_params"]),
-        (PenalisedFirst, ["mixed torch.Tensor and DTensor", "blocks.0, blocks.1, blocks.2", "weight_decay"]),
-        (PenalisedByHand, ["mixed torch.Tensor and DTensor", "manual optimization", "zero1_custom"]),
-        pytest.param(
-            Flattens,
-            ["full_parameters()", "full_tensor()", "on all ranks"],
-            marks=needs_torch("2.13", "what is concatenated is one DTensor, and right"),
-        ),
-        (LogsNorms, ["GradNormMonitor"]),
-        (LogsMeans, ["full_tensor()", "also of a sum or a norm"]),
-        (TakesArrays, ["full_parameters()", "full_tensor()", "on all ranks"]),
+        ({"wrap": "Block"}, "Invalid wrap: 'Block'. Must be a list"),
+        ({"min_num_params": -1}, "Invalid min_num_params: -1"),
+        ({"gather_dtype": "fp16"}, "Invalid gather_dtype: 'fp16'"),
     ],
 )
-def test_code_that_works_on_shards_as_if_they_were_whole_is_told(
-    pool: RankPool, make: Callable[[], Any], expected: list[str]
-) -> None:
-    for said in pool.run(2, said_of_shards, make):
-        assert all(part in said for part in expected), said
-        assert said.count("full_parameters()") == 1
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ZeRO3Strategy(**arguments)
 
 
-def penalised_as_the_error_says() -> float:
-    return largest_difference(train(Penalised, zero3(min_num_params=10**9)), train(Penalised, ddp()))
+def evaluate_mixed(folder: str) -> list[tuple[str, list[str], dict[str, Any]]]:
+    """What is said of ranks that evaluate by different blocks; what was saved, and what was logged by then."""
+    found = []
+    for stage in ("fit", "validate", "predict"):
+        saves = ModelCheckpoint(folder, monitor="val_loss")
+        trainer = make_trainer(zero3(), enable_checkpointing=True, callbacks=[saves], num_sanity_val_steps=0)
+        data = [zoo.loader(16, 4)] * (2 if stage == "fit" else 1)
+        with pytest.raises(DifferentModulesError) as raised:
+            getattr(trainer, stage)(Routes(), *data)
+        saved = [file.name for file in Path(folder).glob("*")]
+        found.append((str(raised.value), saved, dict(trainer.callback_metrics)))
+    return found
 
 
-def test_a_penalty_on_what_is_left_to_the_root_is_that_of_ddp(pool: RankPool) -> None:
-    assert max(pool.run(2, penalised_as_the_error_says)) <= FP32
+def test_ranks_that_evaluate_by_different_modules_end_before_anything_is_logged(pool: RankPool, tmp_path: Path) -> None:
+    for of_rank in pool.run(2, evaluate_mixed, str(tmp_path)):
+        for message, saved, logged in of_rank:
+            assert "evaluation" in message and "all ranks" in message
+            assert not saved and not logged
 
 
-class OnMeta(zoo.Zoo):
-    """A parameter of the root itself, and a module whose class does not say how it is made."""
+def evaluate_by_one_more() -> None:
+    strategy = zero3(timeout=timedelta(seconds=6), warn_after_seconds=0.5)
+    make_trainer(strategy, limit_val_batches=1).validate(OneMore(), zoo.loader(16, 4))
+
+
+@pytest.mark.slow
+def test_a_rank_that_evaluates_by_one_module_more_is_named_with_it(pool: RankPool) -> None:
+    with pytest.raises(RankError) as raised:
+        pool.run(2, evaluate_by_one_more)
+    message = str(raised.value)
+    assert "rank 1" in message and "module blocks.1" in message and "has waited" in message
+
+
+class Changes(Blocks):
+    """With a weight that is tied."""
 
     def build(self) -> None:
-        pass
+        super().build()
+        self.blocks[2].linear.weight = self.blocks[1].linear.weight
 
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.net = nn.Linear(zoo.FEATURES, 8)
-            self.scale = nn.Parameter(torch.ones(8))
+    def narrow(self) -> None:
+        self.half()
 
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return (self.net(batch) * self.scale).pow(2).mean()
+    def remove(self) -> None:
+        del self.blocks[0].linear.bias
 
-
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.ones(zoo.FEATURES))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs * self.factor
+    def untie(self) -> None:
+        self.blocks[2].linear.weight = nn.Parameter(self.blocks[2].linear.weight.detach() + 1)
 
 
-class Within(OnMeta):
-    def configure_model(self) -> None:
-        with torch.device("meta"):
-            self.scales = nn.ModuleList(Scale() for _ in range(2))
+class OnOneRank(Blocks):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.global_rank == 0:
+            checkpoint["mine"] = next(self.parameters())
 
 
-class Made(OnMeta):
-    """As the error says."""
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.scale)
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (OnMeta, ["scale of OnMeta", "reset_parameters", "meta device"]),
-        (Within, ["scales.1.factor of Scale", "reset_parameters", "meta device"]),
-    ],
-)
-def test_what_cannot_be_made_is_named_before_training(
-    pool: RankPool, make: Callable[[], Any], expected: list[str]
-) -> None:
-    for said in pool.run(2, said_of_shards, make):
-        assert all(part in said for part in expected), said
-
-
-class MadeAtOnce(Made):
-    def configure_model(self) -> None:
-        self.net = nn.Linear(zoo.FEATURES, 8)
-        self.scale = nn.Parameter(torch.ones(8))
-
-
-def compare_made() -> float:
-    return largest_difference(train(Made, zero3()), train(MadeAtOnce, ddp()))
-
-
-def test_a_root_that_says_how_it_is_made_trains(pool: RankPool) -> None:
-    assert max(pool.run(2, compare_made)) <= FP32
+def after_training(folder: str) -> list[list[str]]:
+    """What is said of what cannot be done to a module that has trained; its shards stay as they are."""
+    run = train(Changes, zero3())
+    module, trainer, found = run.module, run.trainer, []
+    before = [whole(parameter.detach()).clone() for parameter in module.parameters()]
+    for change in (module.narrow, module.remove, module.untie):  # type: ignore[operator]
+        with pytest.raises(ValueError, match=r"Within `full_parameters\(\)`") as raised:
+            with trainer.strategy.full_parameters():
+                change()
+        found.append(str(raised.value))
+    with trainer.strategy.full_parameters():
+        loss = module.compute_loss(torch.ones(1, FEATURES))
+    with pytest.raises(RuntimeError, match="no optimizer would see") as late:
+        loss.backward()
+    weights = {name: torch.ones(parameter.shape) for name, parameter in module.named_parameters()}
+    with pytest.raises(ValueError, match="Leave `assign=True` out") as assigned:
+        module.load_state_dict(weights, assign=True, strict=False)
+    assert all(isinstance(parameter, DTensor) for parameter in module.parameters())
+    assert_same([whole(parameter.detach()) for parameter in module.parameters()], before)
+    with pytest.raises(ValueError, match="on some ranks only"):
+        train(OnOneRank, zero3()).trainer.save_checkpoint(f"{folder}/a.ckpt")
+    found += [str(late.value), str(assigned.value)]
+    for name, strategy in {"zero1_custom": by_flag, "ddp_tuned": tuned}.items():
+        with pytest.raises(ValueError, match=name) as validated:
+            make_trainer(strategy()).validate(module, zoo.loader(8, 4), verbose=False)
+        for message in (message_of(lambda: module, strategy()), str(validated.value)):
+            assert all(part in message for part in (name, "blocks.0.linear.weight", "checkpoint", "zero3"))
+    return found
 
 
-class KeepsGraphs(Blocks):
-    """Of what it computes of weights between steps, with the graph that leads to them."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.norm = sum(parameter.norm() for parameter in self.parameters())
-
-
-class KeepsWeakly(Blocks):
-    """As libraries do that average weights."""
-
-    def on_fit_start(self) -> None:
-        self.known = [weakref.ref(parameter) for parameter in self.parameters()]
+def test_what_cannot_be_done_after_a_training_says_so(pool: RankPool, tmp_path: Path) -> None:
+    for narrow, remove, untie, late, assigned in pool.run(2, after_training, str(tmp_path)):
+        assert "blocks.0.linear.weight" in narrow and "blocks.1.linear.bias" in narrow
+        assert "blocks.0.linear.bias got" in remove and "blocks.2.linear.weight got" in untie
+        assert "'blocks." in late or "'head." in late
+        assert "'blocks.0.linear.weight'" in assigned
+    # Shards that one rank alone saves: there is no file.
+    assert not list(tmp_path.iterdir())
 
 
-def keep(make: type[Blocks]) -> float:
-    return largest_difference(train(make, zero3()), train(make, ddp()))
+def shard_on_a_gpu() -> str:
+    groups = process_groups()
+    with pytest.raises(ValueError) as refused:
+        make_collectives(groups.gradients, torch.device("cuda", 0))
+    return str(refused.value)
 
 
-@pytest.mark.parametrize("make", [KeepsGraphs, KeepsWeakly])
-def test_a_training_ends_whatever_holds_its_parameters(pool: RankPool, make: type[Blocks]) -> None:
-    assert max(pool.run(2, keep, make)) <= FP32
-
-
-LATER = {"zero1_custom": by_flag, "ddp_tuned": tuned}
-
-
-def trained_before(name: str) -> list[str]:
-    module = Blocks()
-    train(lambda: module, zero3())
-    said = [message_of(lambda: module, LATER[name]())]
-    with pytest.raises(ValueError) as raised:
-        make_trainer(LATER[name]()).validate(module, zoo.loader(8, 4), verbose=False)
-    return [*said, str(raised.value)]
-
-
-@pytest.mark.parametrize("name", LATER)
-def test_a_module_that_is_sharded_is_refused_where_it_must_be_whole(pool: RankPool, name: str) -> None:
-    for said in pool.run(2, trained_before, name):
-        assert all(part in one for one in said for part in (name, "blocks.0.linear.weight", "checkpoint", "zero3")), (
-            said
-        )
-
-
-class LogsWeights(Blocks):
-    """What is logged as it is; and what is made a number, by the error's advice."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        weights = list(self.parameters())
-        self.log("all", torch.stack([one.detach().norm() for one in weights]).norm())
-        self.log("mean", weights[0].mean())
-        self.log("number", float(whole(weights[0].detach().norm())))
-
-
-def log_weights() -> tuple[list[float], list[float]]:
-    ours, theirs = (train(LogsWeights, strategy).trainer.callback_metrics for strategy in (zero3(), ddp()))
-    return [float(ours[name]) for name in theirs], [float(value) for value in theirs.values()]
-
-
-@needs_torch("2.13", "a mean that is logged is the rank's own")
-def test_norms_of_weights_are_logged_as_under_ddp(pool: RankPool) -> None:
-    for ours, theirs in pool.run(2, log_weights):
-        assert len(ours) == 3
-        torch.testing.assert_close(ours, theirs)
+def test_a_group_that_sends_from_the_host_is_refused_on_a_gpu(pool: RankPool) -> None:
+    for message in pool.run(2, shard_on_a_gpu):
+        assert "process_group_backend='gloo'" in message and "`ddp`" in message

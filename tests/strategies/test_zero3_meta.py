@@ -1,5 +1,6 @@
-"""A module on the meta device: the values are rank 0's, wherever rank 0 has them from."""
+"""A module on the meta device: the values are rank 0's, wherever rank 0 has them from. Ranks are seeded differently."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,43 +11,31 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 
+from tests.comparing import distance
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, whole, zero3
 
-
-class Block(nn.Module):
-    """As those of other packages: nothing says how its values are made again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(zoo.FEATURES, zoo.FEATURES))
-        self.register_buffer("shift", torch.rand(zoo.FEATURES), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(inputs @ self.weight + self.shift)
+FEATURES = zoo.FEATURES
+# Which ranks make the module on the meta device.
+ALONE, OTHERS, ALL, NONE = "rank 0", "other ranks", "all ranks", "no rank"
 
 
-class Pretrained(zoo.Zoo):
-    """Has values on rank 0 alone; the other ranks' generators stand elsewhere."""
-
-    on_meta = "other ranks"
+class Base(zoo.Zoo):
+    on_meta = NONE
 
     def build(self) -> None:
         pass
 
     def make_net(self) -> nn.Module:
-        net = nn.Sequential(Block(), Block(), nn.Linear(zoo.FEATURES, 3), nn.Linear(3, 3))
-        net.append(tied := nn.Linear(3, 3))
-        tied.weight = net[3].weight
-        return net
+        raise NotImplementedError
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
-            torch.manual_seed(dist.get_rank())
             rank = dist.get_rank()
-            meta = {"other ranks": rank > 0, "rank 0": rank == 0, "all ranks": True, "no rank": False}[self.on_meta]
+            torch.manual_seed(10 + rank)
+            meta = {OTHERS: rank > 0, ALONE: rank == 0, ALL: True, NONE: False}[self.on_meta]
             with torch.device("meta" if meta else "cpu"):
                 self.net = self.make_net()
 
@@ -54,39 +43,135 @@ class Pretrained(zoo.Zoo):
         return (self.net(batch) - 1).pow(2).mean()
 
 
-class Eager(Pretrained):
-    on_meta = "no rank"
+class Block(nn.Module):
+    """As those of other packages: nothing says how its values are made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, FEATURES))
+        self.register_buffer("shift", torch.rand(FEATURES), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(inputs @ self.weight + self.shift)
 
 
-def apart_from_ddp(arguments: dict[str, Any]) -> float:
-    return largest_difference(train(Pretrained, zero3(**arguments)), train(Eager, ddp()))
+class Pretrained(Base):
+    """Has values on rank 0 alone."""
 
-
-@pytest.mark.parametrize("arguments", [{}, {"min_num_params": 10**9}], ids=["units", "no units"])
-def test_trains_as_ddp_trains_what_rank_0_has(pool: RankPool, arguments: dict[str, Any]) -> None:
-    assert max(pool.run(2, apart_from_ddp, arguments)) <= FP32
-
-
-class WithReset(Pretrained):
-    """All parts say how they are made, and draw numbers in training, too."""
-
-    on_meta = "all ranks"
+    on_meta = OTHERS
 
     def make_net(self) -> nn.Module:
-        drop = nn.Dropout(0.3)
-        return nn.Sequential(nn.Linear(zoo.FEATURES, 8), drop, nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
+        net = nn.Sequential(Block(), Block(), nn.Linear(FEATURES, 3), nn.Linear(3, 3))
+        net.append(tied := nn.Linear(3, 3))
+        tied.weight = net[3].weight
+        return net
 
 
-class OnRank1(WithReset):
-    """The other way round: what rank 0 makes counts, not what another rank has."""
+class SharesMemory(Pretrained):
+    """What cannot be sharded shows on rank 0 alone: the meta device has no memory to share."""
 
-    on_meta = "rank 0"
+    def make_net(self) -> nn.Module:
+        net = super().make_net()
+        if not net[0].weight.is_meta:
+            net[1].weight.data = net[0].weight.data.t()
+        return net
 
 
-class Given(WithReset):
+class Seeded(nn.Linear):
+    """Draws by its own size and the rank's seed, in whatever order layers are made, and leaves the generator alone."""
+
+    def reset_parameters(self) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(torch.initial_seed() + self.in_features)
+            super().reset_parameters()
+
+
+class MadeAnew(Base):
+    """All parts say how they are made, and one draws numbers in training."""
+
+    on_meta = ALL
+
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(Seeded(FEATURES, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), Seeded(8, 1))
+
+
+class RootMakes(Base):
+    """Has a parameter of its own."""
+
+    on_meta = ALL
+
+    def make_net(self) -> nn.Module:
+        self.scale = nn.Parameter(torch.ones(8))
+        return Seeded(FEATURES, 8)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch) * self.scale).pow(2).mean()
+
+
+class OnMeta(RootMakes):
+    """Its class does not say how it is made, nor does that of what follows."""
+
+    reset_parameters = None  # type: ignore[assignment]
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs * self.factor
+
+
+class Within(Base):
+    on_meta = ALL
+
+    def make_net(self) -> nn.Module:
+        self.scales = nn.ModuleList(Scale() for _ in range(2))
+        return nn.Linear(FEATURES, 1)
+
+
+def made_by(base: type[Base], on_meta: str) -> type[Base]:
+    return type(base.__name__, (base,), {"on_meta": on_meta})
+
+
+PAIRS: dict[str, tuple[type[Base], dict[str, Any]]] = {
+    "rank 0 has values": (Pretrained, {}),
+    "rank 0 has values, no units": (Pretrained, {"min_num_params": 10**9}),
+    "made anew": (MadeAnew, {}),
+    # The other way round: what rank 0 makes counts, not what another rank has.
+    "made anew on rank 0": (made_by(MadeAnew, ALONE), {}),
+    "made anew, the root too": (RootMakes, {}),
+}
+
+
+def compare() -> dict[str, float]:
+    """With what ``ddp`` makes of the module that is made at once."""
+    return {
+        name: largest_difference(train(make, zero3(**arguments)), train(made_by(make, NONE), ddp()))
+        for name, (make, arguments) in PAIRS.items()
+    }
+
+
+def test_trains_as_ddp_trains_what_rank_0_has_made_at_once(pool: RankPool) -> None:
+    for found in pool.run(2, compare):
+        assert all(difference <= FP32 for difference in found.values()), found
+
+
+class Draws(MadeAnew):
+    """Draws from the rank's own generator where it is made, as most layers do."""
+
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.Linear(8, 2))
+
+
+class Given(Draws):
     """Draws as many numbers when it is made, then has the values that rank 0 has made."""
 
-    on_meta = "no rank"
+    on_meta = NONE
 
     def __init__(self, values: list[Tensor]) -> None:
         super().__init__()
@@ -105,60 +190,40 @@ class Noted(Callback):
         self.values = [whole(parameter.detach()).clone() for parameter in pl_module.parameters()]
 
 
-def apart_from_ddp_with_those_values(make: type[WithReset]) -> tuple[float, float]:
-    run = train(make, zero3(), callbacks=[noted := Noted()])
-    return largest_difference(run, train(lambda: Given(noted.values), ddp())), float(noted.values[0].std())
+def apart_from_ddp_with_those_values() -> float:
+    run = train(Draws, zero3(), callbacks=[noted := Noted()])
+    return largest_difference(run, train(lambda: Given(noted.values), ddp()))
 
 
-@pytest.mark.parametrize("make", [WithReset, OnRank1])
-def test_what_rank_0_makes_trains_as_under_ddp_dropout_and_all(pool: RankPool, make: type[WithReset]) -> None:
-    for difference, spread in pool.run(2, apart_from_ddp_with_those_values, make):
-        assert difference <= FP32
-        # As of `nn.Linear`: 1 / sqrt(3 * 12).
-        assert 0.1 < spread < 0.25
+def test_all_ranks_draw_as_many_numbers_as_they_would_have(pool: RankPool) -> None:
+    assert max(pool.run(2, apart_from_ddp_with_those_values)) <= FP32
 
 
-class SharesMemory(Pretrained):
-    """What cannot be sharded shows on rank 0 alone: the meta device has no memory to share."""
+class DrawsNothing(MadeAnew):
+    """A checkpoint of ``ddp`` has no state of random generators."""
 
     def make_net(self) -> nn.Module:
-        net = super().make_net()
-        if not net[0].weight.is_meta:
-            net[1].weight.data = net[0].weight.data.t()
-        return net
-
-
-def refusal() -> str:
-    with pytest.raises(ValueError) as raised:
-        train(SharesMemory, zero3())
-    return str(raised.value)
-
-
-def test_what_rank_0_alone_cannot_shard_is_refused_on_all_ranks(pool: RankPool) -> None:
-    for said in pool.run(2, refusal):
-        assert "net.0.weight, net.1.weight: these cannot be sharded on some ranks" in said
+        return nn.Sequential(Seeded(FEATURES, 8), nn.BatchNorm1d(8), Seeded(8, 1))
 
 
 def go_on(folder: str, checkpoint_format: str) -> float:
     """Of a checkpoint nothing of the weights that rank 0 had before may be left, nor on one rank the checkpoint's."""
-    path = f"{folder}/{checkpoint_format}.ckpt"
-    strategy = zero3(checkpoint_format=checkpoint_format)
-    train(Eager, strategy).trainer.save_checkpoint(path)
-    whole_path = f"{folder}/whole.ckpt"
-    train(Eager, ddp()).trainer.save_checkpoint(whole_path)
-    resumed = [
-        resume(Pretrained(), zero3(), path),
-        resume(Pretrained(), zero3(), whole_path),
-        resume(Eager(), ddp(), whole_path),
-    ]
-    return max(
-        float((one - other).abs().max())
-        for weights in resumed[:2]
-        for one, other in zip(weights, resumed[2], strict=True)
-    )
+    found = []
+    for make in (Pretrained, DrawsNothing):
+        eager = made_by(make, NONE)
+        path, whole_path = f"{folder}/{make.__name__}-{checkpoint_format}.ckpt", f"{folder}/{make.__name__}-whole.ckpt"
+        run = train(eager, zero3(checkpoint_format=checkpoint_format))
+        run.trainer.save_checkpoint(path)
+        train(eager, ddp()).trainer.save_checkpoint(whole_path)
+        validated = make()
+        make_trainer(zero3(), max_epochs=1).validate(validated, zoo.loader(8, 4), ckpt_path=path, verbose=False)
+        found.append(distance(*([whole(one.detach()) for one in two.parameters()] for two in (validated, run.module))))
+        expected = resume(eager(), ddp(), whole_path)
+        found += [distance(resume(make(), zero3(), one), expected) for one in (path, whole_path)]
+    return max(found)
 
 
-def resume(module: Pretrained, strategy: Any, path: str) -> list[Tensor]:
+def resume(module: Base, strategy: Any, path: str) -> list[Tensor]:
     trainer = make_trainer(strategy, max_epochs=2)
     data = zoo.loader(80, 4, torch.float32, dist.get_rank(), dist.get_world_size())
     trainer.fit(module, data, ckpt_path=path)
@@ -173,18 +238,21 @@ def test_a_checkpoint_is_loaded_at_the_same_moment_on_all_ranks(
     assert max(pool.run(2, go_on, str(tmp_path), checkpoint_format)) <= FP32
 
 
-def averages() -> float:
-    kept = []
+def averages(make: type[Base]) -> tuple[float, float]:
+    """How far averages are from those of ``ddp``, and from the weights that were trained."""
+    kept: list[list[Tensor]] = []
 
     class Keeps(EMAWeightAveraging):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             kept.append([whole(p.detach()).clone() for p in self._average_model.module.parameters()])
             super().on_train_end(trainer, pl_module)
 
-    for make, strategy in ((Pretrained, zero3()), (Eager, ddp())):
-        train(make, strategy, callbacks=[Keeps(decay=0.5)])
-    return max(float((a - b).abs().max()) for a, b in zip(*kept, strict=True))
+    for one, strategy in ((make, zero3()), (made_by(make, NONE), ddp())):
+        run = train(one, strategy, callbacks=[Keeps(decay=0.5)])
+    return distance(kept[0], kept[1]), distance(run.parameters[-1], kept[1])
 
 
-def test_its_averages_are_those_of_ddp(pool: RankPool) -> None:
-    assert max(pool.run(2, averages)) <= FP32
+@pytest.mark.parametrize("make", [Pretrained, MadeAnew])
+def test_its_averages_are_those_of_ddp(pool: RankPool, make: Callable[[], Any]) -> None:
+    for apart, moved in pool.run(2, averages, make):
+        assert apart <= FP32 and moved > 1e-4

@@ -17,6 +17,7 @@ from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.scripts import run_script
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, whole, zero3
@@ -91,7 +92,9 @@ def train_with_modules_in_hyperparameters(strategy: str, folder: str) -> tuple[l
 
 
 @pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`")
-@pytest.mark.parametrize("strategy", ["zero3", "zero3 at once", "zero3 sharded", "zero3 async"])
+@pytest.mark.parametrize(
+    "strategy", slow_unless(lambda name: name != "zero3 at once", ["zero3", "zero3 at once", "zero3 async"])
+)
 def test_modules_in_hyperparameters_are_saved_whole(pool: RankPool, tmp_path: Path, strategy: str) -> None:
     ((_, expected), _) = pool.run(2, train_with_modules_in_hyperparameters, "ddp", str(tmp_path / "ddp"))
     ((saved, ended), _) = pool.run(2, train_with_modules_in_hyperparameters, strategy, str(tmp_path))
@@ -131,6 +134,7 @@ class Object(zoo.MLP):
 
 def load_objects(strategy: str, folder: str) -> list[float]:
     """What is evaluated of a checkpoint with objects by a new module, by one that was trained, and trained further."""
+    torch.manual_seed(0)
     module = Object(Holder(nn.Tanh()))
     trainer = make_trainer(STRATEGIES[strategy](), max_epochs=2, default_root_dir=folder)
     trainer.fit(module, zoo.loader(40, 4))
@@ -159,13 +163,8 @@ def test_objects_in_a_checkpoint_are_loaded_where_the_user_says_so(
 ) -> None:
     for folder in ("ddp", "ours"):
         (tmp_path / folder).mkdir()
-    expected = pool.run(2, seeded, load_objects, "ddp", str(tmp_path / "ddp"))
-    assert_same(pool.run(2, seeded, load_objects, strategy, str(tmp_path / "ours")), expected, rtol=1e-3, atol=1e-4)
-
-
-def seeded(function: Callable[..., Any], *arguments: Any) -> Any:
-    torch.manual_seed(0)
-    return function(*arguments)
+    expected = pool.run(2, load_objects, "ddp", str(tmp_path / "ddp"))
+    assert_same(pool.run(2, load_objects, strategy, str(tmp_path / "ours")), expected, rtol=1e-3, atol=1e-4)
 
 
 class Targets(zoo.Zoo):
@@ -218,19 +217,6 @@ def test_whole_weights_are_loaded_as_under_ddp(pool: RankPool, strategy: str) ->
         assert_same(ours[:4], theirs[:4], rtol=1e-4, atol=1e-5)
         assert [line.replace("FSDP", "") for line in ours[4]] == theirs[4] and len(theirs[4]) >= 4
         assert ours[5] == theirs[5]
-
-
-def assign_whole_weights() -> tuple[str, bool]:
-    module = train(Targets, zero3()).module
-    with pytest.raises(ValueError, match="Leave `assign=True` out") as raised:
-        module.load_state_dict(module.start, assign=True)
-    return str(raised.value), all(isinstance(parameter, DTensor) for parameter in module.parameters())
-
-
-def test_whole_weights_do_not_take_the_place_of_shards(pool: RankPool) -> None:
-    for said, are_sharded in pool.run(2, assign_whole_weights):
-        assert "'net.blocks.0.weight'" in said
-        assert are_sharded
 
 
 def export(strategy: str) -> list[Any]:
@@ -315,48 +301,17 @@ class Writes(Callback):
                 net[2].bias.requires_grad_(False)
 
 
-def write(way: str) -> float:
-    runs = [train(zoo.MLP, STRATEGIES[name](), callbacks=[Writes(way, name)]) for name in ("zero3", "ddp")]
-    return largest_difference(*runs)
+def write() -> dict[str, float]:
+    found = {}
+    for way in WRITES:
+        runs = [train(zoo.MLP, STRATEGIES[name](), callbacks=[Writes(way, name)]) for name in ("zero3", "ddp")]
+        found[way] = largest_difference(*runs)
+    return found
 
 
-@pytest.mark.parametrize("way", WRITES)
-def test_what_is_written_to_whole_parameters_stays(pool: RankPool, way: str) -> None:
-    assert max(pool.run(2, write, way)) <= FP32
-
-
-def write_what_cannot_stay() -> list[str]:
-    run = train(Targets, zero3())
-    module, trainer, said = run.module, run.trainer, []
-    before = [whole(parameter.detach()).clone() for parameter in module.parameters()]
-
-    def narrow() -> None:
-        module.net.half()
-
-    def remove() -> None:
-        del module.net.blocks[0].bias
-
-    def untie() -> None:
-        module.net.last.weight = nn.Parameter(module.net.last.weight.detach() + 1)
-
-    for change in (narrow, remove, untie):
-        with pytest.raises(ValueError) as raised, trainer.strategy.full_parameters():
-            change()
-        said.append(str(raised.value))
-    with trainer.strategy.full_parameters():
-        loss = module.net(torch.ones(1, zoo.FEATURES)).sum()
-    with pytest.raises(RuntimeError, match="no optimizer would see") as late:
-        loss.backward()
-    after = [whole(parameter.detach()).clone() for parameter in module.parameters()]
-    assert_same(after, before)
-    return [*said, str(late.value)]
-
-
-def test_what_cannot_stay_is_an_error_that_names_it(pool: RankPool) -> None:
-    for narrow, remove, untie, late in pool.run(2, write_what_cannot_stay):
-        assert all(name in narrow for name in ("net.blocks.0.weight", "net.first.weight"))
-        assert "net.blocks.0.bias got" in remove and "net.last.weight got" in untie
-        assert "'net." in late
+def test_what_is_written_to_whole_parameters_stays(pool: RankPool) -> None:
+    for found in pool.run(2, write):
+        assert all(difference <= FP32 for difference in found.values()), found
 
 
 class Looks(Callback):
