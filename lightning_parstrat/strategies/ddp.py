@@ -248,17 +248,6 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
                 self._tuner.begin_forward()
         return super().training_step(*args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's validation step; DDP broadcasts no buffers in it if some rank has no such step."""
-        if not self._validated_by_some or not isinstance(self.model, DistributedDataParallel):
-            return super().validation_step(*args, **kwargs)
-        ddp = self.model
-        broadcasts_next, ddp.require_forward_param_sync = ddp.require_forward_param_sync, False
-        output = super().validation_step(*args, **kwargs)
-        ddp.require_forward_param_sync = broadcasts_next
-        return output
-
     def _follow_trained_parameters(self) -> None:
         if self._trained is not None and self._trained.begin_forward():
             rank_zero_info(f"{self.flag}: other parameters are trained than before: DDP's reducer was made anew")

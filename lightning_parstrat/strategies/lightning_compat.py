@@ -56,12 +56,9 @@ Used through this file: what for | what happens without it.
         numbers
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._combined_loader
         the loaders that are evaluated, one after the other or together | an evaluation fails at its begin
-    lightning.pytorch.loops.evaluation_loop._EvaluationLoop._results
-        what steps have logged, to which ranks without a batch add what others have | validation and test fail at their
-        begin where some rank does not know how many batches it has
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs
-        combines over ranks what the steps of a loader have logged; is done once for each loader | ranks without a batch
-        of a loader are waited for
+        the moment before the results of a loader are combined over ranks | zero3_custom combines results of ranks that
+        have called different modules, or waits
     lightning.fabric.utilities.distributed._init_dist_connection
         joins ranks over a given store, with Lightning's messages | strategies cannot be imported
     lightning.fabric.utilities.distributed._set_num_threads_if_needed
@@ -377,68 +374,27 @@ def takes_turns(loop: Any) -> bool:
     return bool(loop._combined_loader._mode == "sequential")
 
 
-def call_after_last_batch(loop: Any, callback: Callable[[], None]) -> None:
-    """Has ``callback`` called when an evaluation has no more batches, before its hooks and its logging.
+def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
+    """Has ``callback`` called when a loader that is evaluated has no more batches, before its results are combined.
 
     Args:
         loop: The evaluation's, until :func:`give_back_loop`.
-        callback: Called once a pass.
+        callback: Called once a loader; in a prediction, which combines nothing, once a pass.
     """
-    loop.on_run_end = functools.partial(_end_run, loop, callback)
+    name = "_store_dataloader_outputs" if hasattr(loop, "_store_dataloader_outputs") else "on_run_end"
 
-
-def call_before_storing(loop: Any, callback: Callable[[], None]) -> None:
-    """Has ``callback`` called before an evaluation stores what steps have logged for a loader.
-
-    Args:
-        loop: The evaluation's, until :func:`give_back_loop`. A prediction stores nothing.
-        callback: Called once a loader.
-    """
-
-    def store() -> None:
+    def called_before() -> Any:
         callback()
-        store_logged(loop)
+        return getattr(type(loop), name)(loop)
 
-    loop._store_dataloader_outputs = store
-
-
-def leave_storing_to_others(loop: Any) -> None:
-    """Has an evaluation not store what steps have logged for a loader: see :func:`store_logged`.
-
-    Lightning stores it only if a loader had a batch.
-
-    Args:
-        loop: The evaluation's, until :func:`give_back_loop`.
-    """
-    loop._store_dataloader_outputs = _nothing
+    # On the instance, not on the class: other Trainers of this process keep theirs.
+    setattr(loop, name, called_before)
 
 
 def give_back_loop(loop: Any) -> None:
-    """Undoes :func:`call_after_last_batch` and :func:`leave_storing_to_others`."""
+    """Undoes :func:`call_after_batches`."""
     vars(loop).pop("_store_dataloader_outputs", None)
     vars(loop).pop("on_run_end", None)
-
-
-def _end_run(loop: Any, callback: Callable[[], None]) -> Any:
-    callback()
-    return type(loop).on_run_end(loop)
-
-
-def logged_values(loop: Any, loader: int | None) -> Any:
-    """What steps have logged, by keys, made to show what they have for a loader; None in prediction.
-
-    Args:
-        loop: The evaluation's.
-        loader: Its number; None where steps are not told of it.
-    """
-    if loop._results is not None:
-        loop._results.dataloader_idx = loader
-    return loop._results
-
-
-def store_logged(loop: Any) -> None:
-    """Has Lightning combine over ranks what :func:`logged_values` shows, for callbacks and loggers. Collective."""
-    type(loop)._store_dataloader_outputs(loop)
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:

@@ -55,16 +55,14 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's validation step."""
-        if not self._validated_by_some:
-            self._broadcast_buffers()
+        self._broadcast_buffers()
         return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
         super().on_validation_end()
-        if not self._validated_by_some:
-            self._broadcast_buffers()
+        self._broadcast_buffers()
 
     @override
     def teardown(self) -> None:

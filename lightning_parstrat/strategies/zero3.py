@@ -52,11 +52,11 @@ from lightning_parstrat.distributed.zero3.state import (
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, rounded_by_autocast
 from lightning_parstrat.distributed.zero3.users_code import advice_on_shards, check_not_of_shards, is_of_shards
 from lightning_parstrat.distributed.zero3.whole import shown_whole
+from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
 from lightning_parstrat.strategies.gradients.observers import users_own
 from lightning_parstrat.strategies.lightning_compat import (
     AVERAGING,
     averaged_copies,
-    call_before_storing,
     returns_weights,
     stands_for_none,
     unwrapped,
@@ -104,7 +104,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     flag = "zero3_custom"
     _takes_shards = True
-    _not_copied = StepsTogetherStrategy._not_copied | {"_sharded"}
+    _not_copied = StepsTogetherStrategy._not_copied | {"_sharded", "_steps"}
 
     def __init__(
         self,
@@ -125,6 +125,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             gather_dtype=gather_dtype,
         )
         self._sharded: ShardedModule | None = None
+        self._steps: StepsOfAllRanks | None = None
         self._loads_after_setup: bool | None = None
         # What was put into the module's attributes, and what of the user's was there before.
         self._given_back: dict[str, Any] = {}
@@ -201,6 +202,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
         self._begin_to_broadcast_buffers()
         as_autocast = self._policy.gather_dtype == "auto"
+        self._steps = StepsOfAllRanks(self._control)
         self._sharded = ShardedModule(
             module,
             self._make_collectives(),
@@ -343,27 +345,45 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @contextmanager
     def _gathering(self) -> Generator[None, None, None]:
-        if self._sharded is None:
+        if self._sharded is None or self._steps is None:
             yield
             return
-        to_follow = self._steps_to_follow()
-        if to_follow is None:
-            self._meet("parameters are gathered, as zero3_custom does in every step")
-        with self._sharded.evaluation_step(lambda: self._meet("gradients are computed, which zero3_custom sends")):
+        steps = self._steps
+        with self._sharded.evaluation_step(lambda: steps.check_all_have("gradients are computed in a step")):
             yield
-        for _ in range(to_follow or 0):
+        for _ in range(steps.to_follow()):
             self._sharded.follow_evaluation_step()
 
     @override
-    def _begin_pass(self) -> None:
-        super()._begin_pass()
-        if self._under_way is not None and not self._under_way.loaders.any_is_unknown:
-            call_before_storing(self._under_way.loop, self._compare_evaluations)
+    def process_dataloader(self, dataloader: object) -> object:
+        """Prepares a loader: ranks take the steps of an evaluation together, or raise. Collective."""
+        dataloader = super().process_dataloader(dataloader)
+        trainer = self._training_module.trainer
+        if self._steps is None or evaluated_by(trainer) is None:
+            return dataloader
+        return self._steps.prepared(dataloader, trainer)
 
     @override
-    def _end_batches(self) -> None:
-        super()._end_batches()
-        self._compare_evaluations()
+    def on_validation_start(self) -> None:
+        """Begins a pass over the loaders."""
+        super().on_validation_start()
+        self._begin_pass()
+
+    @override
+    def on_test_start(self) -> None:
+        """Begins a pass over the loaders."""
+        super().on_test_start()
+        self._begin_pass()
+
+    @override
+    def on_predict_start(self) -> None:
+        """Begins a pass over the loaders."""
+        super().on_predict_start()
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        if self._steps is not None:
+            self._steps.begin(self._training_module.trainer, self._compare_evaluations)
 
     def _compare_evaluations(self) -> None:
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
@@ -618,3 +638,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None
+        if self._steps is not None:
+            self._steps.end()
+            self._steps = None

@@ -1,16 +1,16 @@
-"""Ranks may have different numbers of batches to evaluate; with ``exact_evaluation`` no sample counts twice."""
+"""Evaluations: what stock DDP evaluates, all flags evaluate, with the same values; and no sample counts twice."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,80 +21,79 @@ from torch.utils.data import (
 )
 from torchmetrics import MeanMetric
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
+from tests.comparing import assert_same
 from tests.pool import RankError, RankPool
 from tests.slow import slow_unless
-from tests.strategies.parity import make_trainer
+from tests.strategies.parity import ddp, make_trainer, whole
 
-STRATEGIES = {"zero1_custom": ZeRO1Strategy, "ddp_tuned": TunedDDPStrategy}
-TIMEOUT = 60.0
-EVALUATIONS = ("fit", "validate", "test", "predict")
+STRATEGIES: dict[str, Any] = {
+    "ddp": ddp,
+    "zero1_custom": ZeRO1Strategy,
+    "ddp_tuned": TunedDDPStrategy,
+    "zero3_custom": lambda **arguments: ZeRO3Strategy(min_num_params=0, **arguments),
+}
+TIMEOUT = 100.0
 
 
 class Evaluated(LightningModule):
-    """Notes the samples that it sees, each of which is its own number; what ``within`` says happens in each step."""
+    """Notes the samples that it sees, and logs in all ways; what ``within`` says happens in each step."""
 
     def __init__(self, within: str = "") -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
+        self.layer = nn.Linear(1, 2)
         # Has buffers that are broadcast in the first step.
-        self.norm = torch.nn.BatchNorm1d(1)
-        self.metric = MeanMetric()
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Linear(2, 1)
+        self.metric, self.at_end = MeanMetric(), MeanMetric()
         self.within = within
-        self.seen: dict[int, list[float]] = {}
+        self.seen: list[list[float]] = []
+
+    def forward(self, samples: Tensor) -> Tensor:
+        return self.head(self.norm(self.layer(samples / 100)))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.norm(self.layer(batch[0])).square().mean()
+        return self(batch[0]).square().mean()
 
-    def evaluate(self, batch: list[Tensor], dataloader_idx: int) -> Tensor:
-        (samples,) = batch
-        self.seen.setdefault(dataloader_idx, []).extend(samples.flatten().tolist())
-        self.norm(self.layer(samples))
-        return samples
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        parts = [part for part in batch if part is not None] if self.within == "together" else [batch]
+        for (samples,) in parts:
+            self.seen.append([float(dataloader_idx), *samples.flatten().tolist()])
+            value = self(samples).mean()
+            if self.within != "alone":
+                self.log("value", value, sync_dist=True, batch_size=len(samples))
+                self.log("mean", samples.mean(), sync_dist=True, batch_size=len(samples))
+                self.log("largest", samples.max(), reduce_fx="max", sync_dist=True)
+                self.metric.update(samples)
+                self.log("metric", self.metric, add_dataloader_idx=False)
+                self.at_end.update(samples)
+            self.log("local", value, batch_size=len(samples))
+            if self.within == "log":
+                self.log("step", value, on_step=True, sync_dist=True)
+            elif self.within == "gather":
+                self.log("gathered", self.all_gather(value).mean(), batch_size=1)
 
-    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        if self.trainer.sanity_checking:
-            return
-        samples = self.evaluate(batch, dataloader_idx)
-        if dataloader_idx == 0:
-            self.metric.update(samples)
-            self.log("metric", self.metric, on_epoch=True, add_dataloader_idx=False)
-        name = f"mean {dataloader_idx}"
-        self.log(name, samples.mean(), sync_dist=True, batch_size=len(samples), add_dataloader_idx=False)
-        if self.within in ("log", f"log in {dataloader_idx}"):
-            name = f"step {dataloader_idx}"
-            self.log(name, samples.mean(), on_step=True, sync_dist=True, add_dataloader_idx=False)
-        elif self.within == "all_gather":
-            self.all_gather(samples.mean())
-
-    def on_validation_batch_end(self, *_: Any) -> None:
-        if self.within == "hook" and not self.trainer.sanity_checking:
-            self.log("hook", 1.0, on_step=True, sync_dist=True)
+    def on_validation_epoch_end(self) -> None:
+        if self.within != "alone":
+            self.log("at end", self.at_end)
 
     test_step = validation_step
+    on_test_epoch_end = on_validation_epoch_end
 
-    def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        samples = self.evaluate(batch, dataloader_idx)
-        if self.within == "all_gather":
-            self.all_gather(samples.mean())
+    def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self(batch[0])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Seen(NamedTuple):
-    """Of one rank."""
+class Fetching(Evaluated):
+    """Fetches its batches within steps."""
 
-    samples: dict[int, list[float]]
-    metrics: dict[str, float]
+    def validation_step(self, dataloader_iter: Iterator[Any]) -> None:  # type: ignore[override]
+        super().validation_step(*next(dataloader_iter))
 
-
-Make = Callable[[int, int], DataLoader[Any]]
-
-
-def own_samples(rank: int, batches: int) -> Tensor:
-    """Two samples a batch, with numbers that no other rank has."""
-    return torch.arange(2.0 * batches).view(-1, 1) + 100 * rank
+    test_step = validation_step
 
 
 class Stream(IterableDataset[list[Tensor]]):
@@ -105,145 +104,129 @@ class Stream(IterableDataset[list[Tensor]]):
         return iter([row] for row in self.samples)
 
 
-def streamed(rank: int, batches: int) -> DataLoader[Any]:
-    return DataLoader(Stream(own_samples(rank, batches)), batch_size=2)
+class Noted(Callback):
+    """What callbacks see after every validation."""
+
+    def __init__(self) -> None:
+        self.metrics: list[dict[str, float]] = []
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def sampled(rank: int, batches: int) -> DataLoader[Any]:
-    """By a sampler of the user's, which Lightning must not replace."""
-    samples = own_samples(rank, batches)
-    return DataLoader(TensorDataset(samples), batch_sampler=BatchSampler(range(len(samples)), 2, drop_last=False))
+class Row(NamedTuple):
+    """An evaluation: how many batches each rank has of each loader, which are streams ("s") or know their lengths."""
+
+    how: Literal["fit", "validate", "test", "predict"]
+    batches: tuple[tuple[int, ...], ...]
+    streams: str
+    within: str = ""
+    arguments: Any = None
+    module: type[Evaluated] = Evaluated
+    mode: str = "sequential"
 
 
-def evaluate(
-    strategy: str, kind: str, loaders: Any, within: str = "", strategy_arguments: Any = None, **arguments: Any
-) -> Seen:
+def evaluate(strategy: str, row: Row) -> Any:
+    """All that a rank sees of it, or the error."""
     torch.manual_seed(0)
-    module = Evaluated(within)
-    made = STRATEGIES[strategy](**(strategy_arguments or {}))
-    trainer = make_trainer(made, max_epochs=1, **arguments)
-    if kind == "fit":
-        trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 1)), batch_size=2), loaders)
-    else:
-        getattr(trainer, kind)(module, loaders)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Seen(module.seen, metrics)
-
-
-def evaluate_own(
-    strategy: str, kind: str, make: Make, batches: list[tuple[int, ...]], within: str = "", **arguments: Any
-) -> Seen:
     rank = dist.get_rank()
-    loaders = [make(rank, of_ranks[rank]) for of_ranks in batches]
-    arguments |= {"use_distributed_sampler": False}
-    return evaluate(strategy, kind, loaders if len(loaders) > 1 else loaders[0], within, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "kind", "make"),
-    slow_unless(
-        lambda strategy, kind, make: (strategy == "zero1_custom") == (make is streamed) and kind in ("fit", "predict"),
-        itertools.product(STRATEGIES, EVALUATIONS, (streamed, sampled)),
-    ),
-)
-def test_each_rank_goes_through_all_that_it_has(pool: RankPool, strategy: str, kind: str, make: Make) -> None:
-    batches = [(1, 4), (3, 1)]
-    ranks = pool.run(2, evaluate_own, strategy, kind, make, batches, timeout=TIMEOUT)
-    everything: list[list[float]] = [[], []]
-    for rank, seen in enumerate(ranks):
-        own = {index: own_samples(rank, of_ranks[rank]).flatten().tolist() for index, of_ranks in enumerate(batches)}
-        assert seen.samples == own
-        for index, samples in own.items():
-            everything[index].extend(samples)
-    if kind == "predict":
-        return
-    for seen in ranks:
-        for index, samples in enumerate(everything):
-            assert seen.metrics[f"mean {index}"] == pytest.approx(sum(samples) / len(samples))
-
-
-@pytest.mark.parametrize("strategy", slow_unless(lambda strategy: strategy == "zero1_custom", STRATEGIES))
-@pytest.mark.parametrize(
-    ("kind", "within", "make", "batches", "named"),
-    [
-        ("fit", "log", streamed, [(1, 3)], "val_dataloader 0"),
-        ("fit", "all_gather", sampled, [(1, 3)], "val_dataloader 0"),
-        ("validate", "all_gather", streamed, [(2, 2), (4, 3)], "val_dataloader 1"),
-        ("test", "log", sampled, [(2, 2), (4, 3)], "test_dataloader 1"),
-        ("predict", "all_gather", streamed, [(3, 2)], "predict_dataloader 0"),
-        ("validate", "hook", sampled, [(1, 3)], "val_dataloader 0"),
-    ],
-)
-def test_a_collective_in_a_step_of_uneven_loaders_is_refused(
-    pool: RankPool, strategy: str, kind: str, within: str, make: Make, batches: list[tuple[int, ...]], named: str
-) -> None:
-    with pytest.raises(RankError) as raised:
-        pool.run(2, evaluate_own, strategy, kind, make, batches, within, timeout=TIMEOUT)
-    message = str(raised.value)
-    # On each rank, and no timeout.
-    assert message.count(MisconfigurationException.__name__ + ": ") == 2
-    collective = {"all_gather": "self.all_gather"}.get(within, "sync_dist=True")
-    assert named in message and collective in message
-
-
-def test_a_collective_is_refused_where_a_rank_has_no_batch(pool: RankPool) -> None:
-    with pytest.raises(RankError) as raised:
-        pool.run(2, evaluate_own, "zero1_custom", "validate", streamed, [(0, 2)], "log", timeout=TIMEOUT)
-    message = str(raised.value)
-    # Also on the one that has nothing to do.
-    assert message.count(MisconfigurationException.__name__ + ": ") == 2
-    assert "sync_dist=True, on_step=True" in message
-
-
-@pytest.mark.parametrize(
-    ("within", "make", "batches", "arguments"),
-    [
-        ("log", streamed, [(3, 3)], {}),
-        ("all_gather", sampled, [(3, 3), (2, 2)], {}),
-        # Collectives in even loaders, none in the uneven one.
-        ("log in 0", streamed, [(2, 2), (1, 3)], {}),
-        ("log in 1", sampled, [(1, 3), (2, 2)], {}),
-        # All have the two that are asked for.
-        ("log", streamed, [(3, 4)], {"limit_val_batches": 2}),
-        ("log", sampled, [(3, 4)], {"limit_val_batches": 2}),
-    ],
-)
-def test_ranks_with_equally_many_batches_may_meet_in_steps(
-    pool: RankPool, within: str, make: Make, batches: list[tuple[int, ...]], arguments: dict[str, Any]
-) -> None:
-    ranks = pool.run(2, meet, make, batches, within, arguments, timeout=TIMEOUT)
-    limit = arguments.get("limit_val_batches", 100)
-    for rank, seen in enumerate(ranks):
-        assert [len(seen.samples[index]) // 2 for index in range(len(batches))] == [
-            min(limit, of_ranks[rank]) for of_ranks in batches
-        ]
-
-
-def meet(make: Make, batches: list[tuple[int, ...]], within: str, arguments: dict[str, Any]) -> Seen:
-    return evaluate_own("zero1_custom", "validate", make, batches, within, **arguments)
-
-
-class Cycled(Evaluated):
-    """Takes a batch of two loaders, of which the shorter one begins again."""
-
-    def validation_step(self, batch: list[Any], batch_idx: int) -> None:  # type: ignore[override]
-        for index, part in enumerate(batch):
-            self.evaluate(part, index)
-
-
-def evaluate_cycled() -> list[int]:
-    rank = dist.get_rank()
-    loaders = [streamed(rank, batches[rank]) for batches in ((2, 5), (7, 7))]
-    module = Cycled()
-    trainer = make_trainer(ZeRO1Strategy(), use_distributed_sampler=False)
-    trainer.validate(module, CombinedLoader(loaders, "max_size_cycle"))
+    loaders = []
+    for number, of_ranks in enumerate(row.batches):
+        # Two samples a batch, with numbers that no other rank has.
+        samples = torch.arange(2.0 * of_ranks[rank]).view(-1, 1) + 100 * rank + 1000 * number
+        if row.streams[number] == "s" or row.streams[number] == str(rank):
+            loaders.append(DataLoader(Stream(samples), batch_size=2))
+        else:
+            loaders.append(DataLoader(TensorDataset(samples), batch_size=2))
+    noted = Noted()
+    arguments = {"max_epochs": 2, "use_distributed_sampler": False, **(row.arguments or {})}
+    arguments["callbacks"] = [noted, *(make() for make in arguments.get("callbacks", []))]
+    trainer, module = make_trainer(STRATEGIES[strategy](), **arguments), row.module(row.within)
+    given: Any = loaders[0] if len(loaders) == 1 else CombinedLoader(loaders, row.mode)
+    returned = None
+    try:
+        if row.how == "fit":
+            trainer.fit(module, DataLoader(TensorDataset(torch.arange(8.0).view(-1, 1) + rank), batch_size=2), given)
+        else:
+            returned = getattr(trainer, row.how)(module, given)
+    except MisconfigurationException as error:
+        return str(error)
     # A message too many of one rank would be taken for this one.
     trainer.strategy.barrier()
-    return [len(samples) // 2 for samples in module.seen.values()]
+    state = [whole(tensor.detach()).clone() for tensor in (*module.parameters(), *module.buffers())]
+    return {"seen": module.seen, "returned": returned, "metrics": noted.metrics, "state": state}
 
 
-def test_a_loader_that_begins_again_sends_nothing_more(pool: RankPool) -> None:
-    assert pool.run(2, evaluate_cycled, timeout=TIMEOUT) == [[7, 7]] * 2
+def evaluate_all(strategy: str, rows: list[Row]) -> list[Any]:
+    return [evaluate(strategy, row) for row in rows]
+
+
+UNEVEN = {
+    "fit, streams": Row("fit", ((1, 4), (3, 2)), "ss"),
+    "validate, streams of three ranks": Row("validate", ((1, 4, 1), (2, 3, 4)), "ss"),
+    "test, known lengths": Row("test", ((1, 4), (2, 1)), "kk"),
+    "predict, streams": Row("predict", ((0, 3), (2, 1)), "ss"),
+    # Nothing is combined, so that nobody waits.
+    "a rank without a batch": Row("validate", ((0, 2),), "s", "alone"),
+    "together": Row("validate", ((1, 4), (3, 1)), "ss", "together", mode="max_size"),
+}
+EVEN = {
+    "fit, logged in steps": Row("fit", ((2, 2), (3, 3)), "sk", "log"),
+    "gathered in steps": Row("validate", ((3, 3), (2, 2)), "sk", "gather"),
+    "test, limited": Row("test", ((3, 4),), "s", "log", {"limit_test_batches": 3}),
+    "limited by less": Row("validate", ((3, 4),), "s", "log", {"limit_val_batches": 2}),
+    "fetched in steps": Row("validate", ((2, 2),), "s", module=Fetching),
+    "loaders that begin again": Row("validate", ((2, 2), (5, 5)), "ss", "together", mode="max_size_cycle"),
+    # Buffers are rank 0's from the first step of the validation.
+    "averages of weights": Row("fit", ((2, 2),), "k", arguments={"callbacks": [WeightAveraging]}),
+    "no batch at all": Row("validate", ((0, 0), (1, 1)), "ss"),
+}
+KNOWN = {
+    "fit, known lengths": Row("fit", ((1, 4), (3, 2)), "kk"),
+    "fetched in steps, known": Row("test", ((1, 3),), "k", module=Fetching),
+    "predict, limited": Row("predict", ((1, 4), (5, 2)), "kk", arguments={"limit_predict_batches": 3}),
+    "sanity check": Row("fit", ((1, 3),), "k", arguments={"num_sanity_val_steps": 2, "max_epochs": 1}),
+}
+SAME = {
+    "zero1_custom": {**UNEVEN, **EVEN, **KNOWN},
+    "ddp_tuned": {**UNEVEN, **EVEN, **KNOWN},
+    "zero3_custom": {**EVEN, **KNOWN, "test, known lengths": UNEVEN["test, known lengths"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("zero1_custom", 2), ("zero1_custom", 3), ("ddp_tuned", 2), ("ddp_tuned", 3), ("zero3_custom", 2)],
+)
+def test_evaluations_are_those_of_ddp(pool: RankPool, strategy: str, ranks: int) -> None:
+    rows = {name: row for name, row in SAME[strategy].items() if len(row.batches[0]) == ranks}
+    expected = pool.run(ranks, evaluate_all, "ddp", list(rows.values()), timeout=TIMEOUT)
+    actual = pool.run(ranks, evaluate_all, strategy, list(rows.values()), timeout=TIMEOUT)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_same(dict(zip(rows, ours, strict=True)), dict(zip(rows, theirs, strict=True)), rtol=1e-4, atol=1e-5)
+
+
+# What ranks say all of which gather parameters in every step.
+REFUSED = {
+    "streams": (Row("fit", ((2, 3),), "s"), "After 2 batches of a val_dataloader"),
+    "streams, limited": (Row("test", ((2, 4),), "s", "", {"limit_test_batches": 3}), "After 2 batches of a test_"),
+    "one rank knows its length": (Row("validate", ((2, 3),), "0"), "After 2 batches of a val_dataloader"),
+    "no batch of a stream": (Row("predict", ((1, 1), (0, 2)), "ss"), "After 0 batches of a predict_dataloader"),
+    "no batch": (Row("validate", ((0, 2),), "k"), "A rank has no batch of a val_dataloader, while another one has 2"),
+    "together": (
+        Row("validate", ((2, 3), (3, 3)), "kk", "together", mode="max_size"),
+        "between 2 and 3 batches of val_datal",
+    ),
+    "beside a stream": (Row("test", ((2, 2), (1, 3)), "sk"), "between 1 and 3 batches of test_dataloader 1"),
+}
+
+
+def test_ranks_that_take_all_steps_together_need_equally_many(pool: RankPool) -> None:
+    rows = [row for row, _ in REFUSED.values()]
+    for said in pool.run(2, evaluate_all, "zero3_custom", rows, timeout=TIMEOUT):
+        for name, error, (_, expected) in zip(REFUSED, said, REFUSED.values(), strict=True):
+            assert isinstance(error, str) and expected in error, (name, error)
+            assert "gathers parameters" in error and "limit_val_batches" in error
 
 
 class Pairs(BatchSampler):
@@ -253,24 +236,29 @@ class Pairs(BatchSampler):
 OwnSampler = Literal["none", "distributed", "in batches"]
 
 
-def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnSampler = "none") -> Seen:
+def evaluate_exactly(strategy: str, kind: str, size: int, exact: bool, own: OwnSampler = "none") -> Any:
     samples = TensorDataset(torch.arange(float(size)).view(-1, 1))
     if own == "in batches":
         loader = DataLoader(samples, batch_sampler=Pairs(SequentialSampler(samples), 2, drop_last=False))
     else:
         sampler = DistributedSampler(samples, shuffle=False) if own == "distributed" else None
         loader = DataLoader(samples, batch_size=2, sampler=sampler)
-    return evaluate(strategy, kind, loader, strategy_arguments={"exact_evaluation": exact})
+    module = Evaluated()
+    trainer = make_trainer(STRATEGIES[strategy](exact_evaluation=exact))
+    if kind == "fit":
+        trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 1)), batch_size=2), loader)
+    else:
+        getattr(trainer, kind)(module, loader)
+    return [sample for seen in module.seen for sample in seen[1:]], dict(trainer.callback_metrics)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["zero1_custom", "ddp_tuned", "zero3_custom"])
 @pytest.mark.parametrize(
     ("ranks", "size", "kind", "own"),
     slow_unless(
         lambda ranks, size, *_: (ranks, size) == (3, 7),
         [
             (2, 7, "fit", "none"),
-            (3, 7, "validate", "none"),
             (3, 7, "validate", "in batches"),
             (3, 8, "test", "distributed"),
             (2, 9, "test", "none"),
@@ -284,13 +272,15 @@ def test_exact_evaluation_sees_each_sample_once(
         pool.run(ranks, evaluate_exactly, strategy, kind, size, choice, own, timeout=TIMEOUT)
         for choice in (True, False)
     )
-    assert sorted(sample for seen in exact for sample in seen.samples[0]) == list(range(size))
+    # The sanity check has seen two batches before.
+    begin = slice(4 if kind == "fit" else 0, None)
+    assert sorted(sample for seen, _ in exact for sample in seen[begin]) == list(range(size))
     one_process = (size - 1) / 2
-    for seen in exact:
-        assert seen.metrics["metric"] == pytest.approx(one_process)
-        assert seen.metrics["mean 0"] == pytest.approx(one_process)
+    for _, metrics in exact:
+        assert float(metrics["metric"]) == pytest.approx(one_process)
+        assert float(metrics["mean"]) == pytest.approx(one_process)
     # The default is that of `ddp`: what is repeated counts.
-    assert len([sample for seen in padded for sample in seen.samples[0]]) == -(-size // ranks) * ranks
+    assert len([sample for seen, _ in padded for sample in seen[begin]]) == -(-size // ranks) * ranks
 
 
 def test_exact_evaluation_needs_a_sample_for_every_rank(pool: RankPool) -> None:
@@ -298,7 +288,7 @@ def test_exact_evaluation_needs_a_sample_for_every_rank(pool: RankPool) -> None:
         pool.run(3, evaluate_exactly, "zero1_custom", "validate", 2, True, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values())
+@pytest.mark.parametrize("strategy", [ZeRO1Strategy, TunedDDPStrategy])
 def test_exact_evaluation_is_true_or_false(strategy: Any) -> None:
     with pytest.raises(ValueError, match="Invalid exact_evaluation: 'yes'"):
         strategy(exact_evaluation="yes")
