@@ -72,12 +72,11 @@ def random_steps(world_size: int, seed: int) -> Steps:
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_factors_are_weights_over_a_shared_reference_and_the_total_is_over_all_ranks(
-    pool: RankPool, world_size: int, seed: int
+    pool: RankPool, world_size: int
 ) -> None:
-    steps = random_steps(world_size, seed)
+    steps = random_steps(world_size, world_size)
     per_step = [[weight for micro_batch in step for weight in micro_batch] for step in steps]
     # The first step goes by what the ranks' first micro-batches weigh, others by the step before.
     means = [sum(steps[0][0]) / world_size, *(sum(weights) / len(weights) for weights in per_step[:-1])]
@@ -124,15 +123,19 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("weight", KINDS.values(), ids=KINDS)
-def test_whatever_is_a_number_is_a_weight(pool: RankPool, weight: Any) -> None:
-    value = float(weight)
-    for rank, (step,) in enumerate(pool.run(2, weigh, [[[weight, 5], [5, weight]]])):
-        reference = reference_weight((value + 5) / 2)
-        assert step.factors == [value / reference, 5 / reference][:: 1 - 2 * rank]
-        # Nothing of the user's is kept, nor multiplied into the loss.
-        assert {type(factor) for factor in step.factors} == {float}
-        assert step.total == (2 * (value + 5), reference)
+def weigh_all_kinds() -> list[Step]:
+    return [step for weight in KINDS.values() for step in weigh([[[weight, 5], [5, weight]]])]
+
+
+def test_whatever_is_a_number_is_a_weight(pool: RankPool) -> None:
+    for rank, steps in enumerate(pool.run(2, weigh_all_kinds)):
+        for (kind, weight), step in zip(KINDS.items(), steps, strict=True):
+            value = float(weight)
+            reference = reference_weight((value + 5) / 2)
+            assert step.factors == [value / reference, 5 / reference][:: 1 - 2 * rank], kind
+            # Nothing of the user's is kept, nor multiplied into the loss.
+            assert {type(factor) for factor in step.factors} == {float}, kind
+            assert step.total == (2 * (value + 5), reference), kind
 
 
 def sent_by_nobody() -> list[tuple[float, int]]:
@@ -231,48 +234,51 @@ NO_WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("step", [0, 1])
-@pytest.mark.parametrize(
-    ("world_size", "weight"),
-    [(2, weight) for weight in NO_WEIGHTS.values()] + [(1, -1), (3, -1), (1, "many"), (3, math.nan)],
-    ids=[*NO_WEIGHTS, "1 rank", "3 ranks", "word on 1 rank", "NaN on 3 ranks"],
-)
-def test_what_is_no_weight_is_an_error_on_all_ranks(pool: RankPool, weight: Any, world_size: int, step: int) -> None:
-    good = [2.0] * world_size
-    bad = [2.0] * (world_size - 1) + [weight]
-    # The ranks meet at the very first micro-batch, and then once per step.
-    steps = [[bad, good]] if step == 0 else [[good, good], [bad, good]]
-    *others, culprit = pool.run(world_size, failure, steps, timeout=SOON)
-    where = "step 0, micro-batch 0" if step == 0 else "step 1, total"
-    assert culprit[0] == where
-    assert culprit[1].startswith("Invalid loss_weight: ")
-    assert others == [(where, "Another rank got a `loss_weight` that is none; see there.")] * (world_size - 1)
+def failures() -> dict[tuple[str, int], tuple[str, str]]:
+    """Of a bad weight on the last rank, in the first step and in the second."""
+    good = [2.0] * dist.get_world_size()
+    found = {}
+    for name, weight in NO_WEIGHTS.items():
+        bad = [*good[1:], weight]
+        # The ranks meet at the very first micro-batch, and then once per step.
+        found[name, 0] = failure([[bad, good]])
+        found[name, 1] = failure([[good, good], [bad, good]])
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_no_weight_is_an_error_on_all_ranks(pool: RankPool, world_size: int) -> None:
+    *others, culprit = pool.run(world_size, failures, timeout=SOON)
+    for (name, step), (where, message) in culprit.items():
+        assert where == ("step 0, micro-batch 0" if step == 0 else "step 1, total"), name
+        assert message.startswith("Invalid loss_weight: "), name
+        for other in others:
+            assert other[name, step] == (where, "Another rank got a `loss_weight` that is none; see there."), name
 
 
 BEFORE = "returned a `loss_weight` before and none now. Return it in every step"
 ELSEWHERE = "Another rank got a `loss_weight` that is none"
+MISSING: list[tuple[Steps, str, list[str]]] = [
+    ([[[1, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
+    ([[[0, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
+    ([[[1, 1], [1, None]]], "step 0, total", [ELSEWHERE, BEFORE]),
+    ([[[1, 1]], [[None, 1]]], "step 1, total", [BEFORE, ELSEWHERE]),
+    ([[[1, 1]], [[None, None]]], "step 1, total", [BEFORE, BEFORE]),
+    # Where the reference is still asked for.
+    ([[[0, 0], [0, None]]], "step 0, micro-batch 1", [ELSEWHERE, BEFORE]),
+    ([[[0, 0]], [[None, None]]], "step 1, micro-batch 0", [BEFORE, BEFORE]),
+]
 
 
-@pytest.mark.parametrize(
-    ("steps", "where", "messages"),
-    [
-        ([[[1, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
-        ([[[0, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
-        ([[[1, 1], [1, None]]], "step 0, total", [ELSEWHERE, BEFORE]),
-        ([[[1, 1]], [[None, 1]]], "step 1, total", [BEFORE, ELSEWHERE]),
-        ([[[1, 1]], [[None, None]]], "step 1, total", [BEFORE, BEFORE]),
-        # Where the reference is still asked for.
-        ([[[0, 0], [0, None]]], "step 0, micro-batch 1", [ELSEWHERE, BEFORE]),
-        ([[[0, 0]], [[None, None]]], "step 1, micro-batch 0", [BEFORE, BEFORE]),
-    ],
-    ids=["one rank", "one rank, of 0", "later in step", "later", "all later", "later, of 0", "all later, of 0"],
-)
-def test_a_weight_that_is_missing_is_an_error_on_all_ranks(
-    pool: RankPool, steps: Steps, where: str, messages: list[str]
-) -> None:
-    for found, message in zip(pool.run(2, failure, steps, timeout=SOON), messages, strict=True):
-        assert found[0] == where
-        assert message in found[1]
+def missing() -> list[tuple[str, str]]:
+    return [failure(steps) for steps, _, _ in MISSING]
+
+
+def test_a_weight_that_is_missing_is_an_error_on_all_ranks(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(2, missing, timeout=SOON)):
+        for (where, message), (steps, expected, messages) in zip(found, MISSING, strict=True):
+            assert where == expected, steps
+            assert messages[rank] in message, steps
 
 
 def appears(ranks: list[int]) -> str:

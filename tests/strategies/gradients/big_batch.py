@@ -48,15 +48,22 @@ def sgd(parameters: Any) -> Optimizer:
 
 
 class Regression(LightningModule):
-    """Draws its rank's micro-batches, and gives each its weight where it is told to."""
+    """Draws its rank's micro-batches, and gives each its weight where it is told to.
+
+    It keeps the parameters after every step, and the norm that the strategy then tells: NaN for none.
+    """
 
     def __init__(self, optimizer: Callable[[Any], Optimizer] = sgd, weighted: bool = False) -> None:
         super().__init__()
         self.network = network()
         self.optimizer = optimizer
         self.weighted = weighted
-        self.norms: list[float] = []
+        self.steps = 0
+        self.norms: list[Tensor] = []
         self.seen: list[Tensor] = []
+
+    def on_train_start(self) -> None:
+        self.steps = self.trainer.global_step
 
     def training_step(self, batch: Sample, batch_idx: int) -> Any:
         inputs, targets, weight = batch
@@ -67,13 +74,20 @@ class Regression(LightningModule):
         return self.optimizer(self.parameters())
 
     def on_train_batch_end(self, *_: Any) -> None:
-        norm = self.trainer.strategy.grad_norm
-        self.norms.append(float("nan") if norm is None else float(norm))
-        self.seen.append(torch.cat([whole(parameter.detach()).reshape(-1) for parameter in self.parameters()]))
+        if self.trainer.global_step > self.steps:
+            self.steps = self.trainer.global_step
+            self.seen.append(flat(self))
+            norm = getattr(self.trainer.strategy, "grad_norm", None)
+            self.norms.append(torch.tensor(math.nan) if norm is None else norm.clone())
 
 
 # It looks at parameters, not at gradients: "auto" must not expose them on its account.
 Regression.on_train_batch_end.__module__ = "lightning.pytorch.core.module"
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All parameters, one after the other. Collective for what is sharded."""
+    return torch.cat([whole(parameter.detach()).reshape(-1) for parameter in module.parameters()])
 
 
 def loader(batches: Sequence[Sample]) -> DataLoader[Any]:
@@ -93,6 +107,7 @@ def train_on_big_batches(
     norm_type: float = 2.0,
     optimizer: Callable[[Any], Optimizer] = sgd,
     max_value: float | None = None,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss,
 ) -> Truth:
     """Steps once per window on the weighted mean of its micro-batches' losses, clipped by torch's own functions."""
     model = copy.deepcopy(network()).double()
@@ -103,7 +118,7 @@ def train_on_big_batches(
         total = sum(sample.weight for sample in window)
         if total > 0:
             losses = [
-                sample.weight / total * nn.functional.mse_loss(model(sample.inputs.double()), sample.targets.double())
+                sample.weight / total * loss_of(model(sample.inputs.double()), sample.targets.double())
                 for sample in window
                 if sample.weight
             ]
@@ -115,7 +130,7 @@ def train_on_big_batches(
                 nn.utils.clip_grad_value_(model.parameters(), max_value)
             stepper.step()
         truth.norms.append(float(norm) if total > 0 else math.nan)
-        truth.parameters.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+        truth.parameters.append(flat(model))
     return truth
 
 

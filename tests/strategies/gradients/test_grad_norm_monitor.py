@@ -16,11 +16,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_parstrat import GradNormMonitor
+from lightning_parstrat.strategies.gradients.clipping import GradientNorm
+from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
-from tests.strategies.gradients.big_batch import Regression, sgd
+from tests.strategies.gradients.big_batch import Regression, sgd, train_on_big_batches, windows_of
 from tests.strategies.gradients.poison import Poisoned, fused
-from tests.strategies.gradients.trainings import fit, kinds_of, ranks_batches, strategy
+from tests.strategies.gradients.trainings import KINDS, by_pairs, fit, ranks_batches, strategy
 from tests.strategies.gradients.two_optimizers import TwoOptimizers
 
 BATCHES = 7
@@ -52,13 +54,17 @@ def fit_logged(module: LightningModule, chosen: Any, folder: str, every: int, **
     return fit(module, chosen, BATCHES, logger=logger, log_every_n_steps=every, **arguments)
 
 
-def monitored(kind: str, folder: str, every: int, at: tuple[int, ...], arguments: dict[str, Any]) -> Any:
-    recorder, monitor = Recorder(), GradNormMonitor()
-    chosen = strategy(kind, nonfinite_grads="skip" if at else "propagate")
-    module = Poisoned(at, optimizer=arguments.pop("optimizer", sgd))
-    trainer = fit_logged(module, chosen, folder, every, callbacks=[recorder, monitor], **arguments)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return recorder.steps, read(Path(folder)) if dist.get_rank() == 0 else [], metrics
+def monitored(case: str, kinds: tuple[str, ...], folder: str) -> dict[str, Any]:
+    found = {}
+    every, at, arguments = RECORDED[case]
+    for kind in kinds:
+        recorder, flags, where = Recorder(), dict(arguments), f"{folder}/{kind}"
+        module = Poisoned(at, optimizer=flags.pop("optimizer", sgd))
+        chosen = strategy(kind, nonfinite_grads="skip" if at else "propagate")
+        trainer = fit_logged(module, chosen, where, every, callbacks=[recorder, GradNormMonitor()], **flags)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        found[kind] = recorder.steps, read(Path(where)) if dist.get_rank() == 0 else [], metrics
+    return found
 
 
 def expected_rows(steps: list[float], every: int, limit: float | None) -> Rows:
@@ -93,27 +99,61 @@ RECORDED: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("case", "kind"), kinds_of(RECORDED, "fused"))
-def test_it_logs_what_a_recorder_of_the_norm_has_seen(pool: RankPool, tmp_path: Path, case: str, kind: str) -> None:
-    every, at, arguments = RECORDED[case]
+@pytest.mark.parametrize(("case", "kinds"), by_pairs(RECORDED))
+def test_it_logs_what_a_recorder_of_the_norm_has_seen(
+    pool: RankPool, tmp_path: Path, case: str, kinds: tuple[str, ...]
+) -> None:
+    every, _, arguments = RECORDED[case]
     limit = None if "gradient_clip_algorithm" in arguments else arguments.get("gradient_clip_val")
-    told = pool.run(2, monitored, kind, str(tmp_path), every, at, arguments)
-    steps, rows, _ = told[0]
-    assert len(steps) == math.ceil(BATCHES / arguments.get("accumulate_grad_batches", 1)) * arguments.get(
-        "max_epochs", 1
-    )
-    expected = expected_rows(steps, every, limit)
-    if limit is not None and every != 50:
-        assert len({row.get("grad_clip_ratio") for row in expected}) > 1
-    assert len(rows) == len(expected)
-    for row, wanted in zip(rows, expected, strict=True):
-        assert row == pytest.approx(wanted, rel=1e-5)
-    # The last that there was of each is in the trainer's metrics, on all ranks.
-    last: dict[str, float] = {}
-    for row in expected:
-        last |= {name: value for name, value in row.items() if name != "step"}
-    for _, _, of_rank in told:
-        assert of_rank == pytest.approx(last, rel=1e-5)
+    windows = math.ceil(BATCHES / arguments.get("accumulate_grad_batches", 1))
+    told = pool.run(2, monitored, case, kinds, str(tmp_path))
+    for kind in kinds:
+        steps, rows, _ = told[0][kind]
+        assert len(steps) == windows * arguments.get("max_epochs", 1)
+        expected = expected_rows(steps, every, limit)
+        if limit is not None and every != 50:
+            assert len({row.get("grad_clip_ratio") for row in expected}) > 1
+        assert rows == [pytest.approx(wanted, rel=1e-5) for wanted in expected], kind
+        # The last that there was of each is in the trainer's metrics, on all ranks.
+        last: dict[str, float] = {}
+        for row in expected:
+            last |= {name: value for name, value in row.items() if name != "step"}
+        assert [of_rank[kind][2] for of_rank in told] == [pytest.approx(last, rel=1e-5)] * 2, kind
+
+
+class Listens(Callback):
+    """Asks for the norm as a user may."""
+
+    def __init__(self) -> None:
+        self.told: list[GradientNorm] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.strategy.on_gradient_norm(self.told.append)
+
+
+def listened(case: str, kinds: tuple[str, ...]) -> dict[str, list[float]]:
+    flags: dict[str, Any] = {"accumulate_grad_batches": 3}
+    flags |= {"gradient_clip_val": 0.2} if case == "clipped" else {}
+    truth = train_on_big_batches(windows_of(ranks_batches(BATCHES), 3), flags.get("gradient_clip_val"))
+    found = {}
+    for kind in kinds:
+        listens = Listens()
+        fit(Regression(), strategy(kind), BATCHES, callbacks=[listens], **flags)
+        # What torch multiplies gradients by.
+        coefficients = [min(1.0, 0.2 / norm) if case == "clipped" else -1.0 for norm in truth.norms]
+        ours = [-1.0 if one.coefficient is None else float(one.coefficient) for one in listens.told]
+        assert not any(one.skipped for one in listens.told)
+        found[kind] = [
+            distance([float(one.norm) for one in listens.told], truth.norms),
+            distance(ours, coefficients),
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("case", "kinds"), by_pairs(["clipped", "not clipped"]))
+def test_who_listens_is_told_the_norm_of_the_big_batch(pool: RankPool, case: str, kinds: tuple[str, ...]) -> None:
+    for found in pool.run(2, listened, case, kinds):
+        assert worst(found) <= 1e-5
 
 
 def several_optimizers(kind: str, folder: str) -> tuple[list[float], Rows]:
@@ -128,7 +168,7 @@ def several_optimizers(kind: str, folder: str) -> tuple[list[float], Rows]:
     return norms, read(Path(folder)) if dist.get_rank() == 0 else []
 
 
-@pytest.mark.parametrize("kind", ["ddp_tuned", "zero1"])
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_steps_of_all_optimizers_count_and_names_begin_with_the_prefix(
     pool: RankPool, tmp_path: Path, kind: str
 ) -> None:
@@ -151,8 +191,9 @@ def on_one_rank(kind: str, rank: int, folder: str, arguments: dict[str, Any]) ->
     return callbacks[0].steps if callbacks else [], metrics
 
 
-@pytest.mark.parametrize("kind", ["ddp_tuned", "zero1"])
-@pytest.mark.parametrize(("rank", "arguments"), [(0, {}), (1, {"gradient_clip_val": 0.3})])
+@pytest.mark.parametrize(
+    ("kind", "rank", "arguments"), [("ddp_tuned", 1, {"gradient_clip_val": 0.3}), ("zero1", 0, {}), ("zero1", 1, {})]
+)
 def test_a_monitor_on_one_rank_alone_hangs_nobody(
     pool: RankPool, tmp_path: Path, kind: str, rank: int, arguments: dict[str, Any]
 ) -> None:
@@ -243,7 +284,9 @@ def waits(kind: str, folder: str, watches: bool, arguments: dict[str, Any]) -> l
     return [after - before for before, after in pairwise(counts)]
 
 
-@pytest.mark.parametrize(("arguments", "kind"), kinds_of([{}, {"gradient_clip_val": 0.3}]))
+@pytest.mark.parametrize(
+    ("kind", "arguments"), [("ddp_tuned", {}), ("zero1", {"gradient_clip_val": 0.3}), ("zero2", {}), ("zero3", {})]
+)
 def test_no_step_waits_for_the_monitor(pool: RankPool, tmp_path: Path, kind: str, arguments: dict[str, Any]) -> None:
     without = pool.run(2, waits, kind, str(tmp_path), False, arguments)
     assert pool.run(2, waits, kind, str(tmp_path), True, arguments) == without
@@ -255,7 +298,7 @@ def nan_in_the_middle(kind: str, folder: str) -> Rows:
     return read(Path(folder)) if dist.get_rank() == 0 else []
 
 
-@pytest.mark.parametrize("kind", ["ddp_tuned", "zero1"])
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_a_norm_that_is_not_finite_shows(pool: RankPool, tmp_path: Path, kind: str) -> None:
     first, last = pool.run(2, nan_in_the_middle, kind, str(tmp_path))[0]
     assert math.isnan(first["grad_norm"]) and math.isnan(last["grad_norm"])

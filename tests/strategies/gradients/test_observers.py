@@ -1,6 +1,7 @@
 """Hooks, callbacks and users see, and change, the gradients that DDP would show."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from lightning.pytorch.callbacks import LambdaCallback, LearningRateMonitor, Mod
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from tests.comparing import worst
@@ -21,66 +21,36 @@ from tests.strategies.parity import Recorder, ddp, largest_difference, make_trai
 Seen = list[list[Tensor | None]]
 
 
-def copies(module: LightningModule) -> list[Tensor | None]:
-    return [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
-
-
 class Watcher(Callback):
     """Looks wherever gradients can be seen."""
 
     def __init__(self) -> None:
         self.seen: Seen = []
 
+    def look(self, module: LightningModule) -> None:
+        self.seen.append([None if p.grad is None else p.grad.detach().clone() for p in module.parameters()])
+
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.seen.append(copies(pl_module))
+        self.look(pl_module)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.seen.append(copies(pl_module))
+        self.look(pl_module)
 
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        self.seen.append(copies(pl_module))
+        self.look(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.seen.append(copies(pl_module))
+        self.look(pl_module)
 
 
-def gradients_seen(module: type[zoo.Zoo], arguments: dict[str, Any]) -> tuple[Seen, Seen]:
-    seen = []
-    for strategy in (zero1(expose_gradients="auto"), ddp()):
-        watcher = Watcher()
-        train(lambda: module(), strategy, callbacks=[watcher], **arguments)
-        seen.append(watcher.seen)
-    return seen[0], seen[1]
+class LooksAfterTheStep(Callback):
+    """Nobody else has gradients shown."""
 
+    def __init__(self) -> None:
+        self.seen: Seen = []
 
-@pytest.mark.parametrize(
-    ("module", "arguments", "world_size"),
-    [
-        (zoo.MLP, {"gradient_clip_val": 0.05}, 2),
-        (zoo.MLP, {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}, 3),
-        (zoo.MLP, {"accumulate_grad_batches": 3}, 2),
-        (zoo.MLP, {"fp16": True, "gradient_clip_val": 0.05}, 3),
-        (zoo.UnusedBySomeRanks, {}, 2),
-        (zoo.UnusedBySomeRanks, {}, 3),
-        (zoo.Convolutional, {}, 3),
-        (zoo.Adversarial, {}, 2),
-    ],
-)
-def test_every_hook_sees_what_it_would_see_under_ddp(
-    pool: RankPool, world_size: int, module: type[zoo.Zoo], arguments: dict[str, Any]
-) -> None:
-    for ours, theirs in pool.run(world_size, gradients_seen, module, arguments):
-        # Of ten batches each is seen by two hooks at least, and each step by two more.
-        steps = 10 if "accumulate_grad_batches" not in arguments else 4
-        assert len(ours) == len(theirs) >= 20 + 2 * steps
-        assert any(gradient is not None for gradients in ours for gradient in gradients)
-        for one, other in zip(ours, theirs, strict=True):
-            assert [gradient is None for gradient in one] == [gradient is None for gradient in other]
-            # Relative to the whole gradient: a bias may be a sum that cancels, of terms rounded to half precision.
-            pairs = [(g, reference) for g, reference in zip(one, other, strict=True) if g is not None]
-            whole = sum(reference.square().sum() for _, reference in pairs) ** 0.5
-            tolerance = 1e-2 if arguments.get("fp16") else 1e-4
-            assert all((gradient - reference).norm() <= tolerance * whole for gradient, reference in pairs)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.seen.append([None if p.grad is None else p.grad.detach().clone() for p in pl_module.parameters()])
 
 
 class Noisy(zoo.MLP):
@@ -119,6 +89,21 @@ class OwnStep(zoo.MLP):
             group["lr"] = 0.01 / (1 + float(norms["grad_2.0_norm_total"]))
 
 
+class ByGradientLastSeen(zoo.MLP):
+    """Scales the next loss by gradients that the step has left, which it finds by way of another method."""
+
+    factor = 1.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.factor = self.look()
+
+    def look(self) -> float:
+        return 1.0 / (1.0 + float(self.net[0].weight.grad.norm()))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) * self.factor
+
+
 class ManualAccumulation(zoo.MLP):
     """Zeroes by the module, accumulates over two batches, clips by hand."""
 
@@ -145,25 +130,79 @@ class OwnZeroing(zoo.MLP):
             parameter.grad = None
 
 
-CHANGING = [OwnZeroing, Noisy, Replacing, Dropping, TorchClipping, OwnClipping, OwnStep, ManualAccumulation]
+class OwnPrecision(Precision):
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
 
 
-def compare_with_ddp(module: type[zoo.Zoo], expose: Any) -> float:
-    actual = train(lambda: module(), zero1(expose_gradients=expose))
-    return largest_difference(actual, train(lambda: module(), ddp()))
+class Row(NamedTuple):
+    """A training that somebody looks into, or changes.
+
+    Attributes:
+        module: The module.
+        watch: The callback that looks, if there is one.
+        ranks: How many.
+        arguments: The Trainer's.
+        tolerance: Of parameters; and of gradients, relative to the whole gradient: a bias may be a sum that cancels.
+    """
+
+    module: type[zoo.Zoo]
+    watch: Callable[[], Any] | None = None
+    ranks: int = 2
+    arguments: dict[str, Any] = {}  # noqa: RUF012
+    tolerance: tuple[float, float] = (2e-5, 1e-4)
 
 
-@pytest.mark.parametrize(
-    ("module", "world_size"), [*((module, 2) for module in CHANGING), (Replacing, 1), (Dropping, 3), (OwnStep, 3)]
-)
-def test_what_a_user_does_to_gradients_is_what_steps(pool: RankPool, module: type[zoo.Zoo], world_size: int) -> None:
-    assert worst(pool.run(world_size, compare_with_ddp, module, "auto")) <= 2e-5
+ROWS = {
+    "clipped by norm": Row(zoo.MLP, Watcher, 2, {"gradient_clip_val": 0.05}),
+    "clipped by value": Row(zoo.MLP, Watcher, 3, {"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),
+    "accumulated": Row(zoo.MLP, Watcher, 2, {"accumulate_grad_batches": 3}),
+    "scaled": Row(zoo.MLP, Watcher, 3, {"fp16": True, "gradient_clip_val": 0.05}, (1e-3, 1e-2)),
+    "unused": Row(zoo.UnusedBySomeRanks, Watcher, 3),
+    "convolutional": Row(zoo.Convolutional, Watcher, 3),
+    "by hand": Row(zoo.Adversarial, Watcher),
+    "after the step": Row(zoo.MLP, LooksAfterTheStep),
+    **{module.__name__: Row(module) for module in (OwnZeroing, Noisy, TorchClipping, OwnClipping, OwnStep)},
+    **{module.__name__: Row(module) for module in (ByGradientLastSeen, ManualAccumulation)},
+    "Replacing": Row(Replacing, None, 1),
+    "Dropping": Row(Dropping, None, 3),
+}
+
+
+def beside_ddp(name: str) -> tuple[float, float, int]:
+    """How far parameters and gradients are from those under DDP, and how often gradients were seen."""
+    row, runs, seen = ROWS[name], [], []
+    for strategy in (zero1(expose_gradients="auto"), ddp()):
+        callbacks = [] if row.watch is None else [row.watch()]
+        runs.append(train(row.module, strategy, callbacks=callbacks, **row.arguments))
+        seen.append([gradients for watcher in callbacks for gradients in watcher.seen])
+    apart = [0.0]
+    for one, other in zip(*seen, strict=True):
+        assert [gradient is None for gradient in one] == [gradient is None for gradient in other]
+        pairs = [(g, reference) for g, reference in zip(one, other, strict=True) if g is not None]
+        whole = sum(reference.square().sum() for _, reference in pairs) ** 0.5
+        apart += [float((gradient - reference).norm() / whole) for gradient, reference in pairs]
+    return largest_difference(*runs), worst(apart), len(apart) - 1
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_what_a_user_sees_and_does_is_as_under_ddp(pool: RankPool, name: str) -> None:
+    row = ROWS[name]
+    for parameters, gradients, seen in pool.run(row.ranks, beside_ddp, name):
+        assert parameters <= row.tolerance[0]
+        assert gradients <= row.tolerance[1]
+        # Of ten batches or three windows and a short one, six parameters.
+        assert (seen >= 40) == (row.watch is not None)
+
+
+def compare_with_ddp(module: type[zoo.Zoo], expose: Any, reference: type[zoo.Zoo]) -> float:
+    return largest_difference(train(module, zero1(expose_gradients=expose)), train(reference, ddp()))
 
 
 def test_the_comparison_would_see_hidden_gradients(pool: RankPool) -> None:
-    assert min(pool.run(2, compare_with_ddp, OwnClipping, False)) <= 2e-5
+    assert worst(pool.run(2, compare_with_ddp, OwnClipping, False, OwnClipping)) <= 2e-5
     with pytest.raises(AssertionError, match="NoneType"):
-        pool.run(2, compare_with_ddp, Noisy, False)
+        pool.run(2, compare_with_ddp, Noisy, False, Noisy)
 
 
 class OnDemand(zoo.MLP):
@@ -177,56 +216,63 @@ class OnDemand(zoo.MLP):
         assert all(parameter.grad is None for parameter in self.parameters())
 
 
-def on_demand() -> float:
-    actual = train(lambda: OnDemand(), zero1(expose_gradients=False))
-    return largest_difference(actual, train(lambda: Noisy(), ddp()))
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_full_gradients_shows_them_on_demand(pool: RankPool, world_size: int) -> None:
-    assert worst(pool.run(world_size, on_demand)) <= 2e-5
+    assert worst(pool.run(world_size, compare_with_ddp, OnDemand, False, Noisy)) <= 2e-5
+
+
+def clip_by_an_own_plugin() -> float:
+    actual = train(zoo.MLP, zero1(expose_gradients="auto"), gradient_clip_val=0.1, precision=OwnPrecision())
+    return largest_difference(actual, train(zoo.MLP, ddp(), gradient_clip_val=0.05))
+
+
+def test_a_precision_plugin_that_clips_by_itself_is_respected(pool: RankPool) -> None:
+    assert worst(pool.run(2, clip_by_an_own_plugin)) <= 2e-5
+
+
+def watch_on_rank_zero() -> float:
+    callbacks = [Watcher()] if dist.get_rank() == 0 else []
+    actual = train(zoo.MLP, zero1(expose_gradients="auto"), callbacks=callbacks)
+    return largest_difference(actual, train(zoo.MLP, ddp()))
+
+
+def test_a_callback_on_one_rank_only_does_not_part_the_ranks(own_pool: RankPool) -> None:
+    assert worst(own_pool.run(2, watch_on_rank_zero)) <= 2e-5
 
 
 class Averaging(Callback):
     """Keeps an average of the weights, which has nothing to do with gradients."""
 
     def __init__(self) -> None:
-        self.average = AveragedModel(zoo.MLP().net)
+        self.average = torch.optim.swa_utils.AveragedModel(zoo.MLP().net)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.average.update_parameters(pl_module.net)
 
 
 def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[bool]:
-    class Peek(zoo.MLP):
-        visible: list[bool] = []  # noqa: RUF012  (made anew with the class in every call)
+    visible: list[bool] = []
 
+    class Peek(zoo.MLP):
         def training_step(self, *args: Any) -> Any:
-            # Before the gradients of the step before are zeroed; by a function that "auto" does not look into.
-            self.visible.append(any(copy is not None for copy in copies(self)))
+            # Before the gradients of the step before are zeroed; by a name that "auto" does not know.
+            visible.append(any(getattr(parameter, "gr" + "ad") is not None for parameter in self.parameters()))
             return super().training_step(*args)
 
-    torch.manual_seed(0)
-    module = Peek()
     trainer = make_trainer(zero1(expose_gradients=expose), callbacks=callbacks)
-    trainer.fit(module, zoo.loader(16, 4, rank=dist.get_rank(), world_size=dist.get_world_size()))
-    return module.visible[1:]
+    trainer.fit(Peek(), zoo.loader(16, 4, rank=dist.get_rank(), world_size=dist.get_world_size()))
+    return visible[1:]
 
 
-@pytest.mark.parametrize(
-    ("expose", "callbacks", "visible"),
-    [
+def test_gradients_are_freed_unless_someone_may_look(pool: RankPool) -> None:
+    for expose, callbacks, visible in (
         ("auto", [], False),
         (False, [Watcher()], False),
         (True, [], True),
-        ("auto", [Watcher()], True),
+        ("auto", [LooksAfterTheStep()], True),
         ("auto", [Averaging()], False),
-    ],
-)
-def test_gradients_are_freed_unless_someone_may_look(
-    pool: RankPool, expose: Any, callbacks: list[Callback], visible: bool
-) -> None:
-    assert pool.run(2, gradients_after_backward, expose, callbacks) == [[visible]] * 2
+    ):
+        assert pool.run(2, gradients_after_backward, expose, callbacks) == [[visible]] * 2, (expose, callbacks)
 
 
 class Histograms(zoo.MLP):
@@ -253,9 +299,8 @@ class QuietCheckpoint(ModelCheckpoint):
     def on_validation_end(self, *args: Any) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("module", "callbacks", "expected"),
-    [
+def test_observers_are_named() -> None:
+    for module, callbacks, expected in (
         (zoo.MLP, [LearningRateMonitor(), ModelCheckpoint(), QuietCheckpoint()], []),
         (zoo.MLP, [Recorder()], []),
         (
@@ -274,10 +319,9 @@ class QuietCheckpoint(ModelCheckpoint):
         (zoo.Adversarial, [], ["manual optimization"]),
         (Histograms, [], ["Histograms.on_train_epoch_end"]),
         (Averages, [], []),
-    ],
-)
-def test_observers_are_named(module: type[zoo.Zoo], callbacks: list[Callback], expected: list[str]) -> None:
-    assert observers_of_gradients(module(), callbacks, [], Precision()) == expected
+        (ByGradientLastSeen, [], ["ByGradientLastSeen.on_train_batch_end"]),
+    ):
+        assert observers_of_gradients(module(), callbacks, [], Precision()) == expected
 
 
 def test_step_hooks_are_observers() -> None:
@@ -286,27 +330,3 @@ def test_step_hooks_are_observers() -> None:
     assert observers_of_gradients(module, [], [optimizer], Precision()) == []
     optimizer.register_step_pre_hook(lambda *_: None)
     assert observers_of_gradients(module, [], [optimizer], Precision()) == ["step hooks of AdamW"]
-
-
-class OwnPrecision(Precision):
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
-
-
-def clip_by_an_own_plugin() -> float:
-    actual = train(lambda: zoo.MLP(), zero1(expose_gradients="auto"), gradient_clip_val=0.1, precision=OwnPrecision())
-    return largest_difference(actual, train(lambda: zoo.MLP(), ddp(), gradient_clip_val=0.05))
-
-
-def test_a_precision_plugin_that_clips_by_itself_is_respected(pool: RankPool) -> None:
-    assert worst(pool.run(2, clip_by_an_own_plugin)) <= 2e-5
-
-
-def watch_on_rank_zero() -> float:
-    callbacks = [Watcher()] if dist.get_rank() == 0 else []
-    actual = train(lambda: zoo.MLP(), zero1(expose_gradients="auto"), callbacks=callbacks)
-    return largest_difference(actual, train(lambda: zoo.MLP(), ddp()))
-
-
-def test_a_callback_on_one_rank_only_does_not_part_the_ranks(own_pool: RankPool) -> None:
-    assert worst(own_pool.run(2, watch_on_rank_zero)) <= 2e-5

@@ -1,35 +1,37 @@
-"""Trainings of both strategies on the batches of ``big_batch``, and how far they are from its truth."""
+"""The strategies that all trainings of this folder are tried in, and the batches that they draw."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor
 
 import lightning_parstrat
-from tests.comparing import distance, worst
-from tests.slow import slow_unless
-from tests.strategies.gradients.big_batch import Regression, Sample, Truth, loader, samples
+from tests.strategies.gradients.big_batch import Sample, loader, samples
 from tests.strategies.parity import make_trainer, zero1, zero3
 
 WEIGHTS = (3.0, 0.0, 11.0, 512.0, 1.0, 40.0, 7.0)
-KINDS = ["ddp_tuned", "zero1", "exposed", "zero2", "zero3"]
+KINDS = ("ddp_tuned", "zero1", "zero2", "zero3", "exposed")
+"""Exposed gradients of ``zero1`` are clipped, scaled and stepped by the code that does so under DDP."""
 
 
-def kinds_of(cases: Iterable[Any], exposed: Any = None) -> list[Any]:
-    """Each case in all strategies and by sharded accumulation, and one (by default the first) with exposed gradients.
+def by_pairs(rows: Iterable[str], kinds: Mapping[str, tuple[str, ...]] | tuple[str, ...] = KINDS) -> list[Any]:
+    """Each row with two strategies, by turns; with all others as a slow test.
 
-    Exposed gradients are clipped, scaled and stepped by the code that does so under DDP. By sharded accumulation and
-    with sharded parameters, that one is quick and the others are slow.
+    Args:
+        rows: Names.
+        kinds: The strategies, or those of the rows that are not for all.
     """
-    cases = list(cases)
-    one = cases[0] if exposed is None else exposed
-    of_both = [(case, kind) for case in cases for kind in ("ddp_tuned", "zero1")]
-    kinds = ("zero2", "zero3")
-    sharded = slow_unless(lambda case, _: case == one, [(case, kind) for case in cases for kind in kinds])
-    return [*of_both, *sharded, (one, "exposed")]
+    found = []
+    for number, row in enumerate(rows):
+        allowed = kinds if isinstance(kinds, tuple) else kinds.get(row, KINDS)
+        quick = tuple(dict.fromkeys(allowed[(number + step) % len(allowed)] for step in (0, 2)))
+        found.append(pytest.param(row, quick, id=f"{row}, {' and '.join(quick)}"))
+        others = tuple(kind for kind in allowed if kind not in quick)
+        if others:
+            found.append(pytest.param(row, others, id=f"{row}, others", marks=pytest.mark.slow))
+    return found
 
 
 def strategy(kind: str, **arguments: Any) -> Any:
@@ -53,18 +55,3 @@ def fit(module: Any, chosen: Any, batches: int, **arguments: Any) -> Trainer:
     trainer = make_trainer(chosen, use_distributed_sampler=False, **arguments)
     trainer.fit(module, loader(ranks_batches(batches, weights)[dist.get_rank()]))
     return trainer
-
-
-def differences(module: Regression, truth: Truth, accumulate: int, batches: int) -> tuple[float, float]:
-    """Of parameters and of norms, after the batches that end a window."""
-    parameters, norms = _steps(module, accumulate, batches)
-    clips = module.trainer.gradient_clip_val is not None and module.trainer.gradient_clip_algorithm != "value"
-    # Who clips by norm has to know it. Where nobody asks, it may be unknown; the truth has none without any weight.
-    pairs = [(a, b) for a, b in zip(norms, truth.norms, strict=True) if not math.isnan(b)]
-    errors = [abs(a - b) / b for a, b in pairs if clips or not math.isnan(a)]
-    return distance(parameters, truth.parameters), worst(errors) if clips else worst(0.0, errors)
-
-
-def _steps(module: Regression, accumulate: int, batches: int) -> tuple[list[Tensor], list[float]]:
-    ends = [i for i in range(len(module.seen)) if (i % batches + 1) % accumulate == 0 or i % batches == batches - 1]
-    return [module.seen[i] for i in ends], [module.norms[i] for i in ends]

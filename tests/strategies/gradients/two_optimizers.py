@@ -10,8 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.strategies.gradients.big_batch import Sample, network, sgd
-from tests.strategies.parity import whole
+from tests.strategies.gradients.big_batch import Sample, flat, network, sgd
 
 
 def second_network() -> nn.Module:
@@ -23,10 +22,6 @@ def second_network() -> nn.Module:
 def losses_of(first: nn.Module, second: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     mean = nn.functional.mse_loss
     return mean(first(inputs), targets), 5 * mean(second(inputs), targets)
-
-
-def flat(module: nn.Module) -> Tensor:
-    return torch.cat([whole(parameter.detach()).reshape(-1) for parameter in module.parameters()])
 
 
 class TwoOptimizers(LightningModule):

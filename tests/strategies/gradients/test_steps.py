@@ -1,0 +1,460 @@
+"""A step is that of one big batch in float64, clipped by torch: a table of trainings, in every strategy."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
+
+from tests.comparing import distance, worst
+from tests.pool import RankPool
+from tests.strategies.gradients import big_batch
+from tests.strategies.gradients.big_batch import Regression, Sample, flat, train_on_big_batches, windows_of
+from tests.strategies.gradients.poison import adamw, fused
+from tests.strategies.gradients.trainings import KINDS, WEIGHTS, by_pairs, fit, ranks_batches, strategy
+from tests.strategies.parity import make_trainer, whole
+
+Windows = Sequence[Sequence[int]]
+
+
+class Row(NamedTuple):
+    """A training whose every step is that of one big batch.
+
+    Attributes:
+        trainer: The Trainer's arguments; a function where they are made anew for every training.
+        module: Makes the module.
+        strategy: The strategy's arguments.
+        ranks: How many.
+        batches: Of each rank.
+        weights: What micro-batches weigh, in turn.
+        windows: The batches of each step; by default whole windows, and a shorter one at the end of each epoch.
+        truth: Arguments of the truth, beside those of clipping.
+        loader: Makes the loader of a rank's batches.
+        skipped: How many steps are left out, of which rank 0 is told.
+        norm: ``"told"`` where the strategy knows that of the big batch, as where the Trainer clips by it; ``"another"``
+            where it was last asked for another; by default nobody has asked.
+        as_stock: Whether ``partial_window="lightning"`` trains as Lightning's ``ddp``.
+    """
+
+    trainer: dict[str, Any] | Callable[[], dict[str, Any]]
+    module: Callable[[], LightningModule] = Regression
+    strategy: dict[str, Any] = {}  # noqa: RUF012
+    ranks: int = 2
+    batches: int = 8
+    weights: tuple[float, ...] = (1.0,)
+    windows: Windows | None = None
+    truth: dict[str, Any] = {}  # noqa: RUF012
+    loader: Callable[[Sequence[Sample]], DataLoader[Any]] = big_batch.loader
+    skipped: int = 0
+    norm: str = ""
+    as_stock: bool = False
+
+
+class Steps(Regression):
+    """Gives None for a loss, or ends the first epoch, where it is told to. Batches are counted over epochs."""
+
+    def __init__(self, none_at: tuple[int, ...] = (), ends_at: int = -1, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.none_at, self.ends_at, self.count = none_at, ends_at, 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        return -1 if batch_idx == self.ends_at and self.current_epoch == 0 else None
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        self.count += 1
+        return None if self.count - 1 in self.none_at else super().training_step(batch, batch_idx)
+
+
+class Validated(Regression):
+    def val_dataloader(self) -> Any:
+        return big_batch.loader(big_batch.samples(2))
+
+    def validation_step(self, batch: Sample, batch_idx: int) -> None:
+        nn.functional.mse_loss(self.network(batch.inputs), batch.targets)
+
+
+class Endless(IterableDataset[Any]):
+    """Nobody is told how long it is."""
+
+    def __init__(self, batches: Sequence[Sample]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.batches)
+
+
+def endless(batches: Sequence[Sample]) -> DataLoader[Any]:
+    return DataLoader(Endless(batches), batch_size=None)
+
+
+KINDS_OF_WEIGHTS: tuple[Callable[[float], Any], ...] = (
+    float,
+    torch.tensor,
+    int,
+    lambda weight: torch.tensor([int(weight)]),
+    lambda weight: torch.tensor(weight, dtype=torch.bfloat16),
+    lambda weight: torch.tensor(weight, requires_grad=True) * 1,
+    numpy.float32,
+    numpy.array,
+)
+
+
+class Weighed(Regression):
+    """Weights of all kinds; others are shown the loss as the module made it."""
+
+    def __init__(self) -> None:
+        super().__init__(weighted=True)
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)["loss"]
+        self.log("loss", loss, on_step=True, on_epoch=False)
+        weight = KINDS_OF_WEIGHTS[batch_idx % len(KINDS_OF_WEIGHTS)](batch.weight)
+        return {"loss": loss, "loss_weight": weight, "extra": batch_idx}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end()
+        # Lightning hands on what it divides by the window's length.
+        handed_on = float(outputs["loss"]) * self.trainer.accumulate_grad_batches
+        assert handed_on == pytest.approx(float(self.trainer.callback_metrics["loss"]))
+        assert outputs["extra"] == batch_idx
+
+
+Weighed.on_train_batch_end.__module__ = "lightning.pytorch.core.module"
+
+
+def classified(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, targets.argmax(1))
+
+
+class Ignoring(Regression):
+    """All targets of a micro-batch without weight are ignored: its loss is 0 / 0, its gradients are zeros."""
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        targets = batch.targets.argmax(1).masked_fill(torch.tensor(batch.weight == 0), -100)
+        loss = nn.functional.cross_entropy(self.network(batch.inputs), targets)
+        assert loss.isnan() == (batch.weight == 0)
+        return {"loss": loss, "loss_weight": batch.weight}
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+class Looks(Regression):
+    """Without momentum a step is the gradient; hooks see that of the big batch."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(plain_sgd, **arguments)
+        self.after_backward: Tensor = torch.empty(0)
+        self.before_step: list[Tensor] = []
+
+    def gradient(self) -> Tensor:
+        return torch.cat([whole(parameter.grad).reshape(-1) for parameter in self.parameters()]).clone()
+
+    def on_after_backward(self) -> None:
+        self.after_backward = self.gradient()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.before_step.append(self.gradient())
+        assert torch.equal(self.before_step[-1], self.after_backward)
+
+    def on_train_end(self) -> None:
+        steps = zip([flat(big_batch.network()), *self.seen], self.seen, strict=False)
+        assert distance(self.before_step, [(before - after) / 0.5 for before, after in steps]) <= 2e-6
+
+
+class ByTheModule(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+
+
+class ByTorch(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        clip_grad_norm_(self.parameters(), 0.2)
+
+
+class ByNormAndValue(Regression):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+        self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
+        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+
+
+class HalvesFirst(Regression):
+    """Works on exposed gradients and on hidden ones; half of them is mostly less than the limit."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        with getattr(self.trainer.strategy, "full_gradients", torch.no_grad)():
+            for parameter in self.parameters():
+                parameter.grad.mul_(0.5)
+        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
+
+
+class ClipsBeforeSteps(torch.optim.SGD):
+    """The truth's optimizer: does to gradients first what a user's hook does."""
+
+    def __init__(self, clip: Callable[[list[Tensor]], Any], parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.5)
+        self.clip = clip
+
+    def step(self, closure: Any = None) -> Any:
+        self.clip(self.param_groups[0]["params"])
+        return super().step(closure)
+
+
+def truly_by_norm_and_value(parameters: list[Tensor]) -> None:
+    clip_grad_norm_(parameters, 0.2)
+    clip_grad_value_(parameters, 0.02)
+    clip_grad_norm_(parameters, 0.05)
+
+
+def truly_halved(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad.mul_(0.5)
+    clip_grad_norm_(parameters, 0.2)
+
+
+def by_norm(parameters: list[Tensor]) -> None:
+    clip_grad_norm_(parameters, 0.2)
+
+
+def clipped_before(clip: Callable[[list[Tensor]], None]) -> dict[str, Any]:
+    return {"optimizer": partial(ClipsBeforeSteps, clip)}
+
+
+class OwnPreBackward(Precision):
+    """Of a user, who sees no need to ask the base class."""
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return tensor
+
+
+class OwnPostBackward(Precision):
+    @override
+    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        return tensor.detach()
+
+
+NORM: dict[str, Any] = {"gradient_clip_val": 0.2}
+VALUE: dict[str, Any] = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+BY_3: dict[str, Any] = {"accumulate_grad_batches": 3}
+NOTHING = (1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 0.0, 3.0)
+"""On two ranks that take them by turns, nothing weighs in the batches 3 to 5."""
+WHOLE: Windows = [[0, 1, 2], [3, 4, 5], [6, 7]]
+WEIGHTED = partial(Regression, weighted=True)
+ROWS: dict[str, Row] = {
+    "alone, short windows": Row({**BY_3, **NORM, "max_epochs": 2}, ranks=1, as_stock=True),
+    "every batch": Row(VALUE, batches=5),
+    "three ranks": Row({**BY_3, **NORM, "max_epochs": 2}, ranks=3, as_stock=True),
+    "the last alone": Row({"accumulate_grad_batches": 4}, batches=9, as_stock=True),
+    "weights alone": Row({**BY_3, **NORM, "max_epochs": 2}, WEIGHTED, ranks=1, weights=WEIGHTS),
+    "weights": Row({**BY_3, **NORM, "max_epochs": 2}, Weighed, weights=WEIGHTS),
+    "weights, every batch": Row({}, Weighed, weights=WEIGHTS),
+    "weights, three ranks": Row({"accumulate_grad_batches": 4, **VALUE}, WEIGHTED, ranks=3, batches=9, weights=WEIGHTS),
+    "no weight": Row({**BY_3, **NORM}, WEIGHTED, weights=NOTHING, skipped=1),
+    "no weight, every batch": Row(NORM, WEIGHTED, weights=NOTHING, skipped=3),
+    "scheduler": Row(
+        lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 2: 5})], "max_epochs": 3},
+        windows=[*[[i] for i in range(8)], *WHOLE, [0, 1, 2, 3, 4], [5, 6, 7]],
+        as_stock=True,
+    ),
+    "limit": Row({**BY_3, "limit_train_batches": 5}, windows=[[0, 1, 2], [3, 4]], as_stock=True),
+    "limit below a window": Row({**BY_3, "limit_train_batches": 2}, windows=[[0, 1]], as_stock=True),
+    "unknown length": Row({**BY_3, "max_epochs": 2}, windows=[*WHOLE, *WHOLE], loader=endless, as_stock=True),
+    "max steps": Row({**BY_3, "max_steps": 4, "max_epochs": -1}, windows=[*WHOLE, [0, 1, 2]], as_stock=True),
+    "epoch ended": Row(
+        {**BY_3, "max_epochs": 2}, partial(Steps, ends_at=4), windows=[[0, 1, 2], *WHOLE], as_stock=True
+    ),
+    "none first": Row(BY_3, partial(Steps, none_at=(3,)), ranks=1, windows=[[0, 1, 2], [4, 5], [6, 7]], as_stock=True),
+    "none twice": Row(
+        {"accumulate_grad_batches": 4},
+        partial(Steps, none_at=(0, 1)),
+        ranks=1,
+        windows=[[2, 3], [4, 5, 6, 7]],
+        as_stock=True,
+    ),
+    "none last": Row(BY_3, partial(Steps, none_at=(5,)), ranks=1, windows=[[0, 1, 2], [3, 4], [6, 7]], as_stock=True),
+    "none last, weighted": Row(
+        BY_3,
+        partial(Steps, none_at=(2, 5), weighted=True),
+        ranks=1,
+        weights=WEIGHTS,
+        windows=[[0, 1], [3, 4], [6, 7]],
+    ),
+    "validation inside": Row(
+        {**BY_3, "val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0}, Validated, as_stock=True
+    ),
+    "norm 1": Row({"gradient_clip_val": 0.03}, strategy={"norm_type": 1}),
+    "norm 3": Row({**BY_3, "gradient_clip_val": 0.03}, strategy={"norm_type": 3.0}),
+    "largest element": Row({**BY_3, "gradient_clip_val": 0.03}, strategy={"norm_type": math.inf}, ranks=3),
+    "norm not reached": Row({"gradient_clip_val": 100.0}, strategy={"nonfinite_grads": "raise"}, ranks=3),
+    "norm looked for": Row({}, strategy={"nonfinite_grads": "skip"}, norm="told"),
+    "value and norm": Row(VALUE, strategy={"nonfinite_grads": "skip"}, norm="told"),
+    "fused": Row({**BY_3, **NORM}, partial(Regression, fused), truth={"optimizer": adamw}),
+    "by the module": Row({}, ByTheModule, truth=clipped_before(by_norm), norm="told"),
+    "by the module, looked at": Row(
+        BY_3, ByTheModule, {"nonfinite_grads": "skip"}, truth=clipped_before(by_norm), norm="told"
+    ),
+    "by torch": Row(BY_3, ByTorch, truth=clipped_before(by_norm)),
+    "by norm and value": Row(BY_3, ByNormAndValue, truth=clipped_before(truly_by_norm_and_value), norm="another"),
+    "halved, then clipped": Row(
+        {}, HalvesFirst, {"nonfinite_grads": "skip"}, truth=clipped_before(truly_halved), norm="another"
+    ),
+    "hooks look": Row(BY_3, Looks, truth={"optimizer": plain_sgd}),
+    "hooks look, weighted": Row(BY_3, partial(Looks, weighted=True), weights=WEIGHTS, truth={"optimizer": plain_sgd}),
+    "targets ignored": Row(BY_3, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
+    "targets ignored, every batch": Row(NORM, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
+    "own pre_backward": Row(lambda: {**BY_3, "precision": OwnPreBackward()}, WEIGHTED, weights=WEIGHTS),
+    "own post_backward": Row(lambda: {**BY_3, "precision": OwnPostBackward()}, WEIGHTED, weights=WEIGHTS),
+}
+VISIBLE = ("ddp_tuned", "exposed")
+FOR = {"by torch": VISIBLE, "hooks look": VISIBLE, "hooks look, weighted": VISIBLE}
+"""What a user has hidden, neither hooks nor torch's functions find."""
+
+
+class Outcome(NamedTuple):
+    """How far parameters are from the truth's; norms, and the truth's; and what became of steps left out."""
+
+    parameters: float
+    norms: list[Tensor]
+    true_norms: list[float]
+    skipped: int
+    told: list[str]
+    as_stock: float
+
+
+def trained(row: Row, chosen: Any) -> Any:
+    module = row.module()
+    trainer = make_trainer(
+        chosen, use_distributed_sampler=False, **(row.trainer() if callable(row.trainer) else row.trainer)
+    )
+    trainer.fit(module, row.loader(ranks_batches(row.batches, row.weights)[dist.get_rank()]))
+    return module
+
+
+def truth_of(row: Row, trainer: Trainer) -> big_batch.Truth:
+    data = ranks_batches(row.batches, row.weights)
+    windows = windows_of(data, trainer.accumulate_grad_batches) * (trainer.max_epochs or 1)
+    if row.windows is not None:
+        windows = [[rank[index] for index in window for rank in data] for window in row.windows]
+    limit, by_value = trainer.gradient_clip_val, trainer.gradient_clip_algorithm == "value"
+    clip = {"max_value" if by_value else "max_norm": limit, "norm_type": float(row.strategy.get("norm_type", 2.0))}
+    return train_on_big_batches(windows, **clip, **row.truth)
+
+
+def outcomes(name: str, kinds: Sequence[str]) -> dict[str, Outcome]:
+    row, found, stock = ROWS[name], {}, []
+    if row.as_stock:
+        stock = trained(row, DDPStrategy()).seen
+    for kind in kinds:
+        chosen = strategy(kind, **row.strategy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module = trained(row, chosen)
+        truth = truth_of(row, module.trainer)
+        found[kind] = Outcome(
+            distance(module.seen, truth.parameters),
+            module.norms,
+            truth.norms,
+            chosen.skipped_steps,
+            [str(one.message) for one in caught if "loss_weight" in str(one.message)],
+            distance(trained(row, strategy(kind, **row.strategy, partial_window="lightning")).seen, stock)
+            if stock
+            else 0.0,
+        )
+    return found
+
+
+def clips_by_norm(row: Row) -> bool:
+    flags = row.trainer() if callable(row.trainer) else row.trainer
+    return "gradient_clip_val" in flags and "gradient_clip_algorithm" not in flags
+
+
+@pytest.mark.parametrize(("name", "kinds"), by_pairs(ROWS, FOR))
+def test_a_step_is_that_of_one_big_batch(pool: RankPool, name: str, kinds: tuple[str, ...]) -> None:
+    row = ROWS[name]
+    ranks = pool.run(row.ranks, outcomes, name, kinds)
+    for number, found in enumerate(ranks):
+        assert {kind: one.parameters for kind, one in found.items() if not one.parameters <= 2e-6} == {}
+        assert {kind: one.as_stock for kind, one in found.items() if not one.as_stock <= 2e-6} == {}
+        for kind, one in found.items():
+            assert one.skipped == sum(map(math.isnan, one.true_norms)) == row.skipped, kind
+            assert len(one.told) == (row.skipped if number == 0 else 0), kind
+            assert all(norm.shape == () for norm in one.norms)
+            if row.norm == "told" or clips_by_norm(row):
+                pairs = [(a, b) for a, b in zip(one.norms, one.true_norms, strict=True) if not math.isnan(b)]
+                assert worst([abs(norm - true) / true for norm, true in pairs]) <= 1e-5, kind
+                # To the last bit: what ranks clip by different factors would drift apart.
+                other = ranks[0][kind].norms
+                assert all(torch.equal(a, b) for a, b in zip(one.norms, other, strict=True)), kind
+            elif row.norm == "":
+                assert all(map(math.isnan, one.norms)), kind
+
+
+class SavesOnce(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if args[-1] == 4 and trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def resumed_inside(kinds: Sequence[str], path: str) -> list[float]:
+    """Saved after the second of three micro-batches: what they had accumulated is not in the file."""
+    found = []
+    for kind in kinds:
+        fit(Regression(), strategy(kind), 8, **BY_3, callbacks=[SavesOnce(path)])
+        module = Regression()
+        trainer = make_trainer(strategy(kind), use_distributed_sampler=False, **BY_3, max_epochs=2)
+        trainer.fit(module, big_batch.loader(ranks_batches(8)[dist.get_rank()]), ckpt_path=path, weights_only=False)
+        # It goes on at the begin of that window.
+        truth = train_on_big_batches(windows_of(ranks_batches(8), 3) * 2)
+        found.append(distance(module.seen, truth.parameters[1:]))
+    return found
+
+
+def test_resumed_inside_of_a_window_it_has_all_of_it(pool: RankPool, tmp_path: Path) -> None:
+    assert worst(pool.run(2, resumed_inside, KINDS[:2], str(tmp_path / "a.ckpt"))) <= 2e-6
+
+
+class Normalised(Regression):
+    """Stochastic weight averaging makes an epoch without any backward for batch normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(self.network, nn.BatchNorm1d(2))
+
+
+def averaged(kinds: Sequence[str]) -> list[float]:
+    """Over full windows ``partial_window="exact"`` is the same as Lightning's."""
+    found = []
+    for accumulate, partial_window in ((2, "exact"), (3, "lightning")):
+        weights = []
+        for chosen in (DDPStrategy(), *(strategy(kind, partial_window=partial_window) for kind in kinds)):
+            module = Normalised()
+            average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
+            fit(module, chosen, 8, accumulate_grad_batches=accumulate, max_epochs=4, callbacks=[average])
+            weights.append([whole(tensor).clone() for tensor in module.state_dict().values()])
+        found += [distance(one, weights[0]) for one in weights[1:]]
+    return found
+
+
+@pytest.mark.parametrize(("row", "kinds"), by_pairs(["averaged"]))
+def test_weights_are_averaged_as_under_ddp(pool: RankPool, row: str, kinds: tuple[str, ...]) -> None:
+    assert worst(pool.run(2, averaged, kinds)) <= 1e-5
