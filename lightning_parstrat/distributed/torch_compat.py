@@ -51,11 +51,6 @@ Used through this file: what for | what happens without it.
         clips many tensors by value, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
     torch._foreach_copy_
         copies gradients into a bucket, in few kernels | zero1_custom fails in backward
-    torch.Tensor._values
-        sets parts of a sparse gradient to zero; the public `values()` sums it up first | a sparse gradient with
-        `loss_weight` 0 is an error under ddp_tuned
-    torch.Tensor._indices
-        as `_values` | as `_values`
     torch.distributed._broadcast_coalesced
         sends rank 0's parameters and buffers as DDP does | zero1_custom does not begin
     torch.distributed.distributed_c10d._get_default_store
@@ -228,11 +223,6 @@ def take_over_attributes(old: Tensor, new: Tensor) -> None:
     for hook in (cast(Any, old)._post_accumulate_grad_hooks or {}).values():
         cast(Any, new).register_post_accumulate_grad_hook(hook)
     new.requires_grad_(trainable)
-
-
-def sparse_parts(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a sparse gradient as they are: an index may come more than once."""
-    return gradient._indices(), gradient._values()
 
 
 # Modules.

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,6 @@ from lightning_parstrat.core.policy import (
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
-from lightning_parstrat.distributed.gradients.loss_weights import weightless
 from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.strategies.gradients.observers import (
@@ -136,7 +135,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         self._in_training = False
         self._failed = False
         self._meter: StepMeter | None = None
-        self._filtered: Collection[Tensor] = ()
         self._announced = ""
         super().__init__(**kwargs)
 
@@ -319,13 +317,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         """Gets ready to send gradients while backward runs."""
         super().pre_backward(closure_loss)
         if self._engine is not None:
-            # Who names parameters by hooks has to see gradients that have been filtered.
-            counts_nothing = weightless(self._loss_factor) if self._nonfinite_tracker is None else None
-            self._filtered = self._engine.prepare_backward(closure_loss, self._window_scale, counts_nothing)
-
-    @override
-    def _parameters_to_filter(self) -> Iterable[Tensor]:
-        return [one for one in super()._parameters_to_filter() if one not in self._filtered]
+            self._engine.prepare_backward(closure_loss, self._window_scale)
 
     @override
     def _reduce_local_gradients(self) -> None:

@@ -5,22 +5,21 @@ total travels in the step's control message.
 """
 
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_parstrat.core.accumulation import reference_weight
+from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages, WeightSum
+from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.torch_compat import sparse_parts
 
 
 class InconsistentWeightsError(ValueError):
-    """``loss_weight`` was given by some ranks or steps only, or is no weight."""
+    """``loss_weight`` was given by some ranks or steps only, or is no weight, or is 0 where gradients are NaN."""
 
 
 class WindowWeight(NamedTuple):
@@ -49,6 +48,7 @@ class LossWeights:
         self._used: bool | None = None
         self._reference_known = False
         self._window: dict[int, float | _HostCopy] = {}
+        self._looks: dict[int, _Look] = {}
         self._fault: str | None = None
 
     @property
@@ -59,8 +59,11 @@ class LossWeights:
     def begin_window(self) -> None:
         """Forgets the weights of micro-batches whose gradients have been used, or dropped."""
         self._window.clear()
+        self._looks.clear()
 
-    def add(self, micro_batch: int, weight: Any) -> float | Tensor | None:
+    def add(
+        self, micro_batch: int, weight: Any, parameters: Callable[[], Iterable[Tensor]] = tuple
+    ) -> float | Tensor | None:
         """Takes the weight of the micro-batch whose backward comes next.
 
         Collective in the first step of a training.
@@ -68,6 +71,8 @@ class LossWeights:
         Args:
             micro_batch: Which one of the window; the same again (a closure evaluated again) replaces its weight.
             weight: A number, a tensor of one element, or None where the module gives none.
+            parameters: What backward computes gradients for. They are looked at until :meth:`end_backward` where the
+                weight is 0, or only a GPU knows it: 0 times NaN is NaN, and would be all that the window is.
 
         Returns:
             What its loss is to be multiplied by, or None where losses stay as they are. A tensor only on a GPU.
@@ -88,9 +93,14 @@ class LossWeights:
         if not self._used:
             return None
         self._window[micro_batch], self._told = value, False
-        if isinstance(value, _HostCopy):
-            return value.on_device / self.reference
-        return value / self.reference
+        if isinstance(value, _HostCopy) or value == 0:
+            self._looks[micro_batch] = _Look(parameters())
+        return (value.on_device if isinstance(value, _HostCopy) else value) / self.reference
+
+    def end_backward(self) -> None:
+        """Looks at gradients no longer; also after a backward that has failed."""
+        for look in self._looks.values():
+            look.end()
 
     def total(self) -> WindowWeight:
         """The sum of the window's weights over all ranks. The next window's reference follows it.
@@ -99,7 +109,8 @@ class LossWeights:
         weight, as the window's last backward has sent nothing.
 
         Raises:
-            InconsistentWeightsError: A weight on any rank was negative, not finite or missing; raised on all ranks.
+            InconsistentWeightsError: A weight on any rank was negative, not finite or missing, or it was 0 and the
+                micro-batch's gradients are not finite; raised on all ranks.
         """
         summed = self._heard()
         self._check(summed)
@@ -136,6 +147,9 @@ class LossWeights:
         return self._of_window() if self._used else WeightSum()
 
     def _of_window(self) -> WeightSum:
+        for micro_batch, look in self._looks.items():
+            if float(self._window[micro_batch]) == 0 and not look.is_finite():
+                self._fault = _NOT_FINITE
         return self._with_faults(sum(map(float, self._window.values())), float(len(self._window)))
 
     def _with_faults(self, weight: float, given: float) -> WeightSum:
@@ -149,7 +163,8 @@ class LossWeights:
 
     def _check(self, summed: WeightSum) -> None:
         if summed.faults:
-            raise InconsistentWeightsError(self._fault or "Another rank got a `loss_weight` that is none; see there.")
+            faults = enumerate(all_gather_object(self._fault, self._messages.control.group))
+            raise InconsistentWeightsError("\n".join(f"rank {rank}: {fault}" for rank, fault in faults if fault))
         if not math.isfinite(summed.weight):
             raise InconsistentWeightsError("The `loss_weight`s of all ranks add up to more than a float can hold.")
 
@@ -199,41 +214,34 @@ class _HostCopy:
         return self._weights.checked(float(self._host))
 
 
-def weightless(factor: float | Tensor | None) -> Tensor | None:
-    """Whether a loss that is multiplied by ``factor`` counts nothing: a 0-d bool; None where the host knows it."""
-    return ~(factor > 0) if isinstance(factor, Tensor) else None
+_NOT_FINITE = (
+    "The gradients of a micro-batch whose `loss_weight` is 0 are not finite: its loss is a mean over nothing, 0 / 0."
+    " Divide by `mask.sum().clamp(min=1)`, for which its gradients are zeros."
+)
 
 
-@contextmanager
-def without_weightless(parameters: Iterable[Tensor], factor: float | Tensor | None) -> Iterator[None]:
-    """Within it a backward whose ``factor`` is 0 adds zeros to gradients, whatever it comes to.
-
-    The mean over a micro-batch that is all padding is 0 / 0, and its gradient is NaN, also when multiplied by 0.
+class _Look:
+    """Whether the gradients of one backward are finite: a sum of each, on its device. The host waits when it asks.
 
     Args:
-        parameters: Those that a backward may reach.
-        factor: What the loss is multiplied by. A tensor is not looked at by the host: each gradient is filtered.
+        parameters: What backward computes gradients for.
     """
-    if factor is None or (not isinstance(factor, Tensor) and factor != 0):
-        yield
-        return
-    counts = factor > 0 if isinstance(factor, Tensor) else None
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    hooks = [p.register_hook(partial(_keep_if, counts)) for p in trained]  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        for hook in hooks:
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._finite: list[Tensor] = []
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._hooks = [one.register_hook(self._note) for one in trained]  # type: ignore[no-untyped-call]
+
+    def _note(self, gradient: Tensor) -> None:
+        values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
+        self._finite.append(values.sum().isfinite())
+
+    def end(self) -> None:
+        """Looks no longer."""
+        for hook in self._hooks:
             hook.remove()
+        self._hooks.clear()
 
-
-def _keep_if(counts: Tensor | None, gradient: Tensor) -> Tensor:
-    """The gradient where it counts, else zeros; without a tensor it does not count, and no device is waited for."""
-    if counts is None:
-        counts = torch.zeros((), dtype=torch.bool, device=gradient.device)
-    counts = counts.to(gradient.device)
-    if gradient.is_sparse:
-        indices, values = sparse_parts(gradient)
-        kept = torch.where(counts, values, 0)
-        return torch.sparse_coo_tensor(indices, kept, gradient.shape, check_invariants=False)
-    return torch.where(counts, gradient, 0)
+    def is_finite(self) -> bool:
+        """Waits for the device."""
+        return all(bool(one) for one in self._finite)

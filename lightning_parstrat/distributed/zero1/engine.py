@@ -193,15 +193,12 @@ class ShardedDataParallel:
             return None
         return self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
 
-    def prepare_backward(
-        self, loss: Tensor, scale: GradientScale | None = None, weightless: Tensor | None = None
-    ) -> Collection[Tensor]:
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
 
         Args:
             loss: What backward is called on.
-            scale: See :meth:`GradientReducer.prepare_backward`, and for what is returned.
-            weightless: See there.
+            scale: See :meth:`GradientReducer.prepare_backward`.
         """
         # `add_param_group` of a callback may have come on any step; it is the same one on all ranks.
         if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
@@ -210,7 +207,7 @@ class ShardedDataParallel:
         self.gatherer.finish()
         if self.reducer.synchronize:
             self.replanner.begin_round()
-        return self.reducer.prepare_backward(loss, scale, weightless)
+        self.reducer.prepare_backward(loss, scale)
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
         """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.

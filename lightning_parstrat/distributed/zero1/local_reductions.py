@@ -1,8 +1,7 @@
 """World size 1: a gradient is its own mean, and becomes its shard's as autograd made it.
 
 So one rank needs no memory and no pass over gradients that a training on a single device does not need. Where gradients
-are shown, stepped in another dtype than they have, or may count nothing as only the device knows, they are packed as
-everywhere, but copied no second time.
+are shown, or stepped in another dtype than they have, they are packed as everywhere, but copied no second time.
 """
 
 from collections.abc import Collection, Sequence
@@ -38,7 +37,6 @@ class LocalReductions(Reductions):
         if (
             how.exposes
             or how.scale is None
-            or how.weightless is not None
             or not isinstance(bucket, ParameterBucket)
             or not bucket.steps_gradients_as_they_are
         ):

@@ -57,8 +57,6 @@ class _Backward:
         sent: All buckets that have been sent; what is sent of one again is added.
         settles_at_end: Whether backward itself waits for the other ranks' flags.
         graph_task: Autograd's number for it; None until its first gradient is there.
-        weightless: Whether its gradients count nothing, as only the device knows; see :class:`Launch`.
-        filtered: The buckets that its gradients alone are in, which are filtered as they are packed.
         message: What all ranks say of their gradients, from the end of backward on: a flag for each parameter that has
             got one and for each bucket that has some left over, and a number for what was expected.
     """
@@ -66,7 +64,6 @@ class _Backward:
     # One is made for every step.
     __slots__ = (
         "buckets",
-        "filtered",
         "graph_task",
         "launched",
         "message",
@@ -75,7 +72,6 @@ class _Backward:
         "scale",
         "sent",
         "settles_at_end",
-        "weightless",
     )
 
     def __init__(
@@ -94,8 +90,6 @@ class _Backward:
         self.settles_at_end = settles_at_end
         self.graph_task: int | None = None
         self.message: ControlMessage | None = None
-        self.weightless: Tensor | None = None
-        self.filtered: Collection[GradientBucket] = ()
 
     @property
     def waiting(self) -> Sequence[GradientBucket]:
@@ -157,9 +151,7 @@ class GradientReducer:
         finally:
             self.synchronize = before
 
-    def prepare_backward(
-        self, loss: Tensor, scale: GradientScale | None = None, weightless: Tensor | None = None
-    ) -> Collection[Tensor]:
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
 
         The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
@@ -169,28 +161,17 @@ class GradientReducer:
             loss: What backward is called on.
             scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number. With what was
                 accumulated before; within :meth:`no_sync` it is not asked for.
-            weightless: Whether its gradients are to count as zeros, whatever they are: a bool in a 0-d tensor on the
-                parameters' device, at which the host does not look. One kernel for each bucket.
-
-        Returns:
-            The parameters for which that is done. Not those that hold earlier gradients already, or share a bucket with
-            such: their sum would be dropped.
         """
         self._end_backward()
         self._remove_loss_hook()
         if not self.synchronize and not self.shards_accumulation:
-            return ()
+            return
         # Several backwards may be stepped as one: their shards are added up as they come, not held one by one.
         self.reductions.complete()
         self._let_users_hooks_run_first()
         backward = self._backward = self._begin((scale or self._mean_over_ranks) if self.synchronize else None)
         if loss.requires_grad:
             self._loss_hook = loss.register_hook(lambda _: self._enter(backward))  # type: ignore[no-untyped-call]
-        if weightless is None:
-            return ()
-        backward.weightless = weightless
-        backward.filtered = {b for b in backward.buckets if all(slot.parameter.grad is None for slot in b.slots)}
-        return {slot.parameter for bucket in backward.filtered for slot in bucket.slots}
 
     def _begin(self, scale: GradientScale | None) -> _Backward:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
@@ -258,10 +239,8 @@ class GradientReducer:
     def _launch(self, backward: _Backward, bucket: GradientBucket) -> None:
         again = bucket in backward.sent
         shown = (ShownMean.PACKED if again else ShownMean.TO_PACK) if self._exposes(bucket) else ShownMean.ABSENT
-        weightless = backward.weightless if bucket in backward.filtered else None
-        how = Launch(shown, backward.scale, backward, weightless)
         backward.sent.add(bucket)
-        self.reductions.launch(bucket, how)
+        self.reductions.launch(bucket, Launch(shown, backward.scale, backward))
 
     def _flush(self, backward: _Backward) -> None:
         """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""

@@ -32,14 +32,11 @@ class Launch(NamedTuple):
         shown: What is packed of a mean that ``param.grad`` shows already.
         scale: Turns the sum into a mean; None where more micro-batches follow, which know no more of it than this one.
         backward: What it belongs to, for :meth:`Reductions.set_aside`.
-        weightless: Whether nothing in the bucket counts, whatever it is: a bool in a 0-d tensor on its device, which
-            only the device looks at. None where all of it counts.
     """
 
     shown: ShownMean
     scale: GradientScale | None
     backward: object
-    weightless: Tensor | None = None
 
     @property
     def exposes(self) -> bool:
@@ -102,9 +99,6 @@ class Reductions:
 
     def _send(self, bucket: GradientBucket, how: Launch) -> _Reduction:
         buffer = bucket.pack_gradients(how.shown)
-        if how.weightless is not None:
-            # Not by a product: 0 times NaN is NaN.
-            buffer.masked_fill_(how.weightless, 0)
         if how.scale is None and not bucket.is_partial:
             bucket.is_partial = True
             self._partial.append(bucket)

@@ -93,7 +93,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._accumulates = False
         self._loss_weight: Any = None
-        self._loss_factor: float | Tensor | None = None
         self._loss_hook: RemovableHandle | None = None
         self._backward_has_ended = True
         self._window_scale: GradientScale | None = None
@@ -160,13 +159,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._restore_precision = equip_precision(
             self.precision_plugin,
             self._clipper,
-            WindowHooks(
-                lambda: self._loss_factor,
-                self._parameters_to_filter,
-                self._end_backward,
-                self._complete_window,
-                self._note_skipped_step,
-            ),
+            WindowHooks(self._end_backward, self._complete_window, self._note_skipped_step),
         )
         self._prepare_for_signals()
 
@@ -249,7 +242,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Has backward weigh the loss; the last backward of a window leaves the mean over the whole window."""
-        factor = self._loss_factor = self._begin_backward()
+        factor = self._begin_backward()
         self._backward_has_ended = False
         if factor is not None and closure_loss.requires_grad:
             # Its gradient, not the loss itself: that goes on through the user's plugins and hooks as it is.
@@ -271,7 +264,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if self._weights is None or not self._training_module.automatic_optimization:
             return None
         self._window.run_backward()
-        factor = self._weights.add(self._window.micro_batches, self._loss_weight)
+        factor = self._weights.add(
+            self._window.micro_batches, self._loss_weight, lambda: [leaf.tensor for leaf in self._leaves()]
+        )
         if self._weights.used:
             self._say_once(
                 rank_zero_info,
@@ -282,10 +277,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             self._window_scale = _Once(self._scale_of_window)
         return factor
 
-    def _parameters_to_filter(self) -> Iterable[Tensor]:
-        """Those whose gradients nothing else filters where a micro-batch has no weight."""
-        return (leaf.tensor for leaf in self._leaves())
-
     def _end_backward(self) -> None:
         """As a rule the precision plugin calls it, before it lets hooks look at gradients."""
         ended, self._backward_has_ended = self._backward_has_ended, True
@@ -293,6 +284,8 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             # The same loss may be run backward again, with another weight.
             self._loss_hook.remove()
             self._loss_hook = None
+        if self._weights is not None:
+            self._weights.end_backward()
         if not ended and not self._accumulates:
             self._scale_reduced_gradients()
 
@@ -429,7 +422,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if self._restore_precision is not None:
             self._restore_precision()
             self._restore_precision = None
-        self._weights = None
+        if self._weights is not None:
+            self._weights.end_backward()
+            self._weights = None
         if self._preemption is not None:
             self._remove_callbacks()
             self._preemption.stop_listening(self._training_module.trainer)

@@ -4,7 +4,7 @@ The plugin's class is swapped for a subclass while a training lasts, so that the
 ``__qualname__``, under which Lightning files a plugin's state in checkpoints.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gradients.clipping import step_gradients
-from lightning_parstrat.distributed.gradients.loss_weights import without_weightless
 from lightning_parstrat.distributed.torch_compat import unscales_in_step
 from lightning_parstrat.strategies.gradients.clipping import GradientClipper, StepSkipped
 from lightning_parstrat.strategies.gradients.observers import CLIPPING_METHODS, users_own
@@ -30,15 +29,11 @@ class WindowHooks(NamedTuple):
     """What is called on the way from a backward to the step.
 
     Attributes:
-        loss_factor: What the loss of the backward that comes next is multiplied by, or None.
-        parameters_to_filter: Leaves whose gradients may be NaN where that is 0, and are not filtered on their way.
         end_backward: Called after every backward, before hooks look at its gradients.
         complete_window: Called before gradients are stepped, for a window whose last micro-batch had no backward.
         on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
     """
 
-    loss_factor: Callable[[], float | Tensor | None]
-    parameters_to_filter: Callable[[], Iterable[Tensor]]
     end_backward: Callable[[], None]
     complete_window: Callable[[], None]
     on_skip: Callable[[Optimizer], None]
@@ -75,12 +70,7 @@ class _ClippingPrecision:
     def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Runs backward; gradients it adds to are scaled by the loss scale."""
         scaler = _scaler_of(self)
-        factor = self._window_hooks.loss_factor()
-        if factor is None and scaler is None:
-            super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
-            return
-        weightless = without_weightless(self._window_hooks.parameters_to_filter(), factor)
-        with weightless, nullcontext() if scaler is None else scaler.gradients_added():
+        with nullcontext() if scaler is None else scaler.gradients_added():
             super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
 
     def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,18 +1,28 @@
 """Weights of micro-batches: the mean they make, what ranks ask of each other for it, and errors that none waits for."""
 
+import copy
 import math
+from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError, LossWeights, WindowWeight
+from lightning_parstrat.distributed.gradients.loss_weights import (
+    InconsistentWeightsError,
+    LossWeights,
+    WindowWeight,
+    _HostCopy,
+    _Look,
+)
 from tests.pool import RankPool
 
 CPU = torch.device("cpu")
@@ -251,21 +261,21 @@ def test_what_is_no_weight_is_an_error_on_all_ranks(pool: RankPool, world_size: 
     *others, culprit = pool.run(world_size, failures, timeout=SOON)
     for (name, step), (where, message) in culprit.items():
         assert where == ("step 0, micro-batch 0" if step == 0 else "step 1, total"), name
-        assert message.startswith("Invalid loss_weight: "), name
+        assert message.startswith(f"rank {world_size - 1}: Invalid loss_weight: "), name
+        # All say the same.
         for other in others:
-            assert other[name, step] == (where, "Another rank got a `loss_weight` that is none; see there."), name
+            assert other[name, step] == (where, message), name
 
 
 BEFORE = "returned a `loss_weight` before and none now. Return it in every step"
-ELSEWHERE = "Another rank got a `loss_weight` that is none"
 MISSING: list[tuple[Steps, str, list[str]]] = [
     ([[[1, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
     ([[[0, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
-    ([[[1, 1], [1, None]]], "step 0, total", [ELSEWHERE, BEFORE]),
-    ([[[1, 1]], [[None, 1]]], "step 1, total", [BEFORE, ELSEWHERE]),
+    ([[[1, 1], [1, None]]], "step 0, total", [f"rank 1: `training_step` {BEFORE}"] * 2),
+    ([[[1, 1]], [[None, 1]]], "step 1, total", [f"rank 0: `training_step` {BEFORE}"] * 2),
     ([[[1, 1]], [[None, None]]], "step 1, total", [BEFORE, BEFORE]),
     # Where the reference is still asked for.
-    ([[[0, 0], [0, None]]], "step 0, micro-batch 1", [ELSEWHERE, BEFORE]),
+    ([[[0, 0], [0, None]]], "step 0, micro-batch 1", [f"rank 1: `training_step` {BEFORE}"] * 2),
     ([[[0, 0]], [[None, None]]], "step 1, micro-batch 0", [BEFORE, BEFORE]),
 ]
 
@@ -300,3 +310,78 @@ def test_a_weight_that_appears_later_is_an_error_where_it_does_and_nobody_waits(
 ) -> None:
     for rank, message in enumerate(pool.run(2, appears, ranks, timeout=SOON)):
         assert ("returned a `loss_weight` now and none before" in message) == (rank in ranks)
+
+
+class OnDevice(_HostCopy):
+    """A weight that the host does not know before it asks."""
+
+    def __init__(self, weight: float, weights: LossWeights) -> None:
+        self.on_device = torch.tensor(weight)
+        self._weights = weights
+
+    def __float__(self) -> float:
+        return self._weights.checked(float(self.on_device))
+
+
+# Of a parameter, the gradient that a backward leaves.
+PARAMETERS: dict[str, nn.Module] = {
+    "dense": nn.Linear(3, 1, bias=False),
+    "sparse": nn.Embedding(4, 3, sparse=True),
+    "bfloat16": nn.Linear(3, 1, bias=False, dtype=torch.bfloat16),
+    "complex": nn.Linear(3, 1, bias=False, dtype=torch.complex64),
+}
+
+
+def looked_at(kind: str, weight: float, gradient: float, on_device: bool) -> str:
+    """The error of a window whose second micro-batch has such gradients on the last rank."""
+    weighed = Weighed()
+    module = copy.deepcopy(PARAMETERS[kind])
+    parameters = [*module.parameters(), nn.Parameter(torch.ones(2), requires_grad=False)]
+    read = (lambda self, weight: OnDevice(weight, self)) if on_device else LossWeights._read
+    with mock.patch.object(LossWeights, "_read", read):
+        for number, (own_weight, own_gradient) in enumerate([(2.0, 1.0), (weight, gradient), (3.0, 1.0)]):
+            if dist.get_rank() < dist.get_world_size() - 1:
+                own_weight, own_gradient = 1.0, 1.0
+            factor = weighed.weights.add(number, own_weight, lambda: parameters)
+            inputs = torch.tensor([1, 1]) if kind == "sparse" else torch.ones(2, 3, dtype=parameters[0].dtype)
+            (module(inputs).real.float().sum() * own_gradient * factor).backward()
+            weighed.weights.end_backward()
+    assert not parameters[0]._backward_hooks
+    try:
+        weighed.total()
+    except InconsistentWeightsError as error:
+        return str(error)
+    return ""
+
+
+def all_looked_at() -> dict[tuple[str, float, float, bool], str]:
+    cases = product(PARAMETERS, (0.0, 5.0), (1.0, math.nan), (False, True))
+    return {case: looked_at(*case) for case in cases}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_without_weight_must_be_finite(pool: RankPool, world_size: int) -> None:
+    for found in pool.run(world_size, all_looked_at):
+        for case, message in found.items():
+            _, weight, gradient, _ = case
+            # A NaN that counts is the user's to see.
+            wrong = weight == 0 and math.isnan(gradient)
+            assert message.startswith(f"rank {world_size - 1}: The gradients of a micro-batch") == wrong, case
+            assert ("`mask.sum().clamp(min=1)`" in message) == wrong == bool(message), case
+
+
+def waits_for_gradients(weight: Any) -> int:
+    weighed = Weighed()
+    parameter = nn.Parameter(torch.ones(3))
+    read = (lambda self, weight: OnDevice(weight, self)) if weight is None else LossWeights._read
+    with mock.patch.object(LossWeights, "_read", read), mock.patch.object(_Look, "is_finite") as asked:
+        for number in range(2):
+            weighed.weights.add(number, weight or 2.0, lambda: [parameter])
+            weighed.weights.end_backward()
+        weighed.total()
+    return asked.call_count
+
+
+def test_nobody_waits_for_gradients_where_everything_weighs(pool: RankPool) -> None:
+    for weight in (3.0, None):
+        assert pool.run(2, waits_for_gradients, weight) == [0, 0]

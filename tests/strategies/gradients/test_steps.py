@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
+from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
@@ -147,6 +148,14 @@ class Ignoring(Regression):
         targets = batch.targets.argmax(1).masked_fill(torch.tensor(batch.weight == 0), -100)
         loss = nn.functional.cross_entropy(self.network(batch.inputs), targets)
         assert loss.isnan() == (batch.weight == 0)
+        return {"loss": loss, "loss_weight": batch.weight}
+
+
+class Divides(Regression):
+    """Takes the mean over what is not padding by hand: 0 / 0 where all is."""
+
+    def training_step(self, batch: Sample, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * batch.weight / torch.tensor(batch.weight)
         return {"loss": loss, "loss_weight": batch.weight}
 
 
@@ -404,6 +413,38 @@ def test_a_step_is_that_of_one_big_batch(pool: RankPool, name: str, kinds: tuple
                 assert all(torch.equal(a, b) for a, b in zip(one.norms, other, strict=True)), kind
             elif row.norm == "":
                 assert all(map(math.isnan, one.norms)), kind
+
+
+# Micro-batches without weight, on one rank each, whose gradients are NaN: flags, and arguments of the strategy.
+NAN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every batch": ({}, {}),
+    "first of a window": (BY_3, {"nonfinite_grads": "skip"}),
+    "last of a window": ({"accumulate_grad_batches": 2, **NORM}, {}),
+}
+
+
+def nan_without_weight(name: str, kinds: Sequence[str]) -> list[str]:
+    flags, arguments = NAN[name]
+    found = []
+    for kind in kinds:
+        module = Divides()
+        with pytest.raises(InconsistentWeightsError) as raised:
+            trained(Row(flags, lambda module=module: module, arguments, weights=WEIGHTS), strategy(kind, **arguments))
+        found.append(str(raised.value))
+        # Nobody looks any longer.
+        assert not any(parameter._backward_hooks for parameter in module.parameters())
+    return found
+
+
+@pytest.mark.parametrize(("name", "kinds"), by_pairs(NAN))
+def test_nan_of_a_micro_batch_without_weight_is_an_error_on_all_ranks(
+    pool: RankPool, name: str, kinds: tuple[str, ...]
+) -> None:
+    told, same = pool.run(2, nan_without_weight, name, kinds)
+    assert told == same
+    for message in told:
+        assert "rank 1: The gradients of a micro-batch whose `loss_weight` is 0 are not finite" in message
+        assert "`mask.sum().clamp(min=1)`" in message
 
 
 class SavesOnce(Callback):
