@@ -236,8 +236,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
             trainer.callbacks,
             self._engine.optimizers,
             self.precision_plugin,
-            [config.scheduler for config in self.lr_scheduler_configs],
-            trainer,
         )
         exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
         if self._policy.shard_gradients:

@@ -6,13 +6,12 @@ from functools import partial
 from types import CodeType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import gradient_hooks, has_global_step_hooks, has_step_hooks
 from lightning_parstrat.distributed.zero1.optimizer import refuse_step_of_class
-from lightning_parstrat.strategies.gradients.code_reading import may_read_gradients
 
 _OURS = "lightning_parstrat."
 _LIBRARIES = (
@@ -31,17 +30,18 @@ _HOOKS_THAT_SEE_GRADIENTS = (
     "optimizer_step",
     "optimizer_zero_grad",
 )
-_HOOKS_AFTER_THE_STEP = ("lr_scheduler_step", "on_before_zero_grad", "on_train_batch_end")
-"""Here gradients have had their use, and averages are kept or schedulers go on: only those count that may read them."""
-_HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER = (
+_HOOKS_AFTER_THE_STEP = (
+    "lr_scheduler_step",
+    "on_before_zero_grad",
     "on_fit_end",
+    "on_train_batch_end",
     "on_train_batch_start",
     "on_train_end",
     "on_train_epoch_end",
     "on_train_epoch_start",
     "training_step",
 )
-"""Whoever overrides these rarely wants gradients, so only those count whose code mentions them."""
+"""Here gradients have had their use, so only those count whose code mentions them."""
 _HOOKS_BETWEEN_MICRO_BATCHES = (
     "on_before_backward",
     "on_train_batch_end",
@@ -63,8 +63,6 @@ def observers_of_gradients(
     callbacks: Sequence[Callback],
     optimizers: Sequence[Optimizer],
     precision: Precision,
-    schedulers: Sequence[Any] = (),
-    trainer: Trainer | None = None,
 ) -> list[str]:
     """Everything of the user's that runs while gradients exist, and so may read or change them.
 
@@ -76,8 +74,6 @@ def observers_of_gradients(
         callbacks: The trainer's.
         optimizers: The module's.
         precision: The precision plugin; a user's own may clip by itself.
-        schedulers: The learning rate schedulers, which ``lr_scheduler_step`` is handed.
-        trainer: The trainer, if there is one.
 
     Returns:
         Names to show to the user; empty where nobody looks.
@@ -88,15 +84,7 @@ def observers_of_gradients(
     for owner in (module, *callbacks):
         observers += [f"{type(owner).__name__}.{hook}" for hook in users_own(owner, _HOOKS_THAT_SEE_GRADIENTS)]
         after = users_own(owner, _HOOKS_AFTER_THE_STEP)
-        observers += [
-            f"{type(owner).__name__}.{hook}"
-            for hook in after
-            if may_read_gradients(
-                getattr(owner, hook), owner, (module, trainer), schedulers if hook == "lr_scheduler_step" else ()
-            )
-        ]
-        late = users_own(owner, _HOOKS_THAT_MAY_READ_GRADIENTS_LEFT_OVER)
-        observers += [f"{type(owner).__name__}.{hook}" for hook in late if mentions_gradients(owner, hook)]
+        observers += [f"{type(owner).__name__}.{hook}" for hook in after if mentions_gradients(owner, hook)]
     plugin_methods = users_own(precision, _PLUGIN_METHODS_THAT_SEE_GRADIENTS)
     observers += [f"{type(precision).__name__}.{method}" for method in plugin_methods]
     for optimizer in optimizers:
