@@ -31,7 +31,6 @@ from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups
 from lightning_parstrat.distributed.comm.watch import met, watching
-from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
 from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
@@ -265,8 +264,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         return not self._accumulates
 
     @override
-    def _leaves(self) -> Iterable[Leaf]:
-        return super()._leaves() if self._sharded is None else self._sharded.leaves
+    def _leaves(self) -> Iterable[Tensor]:
+        return super()._leaves() if self._sharded is None else [leaf.tensor for leaf in self._sharded.leaves]
 
     @override
     @contextmanager

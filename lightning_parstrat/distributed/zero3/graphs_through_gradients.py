@@ -6,7 +6,7 @@ backward through gradients needs them before, and until its end.
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.tensor_trees import leaves
-from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.torch_compat import call_after_backward
+
+
+class Leaf(NamedTuple):
+    """A parameter, and the leaf of the graph that a backward computes its gradient for.
+
+    Attributes:
+        tensor: The leaf: what is gathered of a sharded parameter, or the parameter itself.
+        parameter: What optimizers step.
+    """
+
+    tensor: Tensor
+    parameter: Tensor
 
 
 class GraphsThroughGradients:

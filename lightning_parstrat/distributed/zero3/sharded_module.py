@@ -29,7 +29,6 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.gradients.local_tensors import local
-from lightning_parstrat.distributed.gradients.nonfinite import Leaf
 from lightning_parstrat.distributed.torch_compat import (
     current_graph_task_id,
     gather_in,
@@ -45,7 +44,7 @@ from lightning_parstrat.distributed.torch_compat import (
 )
 from lightning_parstrat.distributed.zero3.assigned_data import let_data_be_assigned
 from lightning_parstrat.distributed.zero3.copies import let_be_copied
-from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, without_gradient
+from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, Leaf, without_gradient
 from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter, act_as_parameter_of
 from lightning_parstrat.distributed.zero3.kept_writes import keep_writes
 from lightning_parstrat.distributed.zero3.meta import agree_on_parts, materialize
@@ -269,8 +268,6 @@ class ShardedModule:
     def _find_leaves(self) -> Iterator[Leaf]:
         """Gathers every unit once, as the parameters of a graph are made only then. Collective."""
         self._free()
-        named: Iterable[tuple[str, Tensor]] = self.module.named_parameters()
-        names = {parameter: name for name, parameter in named}
         places: dict[Tensor, tuple[nn.Module, str]] = {}
         for part in self.module.modules():
             own_parameters: Iterable[tuple[str, Tensor]] = part.named_parameters(recurse=False)
@@ -286,8 +283,8 @@ class ShardedModule:
                     leaf.grad_dtype = parameter.dtype
                     found[parameter] = leaf
             unit.reshard()
-        for parameter, name in names.items():
-            yield Leaf(name, found[parameter], parameter)
+        for parameter in self.module.parameters():
+            yield Leaf(found[parameter], parameter)
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for leaf, hook in self._hooks_of_leaves():

@@ -27,7 +27,6 @@ from lightning_parstrat.core.accumulation import (
 from lightning_parstrat.core.policy import ClipScope, GradientPolicy, NonfiniteGradients
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
-from lightning_parstrat.distributed.gradients.nonfinite import Leaf, NonfiniteTracker, raise_nonfinite
 from lightning_parstrat.distributed.zero1.reductions import GradientScale
 from lightning_parstrat.distributed.zero1.shardability import needs_closure
 from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
@@ -37,7 +36,13 @@ from lightning_parstrat.strategies.checkpoint.preemption import (
     own_job,
     signal_to_requeue_at,
 )
-from lightning_parstrat.strategies.gradients.clipping import GradientClipper, GradientNorm, StepNotFinite, StepSkipped
+from lightning_parstrat.strategies.gradients.clipping import (
+    GradientClipper,
+    GradientNorm,
+    NonfiniteGradientError,
+    StepNotFinite,
+    StepSkipped,
+)
 from lightning_parstrat.strategies.gradients.precision import WindowHooks, enabled_scaler, equip_precision
 from lightning_parstrat.strategies.lightning_compat import unwrapped, warn_of_untried_versions
 
@@ -55,9 +60,8 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             of all optimizers' gradients together.
         norm_type: p of the norm that clips, a positive number or ``inf``.
         nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same;
-            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks, for which the
-            host has to wait in every step; ``"raise"`` ends the training on all ranks with the names of ranks and
-            parameters, at the price of that and of one more pass over the gradients.
+            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks; ``"raise"`` ends
+            the training on all ranks. For both the host has to wait in every step.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -67,7 +71,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     _not_copied = CheckpointingStrategy._not_copied | {
         "_clipper",
         "_loss_hook",
-        "_nonfinite_tracker",
         "_preemption",
         "_restore_precision",
         "_window_scale",
@@ -88,7 +91,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._window = AccumulationWindow()
         self._weights: LossWeights | None = None
         self._clipper: GradientClipper | None = None
-        self._nonfinite_tracker: NonfiniteTracker | None = None
         self._restore_precision: Callable[[], None] | None = None
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._accumulates = False
@@ -149,13 +151,11 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._clipper = GradientClipper(
             self._gradient_policy, control, lambda: self.optimizers, lambda: self._is_weightless, self._listeners
         )
-        if self._gradient_policy.nonfinite_grads == "raise":
-            if enabled_scaler(self.precision_plugin) is not None:
-                raise MisconfigurationException(
-                    "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
-                    " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
-                )
-            self._nonfinite_tracker = NonfiniteTracker(self._leaves())
+        if self._gradient_policy.nonfinite_grads == "raise" and enabled_scaler(self.precision_plugin) is not None:
+            raise MisconfigurationException(
+                "nonfinite_grads='raise' does not go with precision '16-mixed': its loss scale makes gradients"
+                " overflow on purpose, to find out how large it may be. Use 'skip', or precision 'bf16-mixed'."
+            )
         self._restore_precision = equip_precision(
             self.precision_plugin,
             self._clipper,
@@ -163,9 +163,9 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         )
         self._prepare_for_signals()
 
-    def _leaves(self) -> Iterable[Leaf]:
-        """All parameters, with the tensors that a backward computes gradients for."""
-        return (Leaf(name, parameter, parameter) for name, parameter in self._training_module.named_parameters())
+    def _leaves(self) -> Iterable[Tensor]:
+        """The tensors that a backward computes gradients for: as a rule all parameters."""
+        return self._training_module.parameters()
 
     def _prepare_for_signals(self) -> None:
         trainer = self._training_module.trainer
@@ -222,9 +222,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._window_scale = None
         if self._weights is not None:
             self._weights.begin_window()
-        module = self._training_module
-        if self._nonfinite_tracker is not None and module.automatic_optimization:
-            self._nonfinite_tracker.forget(set(module.parameters()))
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -264,9 +261,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         if self._weights is None or not self._training_module.automatic_optimization:
             return None
         self._window.run_backward()
-        factor = self._weights.add(
-            self._window.micro_batches, self._loss_weight, lambda: [leaf.tensor for leaf in self._leaves()]
-        )
+        factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._leaves)
         if self._weights.used:
             self._say_once(
                 rank_zero_info,
@@ -363,13 +358,12 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             result = None
         except StepNotFinite:
             trainer = self._training_module.trainer
-            names = [] if self._nonfinite_tracker is None else self._nonfinite_tracker.nonfinite()
-            where = f"in epoch {trainer.current_epoch}, batch {trainer.fit_loop.epoch_loop.batch_idx}"
-            raise_nonfinite(names, where, self._control)
-        if self._nonfinite_tracker is not None:
-            self._nonfinite_tracker.forget(
-                {parameter for group in optimizer.param_groups for parameter in group["params"]}
-            )
+            raise NonfiniteGradientError(
+                f"Gradients are not finite in epoch {trainer.current_epoch}, batch"
+                f" {trainer.fit_loop.epoch_loop.batch_idx}. Parameters and optimizer state are as before this step."
+                " `Trainer(detect_anomaly=True)` names the operation that has made NaN. nonfinite_grads='skip' leaves"
+                " such steps out, 'propagate' does as `ddp`."
+            ) from None
         return result
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
@@ -416,9 +410,6 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
 
     def _end_training(self) -> None:
         self._schedulers.release()
-        if self._nonfinite_tracker is not None:
-            self._nonfinite_tracker.remove()
-            self._nonfinite_tracker = None
         if self._restore_precision is not None:
             self._restore_precision()
             self._restore_precision = None

@@ -46,7 +46,11 @@ class StepSkipped(Exception):
 
 
 class StepNotFinite(Exception):
-    """Leaves an optimizer's step to tell all ranks whose gradients are not finite."""
+    """Leaves an optimizer's step whose gradients are not finite; all ranks leave it together."""
+
+
+class NonfiniteGradientError(RuntimeError):
+    """Gradients became NaN or infinite on some rank; raised on all of them."""
 
 
 class GradientClipper:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.topology import Node, Topology
-from lightning_parstrat.distributed.comm.agreement import topology_of_ranks, wait_for_all
+from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks, wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.process_groups import control_group
+from lightning_parstrat.distributed.comm.process_groups import control_group, process_groups
 from tests.pool import RankPool
 
 
@@ -75,3 +75,15 @@ def test_ranks_agree_on_who_shares_a_node(pool: RankPool, world_size: int) -> No
     for names, numbers, nodes, reductions in PLACED.values():
         if len(names) == world_size:
             assert pool.run(world_size, nodes_by_rank, names, numbers) == [(Topology(nodes), reductions)] * world_size
+
+
+def one_says(flags: list[bool]) -> tuple[bool, int]:
+    collectives = make_collectives(process_groups().control, torch.device("cpu"))
+    return any_rank(flags[dist.get_rank()], collectives), collectives.traffic.small_reductions
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_learn_what_any_says(pool: RankPool, world_size: int) -> None:
+    for who in range(-1, world_size):
+        flags = [rank == who for rank in range(world_size)]
+        assert pool.run(world_size, one_says, flags) == [(who >= 0, int(world_size > 1))] * world_size

@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.gradients.nonfinite import NonfiniteGradientError
+from lightning_parstrat.strategies.gradients.clipping import NonfiniteGradientError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
-from tests.strategies.gradients.big_batch import Sample, sgd
+from tests.strategies.gradients.big_batch import Sample, flat, sgd
 from tests.strategies.gradients.poison import BATCHES, Poisoned, Snapshots, adamw, fused, run, state_of
 from tests.strategies.gradients.trainings import KINDS, by_pairs, ranks_batches, strategy
 from tests.strategies.parity import make_trainer, whole
@@ -277,6 +277,29 @@ class Spoils(Poisoned):
 
 
 # The module, what it does on which ranks, the Trainer's flags, and the error's place; "" where there is none.
+class SpoilsOnRank1(Poisoned):
+    """Makes gradients NaN when they have been averaged, on one rank alone."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.count == 3 and dist.get_rank() == 1:
+            self.get_parameter(ONE).grad.fill_(math.nan)
+
+
+def spoiled_on_one_rank() -> list[tuple[int, float]]:
+    found = []
+    for kind in ("ddp_tuned", "exposed"):
+        module = SpoilsOnRank1()
+        skipped = run(strategy(kind, nonfinite_grads="skip"), module)[-1].skipped
+        others = [torch.empty_like(flat(module)) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, flat(module))
+        found.append((skipped, distance(others[0], others[1])))
+    return found
+
+
+def test_what_one_rank_alone_has_made_nan_is_left_out_on_all(pool: RankPool) -> None:
+    assert pool.run(2, spoiled_on_one_rank) == [[(1, 0.0)] * 2] * 2
+
+
 RAISED: dict[str, tuple[type[Poisoned], dict[str, Any], tuple[int, ...], dict[str, Any], str]] = {
     "one": (Poisoned, {"only": TWO}, (1,), {}, "in epoch 0, batch 4"),
     "infinite on two ranks": (Poisoned, {"only": ONE, "value": math.inf}, (0, 2), {}, "in epoch 0, batch 4"),
