@@ -130,7 +130,7 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
     torch.amp.GradScaler._scale
         knows whether a loss was scaled yet | clipping in 16-mixed fails
     torch.amp.GradScaler._per_optimizer_states
-        remembers over several updates whose gradients were unscaled | clipping in 16-mixed fails
+        knows whether an unscaled optimizer is still to step | clipping in 16-mixed fails
     torch.amp.GradScaler._unscale_grads_
         is overridden: unscales gradients in shards | zero1_custom in 16-mixed steps scaled gradients
     torch.amp.GradScaler._maybe_opt_step

@@ -258,6 +258,7 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
         self._window_scale = None
         if self._clipper is not None:
             self._clipper.begin_backward()
+            self._clipper.unscaled.clear()
         if self._weights is None or not self._training_module.automatic_optimization:
             return None
         self._window.run_backward()

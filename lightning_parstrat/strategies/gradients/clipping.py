@@ -74,6 +74,8 @@ class GradientClipper:
     ) -> None:
         self.latest: GradientNorm | None = None
         self.skipped_on_device: Tensor | None = None
+        self.unscaled: set[Optimizer] = set()
+        """Those whose gradients have been divided by the loss scale since the last backward."""
         self._policy = policy
         self._control = control
         self._optimizers = optimizers

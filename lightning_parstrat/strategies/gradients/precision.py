@@ -4,13 +4,11 @@ The plugin's class is swapped for a subclass while a training lasts, so that the
 ``__qualname__``, under which Lightning files a plugin's state in checkpoints.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -67,12 +65,6 @@ class _ClippingPrecision:
             self._unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
 
-    def backward(self, tensor: Tensor, model: LightningModule, *args: Any, **kwargs: Any) -> None:
-        """Runs backward; gradients it adds to are scaled by the loss scale."""
-        scaler = _scaler_of(self)
-        with nullcontext() if scaler is None else scaler.gradients_added():
-            super().backward(tensor, model, *args, **kwargs)  # type: ignore[misc]
-
     def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Runs after backward, with hooks that look at gradients."""
         self._window_hooks.end_backward()
@@ -122,12 +114,10 @@ class _ClippingPrecision:
 class _ClippingGradScaler(torch.amp.GradScaler):
     """A scaler that unscales shards, once, and skips a step on all ranks when any found a non-finite gradient.
 
-    torch forgets at every ``update`` who has been unscaled, and Lightning updates after every optimizer's step: here an
-    optimizer that was unscaled to be clipped stays so until it steps, or gets new gradients.
+    Lightning updates after every optimizer's step, which would forget who else has been unscaled to be clipped: the
+    update waits for the last of them, as torch's own recipe for several optimizers has it.
     """
 
-    _unscaled: dict[int, Optimizer]
-    _updated_since: set[int]
     _clipper: GradientClipper
     _on_skip: Callable[[Optimizer], None]
 
@@ -139,59 +129,39 @@ class _ClippingGradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscales what has not been unscaled since its gradients came."""
         optimizer = unwrapped(optimizer)
-        stage = self._per_optimizer_states[id(optimizer)]["stage"]
-        if stage is OptState.UNSCALED and id(optimizer) in self._unscaled:
-            return
-        super().unscale_(optimizer)
-        self._unscaled[id(optimizer)] = optimizer
+        if optimizer not in self._clipper.unscaled:
+            self._refuse_mixture(optimizer)
+            super().unscale_(optimizer)
+            self._clipper.unscaled.add(optimizer)
 
-    @contextmanager
-    def gradients_added(self) -> Iterator[None]:
-        """Within it runs a backward of a scaled loss; it takes note of whose unscaled gradients that adds to."""
-        added_to: set[int] = set()
-        hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, key=key: added_to.add(key))
-            for key, optimizer in self._unscaled.items()
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for key in added_to:
-            del self._unscaled[key]
-            if key in self._updated_since:
-                # As after any update; without one torch refuses to unscale a mixture.
-                self._per_optimizer_states.pop(key)
+    def _refuse_mixture(self, optimizer: Optimizer) -> None:
+        """Raises where a backward of a scaled loss may have added to gradients that were unscaled before."""
+        is_ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        if not is_ready and optimizer not in self._clipper.unscaled:
+            raise RuntimeError(
+                "In 16-mixed gradients were unscaled to be clipped, and another backward came before their optimizer"
+                " has stepped. Step all optimizers whose gradients were clipped before the next backward, or take"
+                " precision 'bf16-mixed'. clip_scope='global' clips all gradients that are there: take 'optimizer'."
+            )
 
     def leave_out(self, optimizer: Optimizer) -> None:
         """What unscaling found counts in the next update, though ``optimizer`` does not step."""
-        self._unscaled.pop(id(unwrapped(optimizer)), None)
+        self._per_optimizer_states[id(unwrapped(optimizer))]["stage"] = OptState.STEPPED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps unless a gradient is not finite, which an optimizer that unscales by itself decides on the device."""
+        self._refuse_mixture(optimizer)
         result = super().step(optimizer, *args, **kwargs)
-        self.leave_out(optimizer)
         if unscales_in_step(optimizer):
             found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
             self._clipper.note_skip_on_device(optimizer, torch.stack(list(found)).max())
         return result
 
     def update(self, new_scale: Any = None) -> None:
-        """Updates the loss scale by what those found that have stepped, or were to."""
-        states = self._per_optimizer_states
-        waiting = {key: states.pop(key) for key in self._unscaled if key in states}
-        if not any(state["found_inf_per_device"] for state in states.values()):
-            # Called by hand: it is about those who wait.
-            states.update(waiting)
-            waiting = {}
-            self._unscaled.clear()
-        super().update(new_scale)
-        self._per_optimizer_states.update(waiting)
-        self._updated_since = set(waiting)
+        """Updates the loss scale, unless an optimizer was unscaled that is still to step."""
+        stages = [state["stage"] for state in self._per_optimizer_states.values()]
+        if OptState.STEPPED not in stages or OptState.UNSCALED not in stages:
+            super().update(new_scale)
 
     def _unscale_grads_(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
         gradients = step_gradients([optimizer])
@@ -232,13 +202,12 @@ def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHo
     if scaler is not None:
         swapped.append((scaler, type(scaler)))
         scaler.__class__ = _with_mixin(type(scaler), _ClippingGradScaler, torch.amp.GradScaler)
-        scaler._unscaled, scaler._updated_since = {}, set()  # type: ignore[attr-defined]
         scaler._clipper, scaler._on_skip = clipper, hooks.on_skip  # type: ignore[attr-defined]
 
     def restore() -> None:
         for one, cls in swapped:
             one.__class__ = cls
-            for name in ("_clipper", "_window_hooks", "_unscaled", "_updated_since", "_on_skip"):
+            for name in ("_clipper", "_window_hooks", "_on_skip"):
                 vars(one).pop(name, None)
 
     return restore

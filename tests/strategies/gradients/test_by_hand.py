@@ -15,7 +15,7 @@ from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, flat, sgd
-from tests.strategies.gradients.trainings import by_pairs, fit, ranks_batches, strategy
+from tests.strategies.gradients.trainings import KINDS, by_pairs, fit, ranks_batches, strategy
 from tests.strategies.gradients.two_optimizers import TwoOptimizers, train_two
 
 BATCHES = 6
@@ -132,6 +132,47 @@ def test_two_optimizers_step_as_by_hand_in_float64(pool: RankPool, name: str, ki
             kind: one for kind, one in found.items() if not one[0] <= tolerance or one[1] != len(ROWS[name].skipped)
         }
         assert wrong == {}
+
+
+class InTurns(TwoOptimizers):
+    """As of a GAN: the first backward leaves gradients of the second optimizer, which it drops before its own turn."""
+
+    clips_second = True
+
+    def training_step(self, batch: Sample, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        mean = nn.functional.mse_loss
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            self.manual_backward(
+                mean(self.first(batch.inputs), batch.targets) + mean(self.second(batch.inputs), batch.targets)
+            )
+            if optimizer is first or self.clips_second:
+                clip(0.2)(self, [optimizer])
+            optimizer.step()
+
+
+def refused_in_turns(kinds: Sequence[str]) -> list[str]:
+    found = []
+    for kind in kinds:
+        for scope, clips in (("optimizer", True), ("global", True), ("global", False)):
+            module = InTurns()
+            module.clips_second = clips
+            try:
+                fit(module, strategy(kind, clip_scope=scope), BATCHES, fp16=True)
+            except RuntimeError as error:
+                found.append(str(error))
+            else:
+                found.append("")
+    return found
+
+
+def test_in_16_mixed_gradients_that_are_partly_unscaled_are_refused(pool: RankPool) -> None:
+    for found in pool.run(2, refused_in_turns, KINDS[:2]):
+        for message, expected in zip(
+            found, ("", *["another backward came before their optimizer"] * 2) * 2, strict=True
+        ):
+            assert expected in message and bool(expected) == bool(message)
 
 
 class OneByHand(Regression):
