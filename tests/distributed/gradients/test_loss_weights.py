@@ -25,29 +25,17 @@ from lightning_parstrat.distributed.gradients.loss_weights import (
 )
 from tests.pool import RankPool
 
-CPU = torch.device("cpu")
 # An error that only one rank knows of shows as a rank that waits.
 SOON = 20.0
 Steps = list[list[list[Any]]]
 """Weights by step, micro-batch and rank."""
 
 
-class Step(NamedTuple):
-    factors: list[Any]
-    total: tuple[float, float]
-    reductions: list[int]
-    """Of this rank so far, after every micro-batch and after the total."""
-
-
-def control_messages() -> ControlMessages:
-    return ControlMessages(make_collectives(process_groups().control, CPU))
-
-
 class Weighed:
     """Weights, and the messages that they ride in: one is launched before every total."""
 
     def __init__(self) -> None:
-        self.messages = control_messages()
+        self.messages = ControlMessages(make_collectives(process_groups().control, torch.device("cpu")))
         self.weights = LossWeights(self.messages)
 
     @property
@@ -59,34 +47,38 @@ class Weighed:
         return self.weights.total()
 
 
+class Step(NamedTuple):
+    """What micro-batches' losses are multiplied by, and the total; messages after every micro-batch and the total."""
+
+    factors: list[Any]
+    total: tuple[float, float]
+    sent: list[int]
+
+
 def weigh(steps: Steps) -> list[Step]:
     weighed, found = Weighed(), []
     weights, rank = weighed.weights, dist.get_rank()
     for step in steps:
         weights.begin_window()
-        factors, reductions = [], []
+        factors, sent = [], []
         for number, micro_batch in enumerate(step):
             factors.append(weights.add(number, micro_batch[rank]))
-            reductions.append(weighed.sent)
+            sent.append(weighed.sent)
         total = tuple(weighed.total())
-        found.append(Step(factors, total, [*reductions, weighed.sent]))
+        found.append(Step(factors, total, [*sent, weighed.sent]))
     assert weights.used
     return found
-
-
-def random_steps(world_size: int, seed: int) -> Steps:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.rand(micro_batches, world_size, generator=generator, dtype=torch.float64) * size).tolist()
-        for micro_batches, size in ((3, 10.0), (3, 4000.0), (1, 0.01), (2, 1.0))
-    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_factors_are_weights_over_a_shared_reference_and_the_total_is_over_all_ranks(
     pool: RankPool, world_size: int
 ) -> None:
-    steps = random_steps(world_size, world_size)
+    generator = torch.Generator().manual_seed(world_size)
+    steps = [
+        (torch.rand(micro_batches, world_size, generator=generator, dtype=torch.float64) * size).tolist()
+        for micro_batches, size in ((3, 10.0), (3, 4000.0), (1, 0.01), (2, 1.0))
+    ]
     per_step = [[weight for micro_batch in step for weight in micro_batch] for step in steps]
     # The first step goes by what the ranks' first micro-batches weigh, others by the step before.
     means = [sum(steps[0][0]) / world_size, *(sum(weights) / len(weights) for weights in per_step[:-1])]
@@ -98,7 +90,7 @@ def test_factors_are_weights_over_a_shared_reference_and_the_total_is_over_all_r
             assert taken.total == (pytest.approx(sum(per_step[number]), rel=1e-14), reference)
             first = sent + int(number == 0 and world_size > 1)
             sent = first + int(world_size > 1)
-            assert taken.reductions == [first] * len(step) + [sent]
+            assert taken.sent == [first] * len(step) + [sent]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -108,69 +100,47 @@ def test_the_reference_is_agreed_on_as_soon_as_anything_weighs(pool: RankPool, w
     steps = [[nothing, nothing], [nothing, something, something], [something]]
     for rank, (first, second, third) in enumerate(pool.run(world_size, weigh, steps)):
         own = something[rank]
-        assert first.factors == [0.0, 0.0]
-        assert first.total[0] == 0.0
-        assert second.factors == [0.0, own / 64, own / 64]
-        assert second.total == (96 * world_size, 64.0)
+        assert (first.factors, first.total[0]) == ([0.0, 0.0], 0.0)
+        assert (second.factors, second.total) == ([0.0, own / 64, own / 64], (96 * world_size, 64.0))
         # What two of three micro-batches weigh on average.
-        assert third == ([own / 32], (48 * world_size, 32.0), third.reductions)
+        assert (third.factors, third.total) == ([own / 32], (48 * world_size, 32.0))
         if world_size > 1:
             # It is asked for by every micro-batch until it is known, and by none after that.
-            assert [first.reductions, second.reductions, third.reductions] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
+            assert [first.sent, second.sent, third.sent] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
 
 
-KINDS = {
-    "int": 3,
-    "float": 3.0,
-    "bool": True,
-    "numpy float32": np.float32(3),
-    "numpy int64": np.int64(3),
-    "0-d int64": torch.tensor(3),
-    "0-d bool": torch.tensor(True),
-    "0-d bfloat16": torch.tensor(3.0, dtype=torch.bfloat16),
-    "1 element": torch.tensor([3.0]),
-    "1 by 1": torch.tensor([[3]], dtype=torch.int32),
-}
+KINDS = (
+    3,
+    3.0,
+    True,
+    np.float32(3),
+    np.int64(3),
+    torch.tensor(3),
+    torch.tensor(True),
+    torch.tensor(3.0, dtype=torch.bfloat16),
+    torch.tensor([3.0]),
+    torch.tensor([[3]], dtype=torch.int32),
+)
 
 
 def weigh_all_kinds() -> list[Step]:
-    return [step for weight in KINDS.values() for step in weigh([[[weight, 5], [5, weight]]])]
+    return [step for weight in KINDS for step in weigh([[[weight, 5], [5, weight]]])]
 
 
 def test_whatever_is_a_number_is_a_weight(pool: RankPool) -> None:
     for rank, steps in enumerate(pool.run(2, weigh_all_kinds)):
-        for (kind, weight), step in zip(KINDS.items(), steps, strict=True):
+        for weight, step in zip(KINDS, steps, strict=True):
             value = float(weight)
             reference = reference_weight((value + 5) / 2)
-            assert step.factors == [value / reference, 5 / reference][:: 1 - 2 * rank], kind
+            assert step.factors == [value / reference, 5 / reference][:: 1 - 2 * rank], weight
             # Nothing of the user's is kept, nor multiplied into the loss.
-            assert {type(factor) for factor in step.factors} == {float}, kind
-            assert step.total == (2 * (value + 5), reference), kind
-
-
-def sent_by_nobody() -> list[tuple[float, int]]:
-    weighed, found = Weighed(), []
-    for step in (1.0, 2.0):
-        weighed.weights.begin_window()
-        weighed.weights.add(0, step)
-        if step == 1.0:
-            weighed.messages.launch()
-        # It is later than the message, if there was one.
-        weighed.weights.add(1, 10 * step)
-        found.append((weighed.weights.total().weight, weighed.messages.launched))
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_what_no_message_has_told_is_told_by_the_total(pool: RankPool, world_size: int) -> None:
-    found = [(11.0 * world_size, 2), (22.0 * world_size, 3)]
-    assert pool.run(world_size, sent_by_nobody) == [found] * world_size
+            assert {type(factor) for factor in step.factors} == {float}, weight
+            assert step.total == (2 * (value + 5), reference), weight
 
 
 def replaced_and_forgotten() -> None:
     weighed = Weighed()
-    weights = weighed.weights
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    weights, ranks, rank = weighed.weights, dist.get_world_size(), dist.get_rank()
     assert not weights.used
     assert weights.add(1, 4) == 1.0
     assert weights.used
@@ -186,27 +156,37 @@ def replaced_and_forgotten() -> None:
     # A step to which this rank adds nothing, nor another.
     assert weighed.total() == (0.0, 2.0)
     assert weights.reference == 2.0
+    # A weight that is later than the message, or that no message has told of, is told by the total.
+    for launches in (True, False):
+        weights.begin_window()
+        weights.add(0, 1.0)
+        before = weighed.messages.launched
+        if launches:
+            weighed.messages.launch()
+        weights.add(1, 10.0)
+        assert weights.total().weight == 11.0 * ranks
+        assert weighed.messages.launched == before + 1 + launches
+
+
+def never_weighed() -> None:
+    weighed = Weighed()
+    for number in range(5):
+        weighed.weights.begin_window()
+        assert weighed.weights.add(number % 2, None) is None
+        assert not weighed.weights.used
+        # Asked once and never again.
+        assert weighed.sent == int(dist.get_world_size() > 1)
+    # One that appears later is an error where it does, and nobody waits.
+    if dist.get_rank() == 0:
+        with pytest.raises(InconsistentWeightsError, match="returned a `loss_weight` now and none before"):
+            weighed.weights.add(1, 1.0)
+    assert weighed.sent == int(dist.get_world_size() > 1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_micro_batch_again_replaces_and_a_new_window_forgets(pool: RankPool, world_size: int) -> None:
+def test_windows_by_hand(pool: RankPool, world_size: int) -> None:
     pool.run(world_size, replaced_and_forgotten)
-
-
-def never_weighed(micro_batches: int) -> list[int]:
-    weighed, sent = Weighed(), []
-    weights = weighed.weights
-    for number in range(micro_batches):
-        weights.begin_window()
-        assert weights.add(number % 2, None) is None
-        assert not weights.used
-        sent.append(weighed.sent)
-    return sent
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_trainings_without_weights_ask_once_and_never_again(pool: RankPool, world_size: int) -> None:
-    assert pool.run(world_size, never_weighed, 5) == [[int(world_size > 1)] * 5] * world_size
+    pool.run(world_size, never_weighed, timeout=SOON)
 
 
 def failure(steps: Steps) -> tuple[str, str]:
@@ -226,90 +206,40 @@ def failure(steps: Steps) -> tuple[str, str]:
     return "nowhere", ""
 
 
-NO_WEIGHTS = {
-    "negative": -1,
-    "NaN": math.nan,
-    "infinite": math.inf,
-    "negative infinite": -math.inf,
-    "word": "many",
-    "digits": "3",
-    "list": [1.0],
-    "complex": 2j,
-    "too large for a float": 10**400,
-    "two elements": torch.tensor([1.0, 2.0]),
-    "no elements": torch.empty(0),
-    "NaN tensor": torch.tensor(math.nan),
-    "negative tensor": torch.tensor([-2]),
-    "complex tensor": torch.tensor(2j),
-}
-
-
-def failures() -> dict[tuple[str, int], tuple[str, str]]:
-    """Of a bad weight on the last rank, in the first step and in the second."""
-    good = [2.0] * dist.get_world_size()
-    found = {}
-    for name, weight in NO_WEIGHTS.items():
-        bad = [*good[1:], weight]
-        # The ranks meet at the very first micro-batch, and then once per step.
-        found[name, 0] = failure([[bad, good]])
-        found[name, 1] = failure([[good, good], [bad, good]])
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_what_is_no_weight_is_an_error_on_all_ranks(pool: RankPool, world_size: int) -> None:
-    *others, culprit = pool.run(world_size, failures, timeout=SOON)
-    for (name, step), (where, message) in culprit.items():
-        assert where == ("step 0, micro-batch 0" if step == 0 else "step 1, total"), name
-        assert message.startswith(f"rank {world_size - 1}: Invalid loss_weight: "), name
-        # All say the same.
-        for other in others:
-            assert other[name, step] == (where, message), name
-
-
-BEFORE = "returned a `loss_weight` before and none now. Return it in every step"
-MISSING: list[tuple[Steps, str, list[str]]] = [
-    ([[[1, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
-    ([[[0, None]]], "step 0, micro-batch 0", ["on 1 of 2 ranks; this one did. ", "this one did not. "]),
-    ([[[1, 1], [1, None]]], "step 0, total", [f"rank 1: `training_step` {BEFORE}"] * 2),
-    ([[[1, 1]], [[None, 1]]], "step 1, total", [f"rank 0: `training_step` {BEFORE}"] * 2),
-    ([[[1, 1]], [[None, None]]], "step 1, total", [BEFORE, BEFORE]),
+# Each on the second of two ranks.
+NO_WEIGHTS = (
+    *(-1, math.nan, math.inf, -math.inf, "many", "3", [1.0], 2j, 10**400),
+    *(torch.tensor([1.0, 2.0]), torch.empty(0), torch.tensor(math.nan), torch.tensor([-2]), torch.tensor(2j)),
+)
+BEFORE = "`training_step` returned a `loss_weight` before and none now. Return it in every step"
+INVALID = "rank 1: Invalid loss_weight: "
+# Weights, where the error comes, and how it begins on both ranks, or a part of it on each.
+FAILURES: list[tuple[Steps, str, tuple[str, str]]] = [
+    # The ranks meet at the very first micro-batch, and then once per step.
+    *(([[[2, bad], [2, 2]]], "step 0, micro-batch 0", (INVALID, INVALID)) for bad in NO_WEIGHTS),
+    *(([[[2, 2], [2, 2]], [[2, bad], [2, 2]]], "step 1, total", (INVALID, INVALID)) for bad in NO_WEIGHTS),
+    *(
+        ([[[some, None]]], "step 0, micro-batch 0", ("on 1 of 2 ranks; this one did. ", "this one did not. "))
+        for some in (0, 1)
+    ),
+    ([[[1, 1], [1, None]]], "step 0, total", (f"rank 1: {BEFORE}",) * 2),
+    ([[[1, 1]], [[None, 1]]], "step 1, total", (f"rank 0: {BEFORE}",) * 2),
+    ([[[1, 1]], [[None, None]]], "step 1, total", (f"rank 0: {BEFORE}", f"rank 1: {BEFORE}")),
     # Where the reference is still asked for.
-    ([[[0, 0], [0, None]]], "step 0, micro-batch 1", [f"rank 1: `training_step` {BEFORE}"] * 2),
-    ([[[0, 0]], [[None, None]]], "step 1, micro-batch 0", [BEFORE, BEFORE]),
+    ([[[0, 0], [0, None]]], "step 0, micro-batch 1", (f"rank 1: {BEFORE}",) * 2),
+    ([[[0, 0]], [[None, None]]], "step 1, micro-batch 0", (f"rank 0: {BEFORE}", f"rank 1: {BEFORE}")),
 ]
 
 
-def missing() -> list[tuple[str, str]]:
-    return [failure(steps) for steps, _, _ in MISSING]
+def failures() -> list[tuple[str, str]]:
+    return [failure(steps) for steps, _, _ in FAILURES]
 
 
-def test_a_weight_that_is_missing_is_an_error_on_all_ranks(pool: RankPool) -> None:
-    for rank, found in enumerate(pool.run(2, missing, timeout=SOON)):
-        for (where, message), (steps, expected, messages) in zip(found, MISSING, strict=True):
+def test_what_is_no_weight_or_missing_is_an_error_on_all_ranks(pool: RankPool) -> None:
+    for rank, found in enumerate(pool.run(2, failures, timeout=SOON)):
+        for (where, message), (steps, expected, messages) in zip(found, FAILURES, strict=True):
             assert where == expected, steps
             assert messages[rank] in message, steps
-
-
-def appears(ranks: list[int]) -> str:
-    weighed = Weighed()
-    weighed.weights.add(0, None)
-    sent = weighed.sent
-    try:
-        weighed.weights.add(1, 1.0 if dist.get_rank() in ranks else None)
-    except InconsistentWeightsError as error:
-        return str(error)
-    finally:
-        assert weighed.sent == sent
-    return ""
-
-
-@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
-def test_a_weight_that_appears_later_is_an_error_where_it_does_and_nobody_waits(
-    pool: RankPool, ranks: list[int]
-) -> None:
-    for rank, message in enumerate(pool.run(2, appears, ranks, timeout=SOON)):
-        assert ("returned a `loss_weight` now and none before" in message) == (rank in ranks)
 
 
 class OnDevice(_HostCopy):
