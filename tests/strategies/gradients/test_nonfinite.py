@@ -306,7 +306,7 @@ RAISED: dict[str, tuple[type[Poisoned], dict[str, Any], tuple[int, ...], dict[st
     "in a window": (Poisoned, {"only": TWO}, (2,), {**BY_3, **NORM}, "in epoch 0, batch 5"),
     "all": (Poisoned, {}, (0,), {}, "in epoch 0, batch 4"),
     "by a hook": (Spoils, {}, (0, 1, 2), {}, "in epoch 0, batch 4"),
-    "squares that overflow": (Poisoned, {"only": ONE, "value": 1e30}, (0, 1), {}, ""),
+    "large squares": (Poisoned, {"only": ONE, "value": 1e30}, (0, 1), {}, ""),
 }
 SHOWN = {"by a hook": ("ddp_tuned", "zero1", "zero2", "exposed")}
 
