@@ -28,6 +28,7 @@ LIGHTNING_TESTS ?= core/test_lightning_optimizer.py trainer/optimization trainer
 	checkpointing/test_checkpoint_callback_frequency.py checkpointing/test_torch_saving.py \
 	checkpointing/test_trainer_checkpoint.py strategies/test_ddp.py
 BENCH_ARGS ?=
+SCALE_ARGS ?=
 # For a machine that has torch and no network; Linux on x86, as its Python is.
 GPU_WHEELS := gpu-wheels
 GPU_PYTHON_VERSION ?= 3.12
@@ -110,14 +111,14 @@ format: install  ## let ruff rewrite the sources
 	$(RUN) ruff format .
 
 bench: install  ## step time of each strategy; BENCH_ARGS is passed on
-	$(VENV)/bin/python benchmarks/step_time.py $(BENCH_ARGS)
+	$(RUN) benchmarks.step_time $(BENCH_ARGS)
 
 # Neither installs nor downloads anything: the machine may have no network, and sources are enough.
 bench-gpu:  ## step time, launches, host time and memory on a GPU, where there is one; BENCH_ARGS is passed on
 	$(or $(wildcard $(VENV)/bin/python),$(PYTHON)) benchmarks/gpu/run.py --output benchmarks/results/gpu.json $(BENCH_ARGS)
 
-scale: install  ## the laboratory: what a training costs from 2 to 1,024 ranks, in about ten minutes
-	$(RUN) benchmarks.scale.run
+scale: install  ## count what a training costs a played rank of 8 to 1,024; SCALE_ARGS is passed on
+	$(RUN) benchmarks.scale.run --output benchmarks/results/scale_counts.json $(SCALE_ARGS)
 
 docs: install $(DOCS_STAMP)  ## the pages in docs/ as a site, into site/; a broken link or reference is an error
 	$(RUN) mkdocs build --strict --clean

@@ -1,8 +1,8 @@
 """Buckets of DDP: torch's default, caps from 1 to 64 MB, and what `ddp_tuned` finds by itself.
 
-    python benchmarks/bucketing.py --output benchmarks/results/bucketing.json
-    sudo python benchmarks/two_nodes.py --rate 1gbit -- \\
-        python benchmarks/bucketing.py --num-nodes 2 --devices 1 --wire real --label "two nodes, 1 Gbit/s" \\
+    python -m benchmarks.bucketing --output benchmarks/results/bucketing.json
+    sudo python -m benchmarks.two_nodes --rate 1gbit -- \\
+        python -m benchmarks.bucketing --num-nodes 2 --devices 1 --wire real --label "two nodes, 1 Gbit/s" \\
         --output benchmarks/results/bucketing_1gbit.json
 
 Each case is a module whose layers sleep, as if an accelerator computed, on a wire of which latency and rate are given
@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from emulated import Sleep
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
-from machine import write_result
-from measuring import quartiles, spread
-from ranks import become_ranks, global_rank
-from slow_wire import SlowWire
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.emulated import Sleep
+from benchmarks.machine import write_result
+from benchmarks.measuring import quartiles, spread
+from benchmarks.ranks import become_ranks, global_rank
+from benchmarks.slow_wire import SlowWire
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tuning_report import TuningReport
 

@@ -1,6 +1,6 @@
 """What a checkpoint costs: how long training stands still for it, and how much longer it takes in all.
 
-    OMP_NUM_THREADS=1 python benchmarks/checkpoints.py --output benchmarks/results/checkpoints.json
+    OMP_NUM_THREADS=1 python -m benchmarks.checkpoints --output benchmarks/results/checkpoints.json
 
 Trains in turns without saving and with each way of saving, and compares within a turn. The stall is what
 `Trainer.save_checkpoint` takes; the whole cost is what a run with saves takes longer than one without, per save: for
@@ -17,11 +17,12 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from machine import write_result
-from measuring import add_arguments, check_arguments, fit, make_decoder, quartiles, spread
-from memory import forget_peak, held_at_peak, held_now
-from peers import FORMATS
-from ranks import become_ranks, global_rank
+
+from benchmarks.machine import write_result
+from benchmarks.measuring import add_arguments, check_arguments, fit, make_decoder, quartiles, spread
+from benchmarks.memory import forget_peak, held_at_peak, held_now
+from benchmarks.peers import FORMATS
+from benchmarks.ranks import become_ranks, global_rank
 
 WITHOUT = "zero1_custom"
 

@@ -1,7 +1,7 @@
 """Does training in fewer bits follow training in more? Loss curves of several ways, on the same data and seed.
 
-    python benchmarks/convergence.py --output benchmarks/results/convergence_bf16.json
-    python benchmarks/convergence.py --compare wire --output benchmarks/results/convergence_wire.json
+    python -m benchmarks.convergence --output benchmarks/results/convergence_bf16.json
+    python -m benchmarks.convergence --compare wire --output benchmarks/results/convergence_wire.json
 
 The byte-level GPT of examples/lm, on two local processes: "bf16-mixed" under `ddp` (parameters in fp32), "bf16-true"
 under `ddp` (everything in bfloat16), and "bf16-true" under `zero1_custom` (parameters and gradients in bfloat16, steps
@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from machine import write_result
+
+from benchmarks.machine import write_result
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lm"))
 

@@ -1,6 +1,6 @@
 """``zero3_custom`` beside FSDP2 written by hand: step time and memory, with the same units, under Lightning's Trainer.
 
-    OMP_NUM_THREADS=1 python benchmarks/full_sharding.py --output benchmarks/results/full_sharding.json
+    OMP_NUM_THREADS=1 python -m benchmarks.full_sharding --output benchmarks/results/full_sharding.json
 
 By hand means: ``configure_model`` calls ``fully_shard`` on each layer and on the decoder, under Lightning's
 ModelParallelStrategy. Step times are taken in turns (A B A B), as in step_time.py. Then each trains a few steps once
@@ -12,15 +12,15 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from live_bytes import LiveBytes
-from machine import write_result
-from measuring import add_arguments, check_arguments, fit, make_decoder, measure_in_turns
-from peers import FSDP2_BY_HAND
-from ranks import become_ranks, global_rank
-from step_time import summarize
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.live_bytes import LiveBytes
+from benchmarks.machine import write_result
+from benchmarks.measuring import add_arguments, check_arguments, fit, make_decoder, measure_in_turns
+from benchmarks.peers import FSDP2_BY_HAND
+from benchmarks.ranks import become_ranks, global_rank
+from benchmarks.step_time import summarize
 from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
 
 CONTENDERS = [FSDP2_BY_HAND, "zero3_custom"]

@@ -4,16 +4,14 @@ import contextlib
 import json
 import os
 import platform
-import shlex
-import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import COMMAND_VARIABLE
 
+from benchmarks.ranks import command_line
 from lightning_parstrat import __version__
 
 
@@ -29,7 +27,7 @@ def describe_machine() -> dict[str, Any]:
         **_gpu(),
         "measured": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Ranks that a program started know what the user typed.
-        "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(["python", *sys.argv]),
+        "command": command_line(),
     }
 
 

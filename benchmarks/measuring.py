@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated import EmulatedDecoder
-from gpt import Decoder, RandomTokens
 from lightning.pytorch import Callback, LightningModule, Trainer
-from peers import SINGLE_PROCESS, make_module, make_strategy, reason_to_leave_out
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.emulated import EmulatedDecoder
+from benchmarks.gpt import Decoder, RandomTokens
+from benchmarks.peers import SINGLE_PROCESS, make_module, make_strategy, reason_to_leave_out
 from lightning_parstrat.distributed.comm.collectives import Traffic
 
 

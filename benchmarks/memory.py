@@ -1,6 +1,6 @@
 """Peak memory of a rank under each strategy, in processes that run nothing else.
 
-    python benchmarks/memory.py --output benchmarks/results/memory.json
+    python -m benchmarks.memory --output benchmarks/results/memory.json
 
 On CPU: how much the resident set (RSS) has grown since before the module was made, in steady state and at its peak, as
 Linux counts it. A tiny fit under the same strategy comes first, so that libraries, threads and the process group are
@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from machine import write_result
-from measuring import add_arguments, check_arguments, fit, make_decoder
-from peers import PEERS, SINGLE_PROCESS, reason_to_leave_out
-from ranks import global_rank, run_local_ranks
+
+from benchmarks.machine import write_result
+from benchmarks.measuring import add_arguments, check_arguments, fit, make_decoder
+from benchmarks.peers import PEERS, SINGLE_PROCESS, reason_to_leave_out
+from benchmarks.ranks import global_rank, own_command, run_local_ranks
 
 # Micro-batches that allocate what later ones find there.
 SETTLING = 2
@@ -109,7 +110,7 @@ def measure_in_fresh_processes(name: str, arguments: argparse.Namespace) -> list
     with tempfile.TemporaryDirectory() as folder:
         worker = ["--worker", name, "--folder", folder]
         environment = RETURNING_MALLOC if arguments.malloc == "returning" else {}
-        code = run_local_ranks([sys.executable, *sys.argv, *worker], arguments.devices, environment)
+        code = run_local_ranks([*own_command(), *worker], arguments.devices, environment)
         if code != 0:
             sys.exit(code)
         return [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]

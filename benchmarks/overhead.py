@@ -1,16 +1,14 @@
 """What a strategy costs the processor: a model of many small tensors, with next to nothing to compute or to send.
 
-    python benchmarks/overhead.py --output benchmarks/results/overhead.json
-    python benchmarks/overhead.py --tensors 8 --parameters 100000 --steps 300 --output benchmarks/results/small.json
+    python -m benchmarks.overhead --output benchmarks/results/overhead.json
+    python -m benchmarks.overhead --tensors 8 --parameters 100000 --steps 300 --output benchmarks/results/small.json
 
 Two local processes train 300 tensors with 1 million parameters in all, in short runs of each strategy in turns; each
-run has processes of its own. Measured on rank 0 are
+run has processes of its own. Measured on rank 0 are each step's time, and what of it the main thread has computed
+(``processor_time``): neither waiting nor other threads.
 
-- each step's time, and what of it the main thread has computed (``processor_time``): neither waiting nor other threads;
-- the set-up, from the Trainer's creation to the first batch, with what is imported meanwhile, on the rank that was
-  started last: the other one waits for it;
-- the whole program, from start to end. A run that fails is made again, and counted: a process of plain `ddp` may abort
-  when it ends, where Gloo's threads outlive the interpreter.
+A run that fails is made again, and counted: a process of plain `ddp` may abort when it ends, where Gloo's threads
+outlive the interpreter.
 
 The ratio of medians has a bootstrap interval, in which runs, not steps, are drawn: steps of one run are no independent
 samples.
@@ -30,10 +28,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from machine import write_result
-from ranks import global_rank, run_local_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.machine import write_result
+from benchmarks.ranks import global_rank, run_local_ranks
 
 RESAMPLES = 2000
 MOST_FAILED = 3
@@ -82,7 +81,6 @@ def train(arguments: argparse.Namespace) -> None:
     steps = arguments.warm_up + arguments.steps + 1
     times = StepTimes(arguments.warm_up)
     data = TensorDataset(torch.randn(2 * 8 * steps, module.width))
-    began = time.perf_counter()
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -96,8 +94,6 @@ def train(arguments: argparse.Namespace) -> None:
         enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=8))
-    # Each rank: the one that was started last has not waited for the other in its set-up.
-    Path(f"{arguments.one_run}.{global_rank()}").write_text(json.dumps({"set_up": times.starts[0] - began}))
     if global_rank() == 0:
         found = {
             "step_time": times.kept(times.starts),
@@ -107,17 +103,14 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def measure(strategy: str, arguments: argparse.Namespace) -> dict[str, list[float]] | None:
-    """Seconds of one run, as rank 0 sees them: of each step, of the set-up, and of the program. None if it failed."""
+    """Seconds of one run, as rank 0 sees them: of each step. None if it failed."""
     shape = [str(value) for name in _SHAPE for value in (f"--{name.replace('_', '-')}", getattr(arguments, name))]
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "run.json"
-        command = [sys.executable, __file__, "--strategies", strategy, *shape, "--one-run", str(found)]
-        began = time.perf_counter()
-        code = run_local_ranks(command, 2)
-        if code:
-            return None
-        set_up = min(json.loads(Path(f"{found}.{rank}").read_text())["set_up"] for rank in range(2))
-        return {**json.loads(found.read_text()), "set_up": [set_up], "program": [time.perf_counter() - began]}
+        options = ["--strategies", strategy, *shape, "--one-run", str(found)]
+        code = run_local_ranks([sys.executable, "-m", "benchmarks.overhead", *options], 2)
+        measured: dict[str, list[float]] | None = None if code else json.loads(found.read_text())
+        return measured
 
 
 def ratio_with_interval(ours: list[list[float]], base: list[list[float]]) -> dict[str, Any]:
@@ -187,7 +180,7 @@ def main() -> None:
                     sys.exit(f"{failed[strategy]} runs of {strategy} have failed")
             runs[strategy].append(run)
     shape = {name: getattr(arguments, name) for name in _SHAPE}
-    times = ("step_time", "processor_time", "set_up", "program")
+    times = ("step_time", "processor_time")
     compared = {measured: compare(arguments.strategies, runs, measured) for measured in times}
     write_result({**shape, **compared, "failed_runs": failed}, arguments.output)
 

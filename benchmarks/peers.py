@@ -4,12 +4,12 @@ import importlib.util
 from typing import Any
 
 import torch
-from gpt import GPT
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from benchmarks.gpt import GPT
 from lightning_parstrat import ZeRO1Strategy
 
 SINGLE_PROCESS = "single_process"

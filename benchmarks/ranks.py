@@ -34,8 +34,18 @@ def rank_environment(
         # Otherwise each rank computes with as many threads as the machine has cores.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # A result file names the command that the user typed.
-        COMMAND_VARIABLE: os.environ.get(COMMAND_VARIABLE) or shlex.join(["python", *sys.argv]),
+        COMMAND_VARIABLE: command_line(),
     }
+
+
+def own_command() -> list[str]:
+    """What starts this program once more, as a module or a script, with the same arguments."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def command_line() -> str:
+    """What the user typed."""
+    return os.environ.get(COMMAND_VARIABLE) or shlex.join(["python", *sys.orig_argv[1:]])
 
 
 class RankGroup:
@@ -125,7 +135,7 @@ def become_ranks(nodes: int, devices: int) -> None:
     """
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ or nodes > 1 or devices == 1:
         return
-    sys.exit(run_local_ranks([sys.executable, *sys.argv], devices))
+    sys.exit(run_local_ranks(own_command(), devices))
 
 
 def global_rank() -> int:

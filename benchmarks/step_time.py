@@ -1,7 +1,7 @@
 """Step time of strategies through Lightning's Trainer, interleaved in one run (A B A B).
 
-On local processes:   python benchmarks/step_time.py --devices 2
-On two nodes:         sudo python benchmarks/two_nodes.py --rate 1gbit (see there), or on real ones with --num-nodes 2
+On local processes:   python -m benchmarks.step_time --devices 2
+On two nodes:         sudo python -m benchmarks.two_nodes --rate 1gbit (see there), or on real ones with --num-nodes 2
                       and RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT set as torchrun does
 
 A step's time is the wall time of a run of micro-batches divided by their number, so that whatever communication runs on
@@ -13,10 +13,10 @@ import argparse
 import statistics
 from typing import Any
 
-from machine import write_result
-from measuring import add_arguments, check_arguments, make_decoder, measure_in_turns, quartiles, spread
-from peers import PEERS, SINGLE_PROCESS
-from ranks import become_ranks, global_rank
+from benchmarks.machine import write_result
+from benchmarks.measuring import add_arguments, check_arguments, make_decoder, measure_in_turns, quartiles, spread
+from benchmarks.peers import PEERS, SINGLE_PROCESS
+from benchmarks.ranks import become_ranks, global_rank
 
 
 def summarize(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """How exact a gradient is that micro-batches give under "bf16-true", beside the mean in fp64.
 
-    OMP_NUM_THREADS=1 python benchmarks/sums_in_16_bits.py --output benchmarks/results/sums_in_16_bits.json
+    OMP_NUM_THREADS=1 python -m benchmarks.sums_in_16_bits --output benchmarks/results/sums_in_16_bits.json
 
 Two CPU ranks, one parameter. Each micro-batch of each rank has a random gradient that bf16 holds exactly.
 """
@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from machine import describe_machine
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from benchmarks.machine import describe_machine
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 
 ELEMENTS, RANKS = 20_000, 2

@@ -1,8 +1,8 @@
 """Two nodes on one machine, joined by a link as slow as wanted: network namespaces, a veth pair and `tc`.
 
-    sudo python benchmarks/two_nodes.py --rate 1gbit
-    sudo python benchmarks/two_nodes.py --rate 1gbit -- --strategies ddp zero1_custom zero2_custom --accumulate 4
-    sudo python benchmarks/two_nodes.py --rate 200mbit --ranks-per-node 2 -- python train.py --num-nodes 2 --devices 2
+    sudo python -m benchmarks.two_nodes --rate 1gbit
+    sudo python -m benchmarks.two_nodes --rate 1gbit -- --strategies ddp zero1_custom zero2_custom --accumulate 4
+    sudo python -m benchmarks.two_nodes --rate 200mbit --ranks-per-node 2 -- python train.py --num-nodes 2 --devices 2
 
 What follows `--` runs as every rank, with the variables that torchrun sets; where it begins with an option, it is
 passed to step_time.py, which runs by default. Each node has one core, which its ranks share. Needs root, iproute2 and
@@ -17,10 +17,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
-from ranks import RankGroup, clean_up_on_sigterm, rank_environment
+from benchmarks.ranks import RankGroup, clean_up_on_sigterm, rank_environment
 
 _UNITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _INTERFACE = "link0"
@@ -111,7 +110,7 @@ def command_of_ranks(rest: Sequence[str], rate: str, ranks_per_node: int) -> lis
         return list(rest)
     ranks = "one rank" if ranks_per_node == 1 else f"{ranks_per_node} ranks"
     return [
-        *(sys.executable, str(Path(__file__).resolve().parent / "step_time.py")),
+        *(sys.executable, "-m", "benchmarks.step_time"),
         *("--num-nodes", "2", "--devices", str(ranks_per_node), "--bandwidth", f"{bits_per_second(rate):.0f}"),
         *("--label", f"two nodes in network namespaces, one core and {ranks} each, {rate}"),
         *rest,

@@ -1,6 +1,6 @@
 """Do the ranks still hold the same weights when a layer is unfrozen in the middle of a training?
 
-    OMP_NUM_THREADS=1 python benchmarks/unfrozen.py --output benchmarks/results/unfrozen.json
+    OMP_NUM_THREADS=1 python -m benchmarks.unfrozen --output benchmarks/results/unfrozen.json
 
 A small module trains for four epochs on two local processes. Its first layer is frozen when training begins and
 unfrozen before the third epoch: by the module's own `on_train_epoch_start`, or by Lightning's `BackboneFinetuning`.
@@ -19,11 +19,12 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from machine import write_result
-from peers import SINGLE_PROCESS
-from ranks import become_ranks, global_rank
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+from benchmarks.machine import write_result
+from benchmarks.peers import SINGLE_PROCESS
+from benchmarks.ranks import become_ranks, global_rank
 
 RANKS, EPOCHS, UNFREEZE_AT = 2, 4, 2
 BATCHES, BATCH_SIZE = 8, 4

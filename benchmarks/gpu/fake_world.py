@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
-from ranks import rank_environment
-
-from benchmarks.scale.events import Kind
+from benchmarks.ranks import rank_environment
 from benchmarks.scale.playing import playing
-from benchmarks.scale.recorder import Recorder
-from benchmarks.scale.wires import NCCL
+from benchmarks.scale.recorder import Kind, Recorder
 from lightning_parstrat.distributed.profiling import marked
 
 RANKS_PER_NODE = 8
@@ -23,16 +20,10 @@ RANKS_PER_NODE = 8
 class QuietRecorder(Recorder):
     """Shows launches to torch's profiler alone, and takes as little of the host's time as it can."""
 
-    def __init__(self) -> None:
-        super().__init__(NCCL)
-
-    def launch(self, group: int, kind: Kind, *_: object) -> int:
+    def launch(self, group: int, kind: Kind, *_: object) -> None:
         # As torch names those of its own groups.
         with marked(f"c10d::{kind} of {self.groups[group]}, played"):
-            return 0
-
-    def wait(self, number: int) -> None:
-        """Nothing is under way."""
+            pass
 
 
 @contextmanager

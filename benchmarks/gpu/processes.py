@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from ranks import clean_up_on_sigterm, free_port, rank_environment
+from benchmarks.ranks import clean_up_on_sigterm, free_port, rank_environment
 
 _GRACE = 5.0
 _KEPT_LINES = 30

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main() -> None:
     """Goes on as a module of the repository, whatever the folder and the interpreter that this was started with."""
-    paths = [str(ROOT), str(ROOT / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault("PARSTRAT_BENCHMARK_COMMAND", shlex.join(["python3", *sys.argv]))
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks.gpu.program", *sys.argv[1:]])

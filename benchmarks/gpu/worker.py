@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from machine import describe_machine
 
 from benchmarks.gpu.clocks import CPUMemory, HostTime, Launches, Operators, StepTime
 from benchmarks.gpu.contenders import Task, clean_up, computing_seconds, fit, silence
@@ -20,6 +19,7 @@ from benchmarks.gpu.fake_world import fake_world
 from benchmarks.gpu.model import SIZES
 from benchmarks.gpu.namespace import lightning
 from benchmarks.gpu.rows import Row
+from benchmarks.machine import describe_machine
 
 _COUNTED_STEPS = 2
 

@@ -1,116 +1,127 @@
-"""The laboratory in one go: what a training costs from 2 to 1,024 ranks, in about ten minutes on two cores.
+"""One process plays one rank of up to 1,024 through a training, and counts what that costs.
 
-    make scale
+    python -m benchmarks.scale.run --output benchmarks/results/scale_counts.json       # make scale
+    python -m benchmarks.scale.run --sizes 64 1024 --planes nccl --ways zero1 --no-calls
 
-- One process plays one rank of up to 1,024 and counts launches, waits, messages, calls, metadata (``fake_ranks.py``).
-- Real ranks, forked from one process, are counted over Gloo: sockets and processor time (``real_ranks.py``).
-- Steps of two models are played through on a model of NCCL (``study.py``, ``cap_study.py``), in shard groups as a
-  played rank has recorded them (``group_study.py``).
-
-Writes ``scale_counts.json``, ``scale_nccl.json``, ``scale_caps.json``, ``scale_whole.json`` (parameters that stay
-uncut) and ``scale_groups.json`` into the folder of results, draws the picture of the page on scale, and prints how
-every counter of a step grows, and that page's table of the other phases.
+The Trainer, the strategy and everything below are the real ones; process groups are those of ``played_group.py``, which
+send nothing. Writes the counters of every phase as JSON, and prints the tables of the page on scale. Nothing is timed.
 """
 
 import argparse
+import itertools
 import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-ROOT = Path(__file__).resolve().parents[2]
-# Scripts beside each other, which import each other so.
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks.machine import write_result
+from benchmarks.scale.estimate import table as estimates
+from benchmarks.scale.playing import Plane
+from benchmarks.scale.recorder import Recorder
+from benchmarks.scale.training import Save, StrategyName, Training, play
+from lightning_parstrat.core.layout import Partition
 
-from machine import write_result  # noqa: E402
-from ranks import COMMAND_VARIABLE  # noqa: E402
+SIZES = (8, 64, 1024)
+WAYS: dict[str, tuple[StrategyName, Save | None]] = {
+    "zero1": ("zero1_custom", None),
+    "full": ("zero1_custom", "full"),
+    "sharded": ("zero1_custom", "sharded"),
+    "ddp": ("ddp", None),
+}
+"""What trains, and how it saves."""
+_PHASES = ("setup", "replan", "step")
+SHOWN = {
+    "messages sent": "messages",
+    "bytes sent": "sent_bytes",
+    "pickled bytes received": "metadata_bytes",
+    "largest buffer, bytes": "largest_receive_bytes",
+    "Python calls": "calls",
+}
 
-from benchmarks.scale.phases import markdown, rows  # noqa: E402
 
-PLAYED = (2, 8, 64, 512, 1024)
-SAVED = (8, 64, 512, 1024)
-OTHER = 5
-"""A rank that is not rank 0, in a save; those of other numbers do the same."""
-FORKED = (2, 8, 32)
-GROWTH = (64, 1024)
-
-
-def program(name: str, *arguments: str) -> None:
-    """Runs one part of the laboratory; what it prints is shown."""
-    print(f"{name} {' '.join(arguments)}", flush=True)
-    subprocess.run([sys.executable, "-m", f"benchmarks.scale.{name}", *arguments], cwd=ROOT, check=True)
+def growth(by_size: Mapping[int, int]) -> float:
+    """The power of the number of ranks by which a counter grows, from 64 on where two sizes are as large."""
+    large = [size for size in sorted(by_size) if size >= 64]
+    sizes = large if len(large) > 1 else sorted(by_size)
+    few, many = by_size[sizes[0]], by_size[sizes[-1]]
+    if not few:
+        return math.inf if many else 0.0
+    return math.log(many / few) / math.log(sizes[-1] / sizes[0]) if many and len(sizes) > 1 else 0.0
 
 
-def played(
-    folder: Path, strategy: str, sizes: tuple[int, ...], planes: tuple[str, ...], *more: str, rank: int = 0
-) -> dict[str, Any]:
-    """Counters of a rank by plane, size and phase."""
-    output = folder / "played.json"
-    asked = ["--strategy", strategy, "--sizes", *map(str, sizes), "--planes", *planes]
-    # In a save, what other ranks hear from rank 0 is known when that has been played.
-    asked += ["--ranks", "0", str(rank)] if rank else []
-    program("fake_ranks", *asked, *more, "--output", str(output))
-    found = json.loads(output.read_text())
-    return {
-        plane: {
-            str(one["size"]): {"counters": one["counters"], "sockets": one["sockets"]}
-            for one in found[plane]["played"]
-            if one["rank"] == rank
+def count(training: Training, size: int, rank: int, plane: Plane, counts_calls: bool) -> dict[str, Any]:
+    """Plays a rank, in this process, which must be in no process group, and gives the counters of each phase."""
+    recorder = Recorder()
+    with recorder.counting_calls() if counts_calls else nullcontext():
+        play(training, recorder, rank, size, plane)
+    counters = {phase: counted.as_dict() for phase, counted in recorder.counters.items() if phase != "end"}
+    which = {"strategy": training.strategy, "plane": plane, "save": training.save, "size": size, "rank": rank}
+    return {**which, "counters": counters}
+
+
+def rows(played: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[int, int]]]:
+    """What each phase of ``zero1_custom`` costs rank 0: saves and loads over NCCL, as that makes no difference."""
+    for title, plane, phase, save in [
+        *((f"{phase}, {plane.upper()}", plane, phase, None) for phase in _PHASES for plane in get_args(Plane)),
+        *((f"{of} save", "nccl", f"{of} save", of) for of in get_args(Save)),
+        *((f"load, {of}", "nccl", "load", of) for of in get_args(Save)),
+    ]:
+        found = {
+            one["size"]: one["counters"][phase]
+            for one in played
+            if (one["strategy"], one["rank"], one["plane"]) == ("zero1_custom", 0, plane)
+            if save in (None, one["save"]) and phase in one["counters"]
         }
-        for plane in planes
-    }
+        for name, counter in SHOWN.items() if found else ():
+            yield f"{title}: {name}", {size: found[size][counter] for size in found}
 
 
-def growth(folder: Path, *more: str) -> dict[str, Any]:
-    """The exponents of all counters, by plane and phase."""
-    output = folder / "growth.json"
-    program("fake_ranks", "--sizes", *map(str, GROWTH), *more, "--output", str(output))
-    found = json.loads(output.read_text())
-    return {plane: of_plane["exponents"] for plane, of_plane in found.items() if plane != "asked"}
+def markdown(table: Sequence[tuple[str, Mapping[int, int]]]) -> Iterator[str]:
+    """The lines of the table; a counter that is 0 everywhere has none."""
+    sizes = sorted(table[0][1])
+    yield f"| Rank 0 | {' | '.join(f'{size:,}' for size in sizes)} | grows by |"
+    yield "|---" * (len(sizes) + 2) + "|"
+    for title, by_size in table:
+        if any(by_size.values()):
+            cells = [f"{number:,}" if number < 100_000 else f"{number / 1000:,.0f}k" for number in by_size.values()]
+            yield f"| {title} | {' | '.join(cells)} | N^{round(growth(by_size), 2) + 0.0:.2f} |"
 
 
-def forked(folder: Path) -> dict[str, Any]:
-    """Sockets of a rank and its processor time in a settled step, by strategy and size: medians over ranks."""
-    output = folder / "forked.json"
-    program("real_ranks", "--sizes", *map(str, FORKED), "--output", str(output))
-    return {
-        strategy: {
-            size: {name: statistics.median(rank[name] for rank in ranks) for name in ("sockets", "cpu_seconds")}
-            for size, ranks in by_size.items()
-        }
-        for strategy, by_size in json.loads(output.read_text()).items()
-    }
-
-
-def main() -> None:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs/pictures/scale.svg")
-    options = parser.parse_args()
-    os.environ[COMMAND_VARIABLE] = "make scale"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        counted = {
-            "forked": forked(folder),
-            "zero1_custom": played(folder, "zero1_custom", PLAYED, ("gloo", "nccl")),
-            "ddp": played(folder, "ddp", PLAYED, ("nccl",)),
-            **{
-                f"{save} save{of}": played(folder, "zero1_custom", SAVED, ("nccl",), "--save", save, rank=rank)
-                for save in ("full", "sharded")
-                for of, rank in (("", 0), (" of another rank", OTHER))
-            },
-            "exponents_64_to_1024": growth(folder, "--planes", "gloo", "nccl"),
-        }
-    write_result(counted, options.results / "scale_counts.json")
-    program("study", "--output", str(options.results / "scale_nccl.json"), "--picture", str(options.picture))
-    program("cap_study", "--output", str(options.results / "scale_caps.json"))
-    program("whole_study", "--output", str(options.results / "scale_whole.json"))
-    program("group_study", "--output", str(options.results / "scale_groups.json"))
-    print(*markdown(rows(options.results)), sep="\n")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[0], help="which are played; 0 first")
+    parser.add_argument("--planes", choices=get_args(Plane), nargs="+", default=get_args(Plane))
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=["full", "sharded", "ddp"], help="what is trained")
+    parser.add_argument("--shard-group", type=int, help="how many ranks share a copy; by default all")
+    parser.add_argument("--partition", choices=get_args(Partition), help="of zero1_custom")
+    parser.add_argument("--no-calls", action="store_true", help="do not count calls of Python functions: faster")
+    parser.add_argument("--output", type=Path, help="where to write the counters")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Plays all that is asked for one after the other."""
+    asked = _parse(arguments)
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    given = {"partition": asked.partition, "shard_group": asked.shard_group}
+    of_strategy = {name: value for name, value in given.items() if value is not None}
+    played = []
+    # In a save, what other ranks hear from rank 0 is known when that has been played.
+    for plane, way, rank, size in itertools.product(asked.planes, asked.ways, asked.ranks, asked.sizes):
+        if rank < size:
+            training = Training(*WAYS[way], of_strategy)
+            played.append(count(training, size, rank, plane, not asked.no_calls))
+    table = list(rows(played))
+    if asked.output is not None:
+        write_result({"asked": json.loads(json.dumps(vars(asked), default=str)), "played": played}, asked.output)
+    print(*(markdown(table) if table else ()), "", *estimates(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from machine import describe_machine
+from benchmarks.machine import describe_machine
 
 RANKS = 2
 CLIP = 0.6

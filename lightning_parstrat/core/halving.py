@@ -14,7 +14,7 @@ MOST_BY_PAIRS = 32
 """Up to so many ranks, each sends every other one a message, which takes one latency and no partial sums.
 
 Real ranks over Gloo: of processor time in a step, rounds take a quarter less than pairs at 64 ranks, as much at 32, and
-more at 8 (``benchmarks/results/scale_exchange.json``).
+more at 8.
 """
 
 LARGEST_ROUND = 8

@@ -128,8 +128,8 @@ class ShardGroups(NamedTuple):
 def advised_size(world_size: int) -> int | None:
     """How many ranks of a GPU cluster should share a copy, where a ring of all takes longer than is hidden.
 
-    By the laboratory's model of NCCL: groups of 32 to 64 expose about what DDP does from 128 ranks on, where one group
-    of all exposes more with every doubling. Of those sizes the largest, which holds least.
+    By an estimate (``benchmarks/scale/estimate.py``), groups of 32 to 64 expose about as much from 128 ranks on,
+    where one group of all exposes more with every doubling. Of those sizes the largest, which holds least.
 
     Args:
         world_size: Number of ranks.

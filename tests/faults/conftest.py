@@ -3,14 +3,14 @@
 import json
 import os
 import shlex
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.machine import describe_machine
+
 TARGET = os.environ.get("PARSTRAT_KILLS_RESULT")
 COUNTED = ("strategy", "saving", "world_size", "whole_job", "point", "hit", "resumed_after_step")
 
@@ -30,10 +30,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     # Of several workers, the process that hears of all reports.
     if TARGET is None or hasattr(session.config, "workeroutput"):
         return
-    # Scripts beside each other, which import each other so.
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from machine import describe_machine
-
     variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("PARSTRAT_KILLS")]
     command = " ".join([*variables, "python -m pytest", shlex.join(session.config.invocation_params.args)])
     counts = {name: Counter(str(kill[name]) for kill in _killed) for name in COUNTED}

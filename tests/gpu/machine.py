@@ -1,17 +1,14 @@
 """Prints where the tests run, as one line of JSON."""
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import describe_machine
+
 
 def describe() -> dict[str, Any]:
-    sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-    from machine import describe_machine
-
     found = describe_machine()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -1,21 +1,16 @@
 """Trainings whose layers sleep, on an emulated wire: what buckets gain there is known."""
 
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 # What users measure with is what the tests train.
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-_benchmark: Any = importlib.import_module("bucketing")
-_slow_wire: Any = importlib.import_module("slow_wire")
+from benchmarks.bucketing import Case, SleepingLayers
+from benchmarks.slow_wire import SlowWire
 
-Case = _benchmark.Case
-SleepingLayers = _benchmark.SleepingLayers
+__all__ = ["CASES", "SleepingLayers", "slow_wire"]
 
-CASES: dict[str, Any] = {
+CASES: dict[str, Case] = {
     "many small tensors": Case([10_000] * 30, 0.03, 2e-3, 1.6e-8),
     "late large tensor": Case([600_000, *[20_000] * 20], 0.04, 1e-3, 1.6e-8, by_size=False),
     "delay per collective": Case([100_000] * 12, 0.04, 8e-3, 1.6e-8),
@@ -26,4 +21,4 @@ CASES: dict[str, Any] = {
 
 def slow_wire(case: Any) -> Any:
     """A process group of this process's ranks, as slow as the case's wire."""
-    return _slow_wire.SlowWire(dist.group.WORLD, case.latency_seconds, case.seconds_per_byte)
+    return SlowWire(dist.group.WORLD, case.latency_seconds, case.seconds_per_byte)
