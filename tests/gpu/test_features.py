@@ -1,4 +1,4 @@
-"""What needs a GPU, or may go wrong on one, at world size 1: compilers, captured graphs, saves in training."""
+"""What needs a GPU, or may go wrong on one, at world size 1: captured graphs, saves in training."""
 
 import copy
 from collections.abc import Callable
@@ -7,162 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests import devices
 from tests.comparing import assert_same
 from tests.gpu.trainings import Layers, fit
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.late import delayed, late
-from tests.strategies.parity import Run, by_flag, largest_difference, train
+from tests.strategies.odd import Blocks
+from tests.strategies.parity import by_flag, largest_difference, train
 
 STRATEGIES: dict[str, Callable[..., Any]] = {"by flag": by_flag, "late": late, "delayed": delayed}
-# Kernels that a compiler makes sum in another order.
+# Captured kernels may sum in another order.
 TOLERANCE = 1e-4
-
-
-class Block(nn.Sequential):
-    """A class of its own: in place, torch's compiles nothing."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return super().forward(hidden)
-
-
-class Blocks(zoo.Zoo):
-    """A trunk of two blocks alike between two layers."""
-
-    def build(self) -> None:
-        self.first = nn.Linear(zoo.FEATURES, 16)
-        self.blocks = nn.ModuleList(Block(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(2))
-        self.last = nn.Linear(16, 1)
-
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return block(hidden)
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        hidden = self.first(batch)
-        for block in self.blocks:
-            hidden = hidden + self.run_block(block, hidden)
-        return (self.last(hidden) - batch.mean(1, keepdim=True)).square().mean()
-
-
-class CompiledBlocks(Blocks):
-    """As the documentation advises: a block at a time, in place."""
-
-    def build(self) -> None:
-        super().build()
-        for block in self.blocks:
-            block.compile(backend=compiler())
-
-
-class CompiledAndCheckpointed(CompiledBlocks):
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return checkpoint(block, hidden, use_reentrant=False)
-
-
-class ReentrantCheckpoints(Blocks):
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return checkpoint(block, hidden, use_reentrant=True)
-
-
-class Checkpoints(Blocks):
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        return checkpoint(block, hidden, use_reentrant=False)
-
-
-class Attends(Blocks):
-    """By the kernels that torch chooses for the device, of which some exist for 16 bits alone."""
-
-    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        heads = hidden.view(-1, 4, 4).unsqueeze(0)
-        return block(F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).reshape(hidden.shape))
-
-
-def capturable(parameters: Any) -> torch.optim.Optimizer:
-    """A rate that lies on the device, as it must where steps are captured."""
-    rate = torch.tensor(1e-2, device=devices.device())
-    return torch.optim.AdamW(parameters, lr=rate, eps=1e-4, capturable=devices.kind() == "cuda")
-
-
-def compiler() -> str:
-    return "inductor" if devices.kind() == "cuda" else "aot_eager"
-
-
-def compiled_as_a_whole() -> Any:
-    return torch.compile(Blocks(), backend=compiler())
-
-
-MODULES: dict[str, Callable[[], Any]] = {
-    "compiled blocks": CompiledBlocks,
-    "compiled as a whole": compiled_as_a_whole,
-    "compiled and checkpointed": CompiledAndCheckpointed,
-    "reentrant checkpoints": ReentrantCheckpoints,
-    "checkpoints": Checkpoints,
-    "attention": Attends,
-    "recurrent": zoo.Recurrent,
-    "a rate on the device": lambda: zoo.Attention(capturable),
-}
-
-
-def train_compiled(name: str, strategy: Any, **arguments: Any) -> Run:
-    """Trains one of :data:`MODULES`, and looks whether something was compiled if its name says so."""
-    # Else it would find what was compiled before.
-    torch.compiler.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    run = train(MODULES[name], strategy, gradient_clip_val=0.1, validate=True, **arguments)
-    assert (counters["stats"]["unique_graphs"] > 0) == ("compiled" in name), counters
-    torch.compiler.reset()
-    return run
-
-
-def compare(name: str, strategy: str, precision: str) -> float:
-    expected = train_compiled(name, None, precision=precision)
-    return largest_difference(train_compiled(name, STRATEGIES[strategy](), precision=precision), expected)
-
-
-def compile_something() -> float:
-    return float(torch.compile(lambda one: one.sin() + 1, backend=compiler())(torch.zeros((), device=devices.device())))
-
-
-@pytest.fixture(scope="module")
-def compiles(ranks: RankPool) -> str:
-    """Why nothing can be compiled here; empty where it can."""
-    try:
-        ranks.run(1, compile_something)
-    except AssertionError as error:
-        return str(error)[-300:]
-    return ""
-
-
-# Compiling takes long, and waits for nothing that arrives by itself.
-GRID = [
-    (name, strategy) for name in MODULES for strategy in STRATEGIES if (name[:8], strategy) != ("compiled", "delayed")
-]
-
-
-@pytest.mark.parametrize(("name", "strategy"), slow_unless(lambda name, _: name == "checkpoints", GRID))
-def test_trains_as_a_single_device_does(ranks: RankPool, compiles: str, name: str, strategy: str) -> None:
-    if compiles and "compiled" in name:
-        pytest.skip(f"torch.compile does not work here: {compiles}")
-    (difference,) = ranks.run(1, compare, name, strategy, "32-true")
-    assert difference <= TOLERANCE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["compiled blocks", "attention", "recurrent"])
-def test_trains_as_a_single_device_does_in_mixed_precision(ranks: RankPool, compiles: str, name: str) -> None:
-    if compiles and "compiled" in name:
-        pytest.skip(f"torch.compile does not work here: {compiles}")
-    (difference,) = ranks.run(1, compare, name, "late", "bf16-mixed")
-    assert difference <= 2e-2
 
 
 class Captured(Blocks):
@@ -170,7 +31,7 @@ class Captured(Blocks):
 
     def capture(self) -> None:
         for block in self.blocks:
-            sample = torch.randn(4, 16, device=devices.device(), requires_grad=True)
+            sample = torch.randn(4, zoo.FEATURES, device=devices.device(), requires_grad=True)
             torch.cuda.make_graphed_callables(block, (sample,))
 
     def on_train_start(self) -> None:

@@ -4,12 +4,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
 from tests import devices
 from tests.gpu.trainings import Layers, MostHeld, allocated, fit, fused
 from tests.pool import RankPool
-from tests.strategies.parity import by_flag
+from tests.strategies.parity import by_flag, zero3
 
 WITHIN = 0.03
 PER_PARAMETER = {"32-true": 16, "bf16-mixed": 16, "bf16-true": 18}
@@ -59,3 +61,27 @@ def test_memory_is_that_of_the_formula(ranks: RankPool, precision: str) -> None:
         assert abs(found.held - formula) <= WITHIN * formula, found
         assert abs(found.peak - most) <= WITHIN * most, (found, most)
         assert found.left <= WITHIN * found.parameters, found
+
+
+def measure_zero3(width: int, number: int, precision: str) -> tuple[int, int, int, int]:
+    """What the formula says of a rank between steps and at most, and what it held."""
+    let_libraries_allocate()
+    measuring = MostHeld(allocated())
+    fit(Layers(width, number, make_optimizer=fused), zero3(), callbacks=[measuring], precision=precision)
+    units = [GatheredUnit([(width, width), (width,)])] * number
+    sharded = FullySharded(GatheredUnit([]), units, dist.get_world_size())
+    held = sharded.held_bytes(dist.get_rank(), 4, 8)
+    # Without a second copy of all weights under autocast.
+    sizes = ItemSizes(gathered=2) if precision == "bf16-mixed" else ItemSizes()
+    return held.total, sharded.peak_bytes(held, sizes, accumulates=False), measuring.held, measuring.peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_memory_of_two_ranks_is_that_of_the_formula(two: RankPool, precision: str) -> None:
+    shape = (1024, 96) if two.device == "cuda" else (64, 8)
+    for held, peak, found, most in two.run(2, measure_zero3, *shape, precision):
+        assert 0 < held < peak
+        if two.device == "cuda":
+            assert abs(found - held) <= WITHIN * held, (found, held)
+            assert most <= (1 + WITHIN) * peak, (most, peak)

@@ -17,11 +17,8 @@ from tests.strategies.cases import FP32
 from tests.strategies.late import LateZeRO1, delayed, late
 from tests.strategies.parity import (
     Run,
-    by_flag,
     largest_difference,
     make_trainer,
-    train,
-    zero1,
 )
 
 KINDS: dict[str, Callable[..., LateZeRO1]] = {"until waited for": late, "for a while": delayed}
@@ -132,47 +129,3 @@ def read_too_early() -> bool:
 def test_what_is_read_past_the_guard_is_nan(ranks: RankPool) -> None:
     """Else the other tests here would pass whatever the package does."""
     assert ranks.run(1, read_too_early) == [True]
-
-
-def default_and_plain(precision: str) -> float:
-    """By flag, with the shortcuts that world size 1 may take."""
-    expected = train(lambda: zoo.Attention(), None, precision=precision, gradient_clip_val=0.1)
-    actual = train(lambda: zoo.Attention(), by_flag(master_weights=False), precision=precision, gradient_clip_val=0.1)
-    return largest_difference(actual, expected)
-
-
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-mixed", marks=pytest.mark.slow)])
-def test_by_flag_a_single_rank_trains_as_a_single_device_does(ranks: RankPool, precision: str) -> None:
-    (difference,) = ranks.run(1, default_and_plain, precision)
-    assert difference <= (FP32 if precision == "32-true" else 1e-3)
-
-
-def train_wires(gather_dtype: str | None, reduce_dtype: str | None) -> tuple[float, float]:
-    policy = {"gather_dtype": gather_dtype, "reduce_dtype": reduce_dtype}
-    prompt = train(lambda: zoo.Attention(), zero1(**policy), gradient_clip_val=0.1)
-    return tuple(
-        largest_difference(train(lambda: zoo.Attention(), kind(**policy), gradient_clip_val=0.1), prompt)
-        for kind in KINDS.values()
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gather_dtype", ["bf16", None])
-@pytest.mark.parametrize("reduce_dtype", ["bf16", None])
-def test_narrow_wires_change_no_more_where_they_are_late(
-    ranks: RankPool, gather_dtype: str | None, reduce_dtype: str | None
-) -> None:
-    (differences,) = ranks.run(1, train_wires, gather_dtype, reduce_dtype)
-    assert max(differences) <= FP32
-
-
-def train_with_master_weights(kind: str) -> float:
-    prompt = train(lambda: zoo.Attention(), zero1(), precision="bf16-true", gradient_clip_val=0.1)
-    slow = train(lambda: zoo.Attention(), KINDS[kind](), precision="bf16-true", gradient_clip_val=0.1)
-    return largest_difference(slow, prompt)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_master_weights_are_as_late_as_others(ranks: RankPool, kind: str) -> None:
-    assert ranks.run(1, train_with_master_weights, kind)[0] <= FP32

@@ -12,7 +12,7 @@ import torch
 from tests.gpu.trainings import STEADY, Layers, check_waits, host_waits, waits_of
 from tests.pool import RankPool
 from tests.strategies.late import LateZeRO1
-from tests.strategies.parity import by_flag
+from tests.strategies.parity import by_flag, zero3
 
 TRAININGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -31,6 +31,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "by flag": by_flag,
     # As with several ranks, where nothing is skipped.
     "path of several ranks": lambda: by_flag(LateZeRO1),
+    "zero3": zero3,
 }
 
 

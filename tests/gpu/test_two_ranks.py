@@ -1,6 +1,6 @@
 """Two ranks over NCCL, on one GPU if need be, each as a host of its own; skipped where NCCL refuses that.
 
-Transfers set off and arrive after random sleeps of the device, different on each rank.
+The tables of trainings have what two ranks train. Here are waits, and failures.
 """
 
 import os
@@ -9,37 +9,19 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 
-from tests.comparing import distance
 from tests.gpu.run import ROOT
-from tests.gpu.trainings import Layers, check_waits, clip_with_fused, fit, fused, parameters_on_host, waits_of
+from tests.gpu.trainings import Layers, check_waits, fit, waits_of
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.cases import FP32, FP64
-from tests.strategies.late import delayed
-from tests.strategies.parity import by_flag, ddp, largest_difference, train, zero1
-from tests.strategies.test_ddp import tune_with_tiny_buckets
-
-
-def train_on_narrow_wires(policy: dict[str, Any]) -> tuple[float, float]:
-    expected = train(lambda: zoo.Attention(), ddp(), gradient_clip_val=0.1)
-    prompt, slow = (train(lambda: zoo.Attention(), kind(**policy), gradient_clip_val=0.1) for kind in (zero1, delayed))
-    return largest_difference(prompt, expected), largest_difference(slow, prompt)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "policy", [{"reduce_dtype": "bf16"}, {"gather_dtype": "bf16"}, {"gather_dtype": "bf16", "partition": "parameter"}]
-)
-def test_narrow_wires_round_and_nothing_else(two: RankPool, policy: dict[str, Any]) -> None:
-    for rounded, late in two.run(2, train_on_narrow_wires, policy):
-        assert 0 < rounded <= 0.05 and late <= FP32
+from tests.strategies.cases import FP64
+from tests.strategies.parity import by_flag, ddp, largest_difference, train, zero3
 
 
 def synchronise_batch_norm() -> tuple[float, float]:
@@ -57,63 +39,24 @@ def test_batch_norm_is_synchronised_as_under_ddp(two: RankPool, cuda: str) -> No
         assert difference <= FP64 and without > 1e-3
 
 
-# What moves in memory before the third step, and what stays.
-CHOICES: tuple[dict[str, Any], ...] = (
-    {},
-    {"bucket_order": "registration", "overlap_param_gather": False},
-    {"max_inflight_buckets": 1, "partition": "parameter"},
-    {"shard_group": 1},
-)
+STRATEGIES: dict[str, Callable[[], Any]] = {"zero1": lambda: by_flag(bucket_cap_mb=0.5), "zero3": zero3}
 
 
-def compare_layers(precision: str, policy: dict[str, Any]) -> tuple[float, float]:
-    trained = []
-    for strategy in (ddp(), by_flag(bucket_cap_mb=0.5, master_weights="auto", **policy)):
-        if precision == "bf16-true" and trained:
-            strategy = by_flag(bucket_cap_mb=0.5, master_weights=False, **policy)
-        torch.manual_seed(0)
-        module = Layers(256, 8, 16, fused)
-        fit(module, strategy, precision=precision, gradient_clip_val=clip_with_fused(precision))
-        trained.append(parameters_on_host(module))
-    return distance(trained[1], trained[0]), max(float(one.abs().max()) for one in trained[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(CHOICES)))
-@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-4), ("bf16-mixed", 5e-3), ("bf16-true", 4e-2)])
-def test_a_larger_training_is_ddps(two: RankPool, precision: str, tolerance: float, number: int) -> None:
-    for difference, largest in two.run(2, compare_layers, precision, CHOICES[number]):
-        assert difference <= tolerance * largest
-
-
-TUNED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "clipped": (zoo.MLP, {}, {"gradient_clip_val": 0.05}),
-    "accumulated": (zoo.MLP, {}, {"accumulate_grad_batches": 2}),
-    "bf16-mixed": (zoo.MLP, {}, {"precision": "bf16-mixed"}),
-    "unused are found": (zoo.Unused, {"find_unused_parameters": True}, {}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TUNED)
-def test_buckets_that_are_tuned_change_no_result(two: RankPool, name: str) -> None:
-    for difference, kinds, verdict in two.run(2, tune_with_tiny_buckets, *TUNED[name]):
-        assert difference <= FP32 and kinds > 1
-        assert verdict in ("tuned", "default is best")
-
-
-def count_waits(path: str, accumulate: int) -> tuple[Counter[str], Counter[str], int]:
-    rank_path = Path(f"{path}-{os.environ.get('NODE_RANK', os.getpid())}.json")
+def count_waits(path: str, strategy: str, accumulate: int) -> tuple[Counter[str], Counter[str], int]:
+    rank_path = Path(f"{path}-{dist.get_rank()}.json")
     arguments: dict[str, Any] = {"gradient_clip_val": 1.0, "accumulate_grad_batches": accumulate}
     expected, _ = waits_of(None, rank_path, lambda: Layers(256, 8), **arguments)
-    found, launched = waits_of(by_flag(bucket_cap_mb=0.5), rank_path, lambda: Layers(256, 8), **arguments)
+    found, launched = waits_of(STRATEGIES[strategy](), rank_path, lambda: Layers(256, 8), **arguments)
     return expected, found, launched
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_no_steady_step_has_the_host_wait_for_the_device(two: RankPool, tmp_path: Path, accumulate: int) -> None:
-    for counted in two.run(2, count_waits, str(tmp_path / "trace"), accumulate):
+def test_no_steady_step_has_the_host_wait_for_the_device(
+    two: RankPool, tmp_path: Path, accumulate: int, strategy: str
+) -> None:
+    for counted in two.run(2, count_waits, str(tmp_path / "trace"), strategy, accumulate):
         check_waits(two.device, *counted)
 
 

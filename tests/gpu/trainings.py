@@ -30,11 +30,6 @@ def fused(parameters: Iterable[Any]) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
 
 
-def clip_with_fused(precision: str) -> float | None:
-    """In mixed precision Lightning refuses to clip for an optimizer that may unscale by itself."""
-    return None if precision.endswith("mixed") else 1.0
-
-
 class Layers(LightningModule):
     """Inputs are made on the device: a copy to it would be the loader's wait, not the strategy's.
 

@@ -199,11 +199,6 @@ def fit(setting: Setting) -> zoo.Zoo:
     return setting.module
 
 
-def fit_own_data(setting: Setting) -> zoo.Zoo:
-    setting.trainer().fit(setting.module)
-    return setting.module
-
-
 def validate_then_fit(setting: Setting) -> zoo.Zoo:
     trainer = setting.trainer()
     trainer.validate(setting.module, setting.data[1], verbose=False)

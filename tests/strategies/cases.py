@@ -3,15 +3,19 @@
 ``ways.py`` says in which ways they are trained, and ``test_parity.py`` trains them.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
+from tests import devices
 from tests.strategies import odd, odd_optimizers, zoo
 
 FP32, FP64 = 2e-5, 1e-9
+# Kernels that a compiler makes sum in another order.
+COMPILED = 1e-4
 EQUAL = "equal"
 
 
@@ -29,6 +33,7 @@ class Case(NamedTuple):
         zero1, zero2, zero3, ddp_tuned: ``EQUAL``, or a part of the error that all ranks must raise, or None where the
             training is not tried.
         units: Whether all ranks call the same modules; else ``zero3_custom`` may gather only the whole at once.
+        needs: A package that machines with a device may lack; not tried there.
     """
 
     module: Callable[[zoo.OptimizerFactory], Any]
@@ -43,6 +48,7 @@ class Case(NamedTuple):
     zero3: str | None = EQUAL
     ddp_tuned: str | None = EQUAL
     units: bool = True
+    needs: str = ""
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -65,6 +71,12 @@ def fused(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
 
 
+def capturable(parameters: Any) -> Optimizer:
+    """A rate that lies on the device, as it must where steps are captured."""
+    rate = torch.tensor(1e-2, device=devices.device())
+    return torch.optim.AdamW(parameters, lr=rate, eps=1e-4, capturable=devices.kind() == "cuda")
+
+
 def rmsprop(parameters: Any) -> Optimizer:
     return torch.optim.RMSprop(parameters, lr=1e-3, eps=1e-3, momentum=0.5, centered=True)
 
@@ -75,6 +87,18 @@ def adafactor(parameters: Any) -> Optimizer:
 
 def muon(parameters: Any) -> Optimizer:
     return torch.optim.Muon(parameters, lr=0.02)
+
+
+def of_others(name: str, **arguments: Any) -> Callable[[Any], Optimizer]:
+    """An optimizer of `pytorch_optimizer`, in the mode that it is to train in."""
+
+    def make(parameters: Any) -> Optimizer:
+        optimizer = getattr(importlib.import_module("pytorch_optimizer"), name)(list(parameters), **arguments)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        return optimizer
+
+    return make
 
 
 def lbfgs(parameters: Any) -> Optimizer:
@@ -92,6 +116,15 @@ EXPOSED = {"expose_gradients": "auto"}
 MIXED = "mixed torch.Tensor and DTensor"
 # Without the flag for unused parameters.
 WAITS = "DDP waits for"
+CLIPPED_DOUBLE = {**CLIP, **DOUBLE}
+
+
+def third_party(optimizer: Callable[..., Optimizer], module: type[zoo.Zoo] = zoo.Convolutional, **more: Any) -> Case:
+    """Of a package that not every machine has; zero3_custom has tests of its own for what it steps as a whole."""
+    defaults = {"trainer": DOUBLE, "oracle": "ddp", "tolerance": FP64, "world_sizes": (2, 3), "zero3": None}
+    return Case(module, optimizer, needs="pytorch_optimizer", **{**defaults, **more})
+
+
 CASES = {
     # Ten kinds of modules, by a single process on the whole batch.
     "mlp": Case(zoo.MLP),
@@ -183,8 +216,22 @@ CASES = {
     "reused under checkpoints": Case(
         odd.ReusedUnderCheckpoints, trainer=CLIP, zero3="use_reentrant=False", ddp_tuned="ready only once"
     ),
-    "compiled": Case(odd.Compiled, trainer=CLIP, world_sizes=(2, 3)),
-    "compiled as a whole": Case(odd.compiled_as_a_whole, trainer=CLIP, world_sizes=(2, 3)),
+    "compiled": Case(odd.Compiled, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED),
+    "compiled as a whole": Case(odd.compiled_as_a_whole, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED),
+    "compiled blocks": Case(odd.CompiledBlocks, trainer=CLIP, oracle="ddp", world_sizes=(2, 3), tolerance=COMPILED),
+    "compiled blocks within wrappers": Case(odd.WrappedBlocks, oracle="ddp", world_sizes=(2, 3), tolerance=COMPILED),
+    "compiled and checkpointed": Case(
+        odd.CompiledAndCheckpointed, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED
+    ),
+    "compiled in the middle": Case(odd.CompilesLater, oracle="ddp", world_sizes=(2, 3)),
+    "reentrant checkpoints": Case(odd.ReentrantCheckpoints, trainer=CLIP, zero3="use_reentrant=False"),
+    "attention by torch's kernels": Case(odd.AttendingBlocks, trainer=CLIP),
+    "attention by torch's kernels, bf16 autocast": Case(
+        odd.AttendingBlocks, trainer={"precision": "bf16-mixed"}, oracle="ddp", world_sizes=(2, 3)
+    ),
+    "a rate on the device": Case(zoo.Attention, capturable, trainer=CLIP),
+    # The shards of zero3_custom are not what was detached.
+    "views are held": Case(odd.HoldsViews, oracle="ddp", zero3=None),
     "parametrized": Case(odd.Parametrized, oracle="ddp", world_sizes=(2, 3)),
     "outside every optimizer": Case(
         odd.OutsideOptimizers, trainer=CLIP, oracle="ddp", strategy=EXPOSED, ddp_tuned=WAITS
@@ -270,4 +317,24 @@ CASES = {
         world_sizes=(2, 3),
         strategy={"master_weights": False},
     ),
+    # Of another package, in double precision: sharded where each parameter steps alone, else kept whole.
+    "Lamb": third_party(of_others("Lamb", lr=0.01, eps=1e-4, weight_decay=0.01)),
+    "Lamb, unused": third_party(of_others("Lamb", lr=0.01, eps=1e-4), zoo.Unused, ddp_tuned=WAITS),
+    "Lamb, by parameter": third_party(of_others("Lamb", lr=0.01, eps=1e-4, foreach=False), trainer=CLIPPED_DOUBLE),
+    "Lamb, scaled by the norm of all gradients": third_party(of_others("Lamb", lr=0.01, eps=1e-4, pre_norm=True)),
+    "Lamb, single precision": third_party(of_others("Lamb", lr=0.01, eps=1e-4), trainer={}, tolerance=FP32),
+    "Shampoo": third_party(of_others("Shampoo", lr=0.01, momentum=0.5, matrix_eps=1e-2)),
+    # Its bases of matrices of low rank are arbitrary, chosen by rounding: which is DDP's between two ranks alone.
+    "SOAP": third_party(of_others("SOAP", lr=0.01, eps=1e-4, precondition_frequency=2), world_sizes=(2,)),
+    "SOAP, where ranks are full": third_party(
+        of_others("SOAP", lr=0.01, eps=1e-4, precondition_frequency=2, max_precondition_dim=4), tolerance=FP32
+    ),
+    "Lion, clipped": third_party(of_others("Lion", lr=1e-3, weight_decay=0.01), trainer=CLIPPED_DOUBLE),
+    "Adan": third_party(of_others("Adan", lr=0.01, eps=1e-4, weight_decay=0.01)),
+    "Adan, clips by the norm of all gradients": third_party(of_others("Adan", lr=0.01, eps=1e-4, max_grad_norm=0.1)),
+    "Adan, accumulated": third_party(
+        of_others("Adan", lr=0.01, eps=1e-4), trainer={"accumulate_grad_batches": 3, **DOUBLE}
+    ),
+    "Prodigy": third_party(of_others("Prodigy", lr=1.0, eps=1e-4, d0=1e-3)),
+    "ScheduleFreeAdamW": third_party(of_others("ScheduleFreeAdamW", lr=0.01, eps=1e-4), odd.Averaging),
 }

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from tests import devices
 from tests.strategies.zoo import FEATURES, MLP, OptimizerFactory, Zoo, adamw
 
 
@@ -121,12 +123,15 @@ class ReusedUnderCheckpoints(Zoo):
         return (self.block(hidden) + hidden).pow(2).mean()
 
 
-class Compiled(MLP):
-    """The graph that a compiler makes, without its code."""
+def compiler() -> str:
+    """On a CPU the graph that a compiler makes, without its code; on a GPU with it, where Triton is there."""
+    return "inductor" if devices.kind() == "cuda" and find_spec("triton") else "aot_eager"
 
+
+class Compiled(MLP):
     def build(self) -> None:
         super().build()
-        self.body = torch.compile(self.net, backend="aot_eager")
+        self.body = torch.compile(self.net, backend=compiler())
 
     def compute_loss(self, batch: Tensor) -> Tensor:
         return (self.body(batch) - batch.mean(1, keepdim=True)).pow(2).mean()
@@ -134,7 +139,88 @@ class Compiled(MLP):
 
 def compiled_as_a_whole(make_optimizer: OptimizerFactory) -> Any:
     """What a user hands to `fit` after `torch.compile(module)`."""
-    return torch.compile(MLP(make_optimizer), backend="aot_eager")
+    return torch.compile(MLP(make_optimizer), backend=compiler())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, FEATURES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(self.linear(inputs))
+
+
+class Blocks(Zoo):
+    """Blocks that a subclass may compile, or call in a way of its own, and a head."""
+
+    def build(self) -> None:
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(FEATURES, 1)
+        self.compile_blocks()
+
+    def compile_blocks(self) -> None:
+        """Compiles none."""
+
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return block(hidden)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        for block in self.blocks:
+            batch = self.run_block(block, batch)
+        return (self.head(batch) - 0.2).pow(2).mean()
+
+
+class CompiledBlocks(Blocks):
+    """As the documentation advises: a block at a time, in place."""
+
+    def compile_blocks(self) -> None:
+        for block in self.blocks:
+            block.compile(backend=compiler())
+
+
+class WrappedBlocks(Blocks):
+    def compile_blocks(self) -> None:
+        self.blocks = nn.ModuleList(torch.compile(block, backend=compiler()) for block in self.blocks)
+
+
+class CompiledAndCheckpointed(CompiledBlocks):
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return checkpoint(block, hidden, use_reentrant=False)
+
+
+class ReentrantCheckpoints(Blocks):
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        return checkpoint(block, hidden, use_reentrant=True)
+
+
+class AttendingBlocks(Blocks):
+    """By the kernels that torch chooses for the device, of which some exist for 16 bits alone."""
+
+    def run_block(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        heads = hidden.view(-1, 1, 4, 3)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return block(attended.reshape(hidden.shape))
+
+
+class CompilesLater(MLP):
+    """Makes a compiled function of its own in the middle of training, which reads parameters."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            self.penalty = torch.compile(lambda weight: weight.pow(2).sum(), backend="eager")
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * sum(map(self.penalty, self.parameters())) if batch_idx >= 3 else loss
+
+
+class HoldsViews(MLP):
+    """Holds what it once detached; under DDP that is the parameters' memory."""
+
+    def on_train_start(self) -> None:
+        self.views = [parameter.detach() for parameter in self.parameters()]
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) + sum(view.abs().sum() for view in getattr(self, "views", ())) * 0.1
 
 
 class Parametrized(Zoo):

@@ -62,7 +62,7 @@ from tests.strategies.callback_scripts import (
     stopped_early,
     validate_then_fit,
 )
-from tests.strategies.cases import EQUAL, FP64
+from tests.strategies.cases import EQUAL, FP64, WAITS
 from tests.strategies.late import late
 from tests.strategies.parity import (
     Run,
@@ -172,7 +172,10 @@ CASES = {
     ),
     "plateau": Case(module=Plateau, trainer={"max_epochs": 4}),
     "gradient accumulation scheduler": Case(
-        lambda _: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})], zoo.Unused, trainer={"max_epochs": 3}
+        lambda _: [GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})],
+        zoo.Unused,
+        trainer={"max_epochs": 3},
+        ddp_tuned=WAITS,
     ),
     "learning rate finder": Case(
         lambda _: [LearningRateFinder(1e-4, 0.5, num_training_steps=20, early_stop_threshold=None)],

@@ -1,4 +1,4 @@
-"""Compiled parts of a module never read parameters before they have arrived, and these go on arriving late."""
+"""Parameters of compiled parts go on arriving late, and nothing is compiled again for that."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parstrat.distributed.torch_compat import call_before_compiling, stop_calling_before_compiling
 from tests.comparing import distance
@@ -14,46 +14,8 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.late import late
+from tests.strategies.odd import Blocks, CompiledBlocks, WrappedBlocks
 from tests.strategies.parity import ddp, make_trainer
-
-FEATURES = zoo.FEATURES
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(self.linear(inputs))
-
-
-class Blocks(zoo.Zoo):
-    """Blocks that are compiled by the subclass, and a head that is not."""
-
-    def build(self) -> None:
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(FEATURES, 1)
-        self.compile_blocks()
-
-    def compile_blocks(self) -> None:
-        """Compiles none."""
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return (self.head(batch) - 0.2).pow(2).mean()
-
-
-class InPlace(Blocks):
-    def compile_blocks(self) -> None:
-        for block in self.blocks:
-            block.compile(backend="aot_eager")
-
-
-class Wrapped(Blocks):
-    def compile_blocks(self) -> None:
-        self.blocks = nn.ModuleList(torch.compile(block, backend="aot_eager") for block in self.blocks)
 
 
 class InTheMiddle(Blocks):
@@ -61,16 +23,7 @@ class InTheMiddle(Blocks):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
-            InPlace.compile_blocks(self)
-        return super().training_step(batch, batch_idx)
-
-
-class OfOthers(Blocks):
-    """What is compiled, time and again, holds nothing of the module."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx in (1, 3, 5):
-            torch.compile(lambda values: values * 2, backend="eager")(batch)
+            CompiledBlocks.compile_blocks(self)
         return super().training_step(batch, batch_idx)
 
 
@@ -119,7 +72,8 @@ def compare(make: Callable[[], Any]) -> tuple[float, int, int, list[int], list[i
 
 
 @pytest.mark.parametrize(
-    "make", [InPlace, InTheMiddle, *(pytest.param(one, marks=pytest.mark.slow) for one in (Blocks, Wrapped, OfOthers))]
+    "make",
+    [CompiledBlocks, InTheMiddle, *(pytest.param(one, marks=pytest.mark.slow) for one in (Blocks, WrappedBlocks))],
 )
 def test_parameters_of_compiled_blocks_arrive_late_and_are_read_when_they_have(
     pool: RankPool, make: Callable[[], Any]

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.cases import FP32
 from tests.strategies.late import delayed, late
-from tests.strategies.parity import ddp, largest_difference, make_trainer, train, zero1
+from tests.strategies.parity import ddp, make_trainer, train, zero1
 
 
 def fifty_steps(strategy: Any) -> list[list[Tensor]]:
@@ -36,32 +35,10 @@ def test_overlap_changes_no_bit_whatever_the_wire_does(pool: RankPool, world_siz
     assert pool.run(world_size, differences_of_delays, world_size) == [0] * world_size
 
 
-def without_overlap() -> int:
-    strategy = late(overlap_param_gather=False)
-    train(lambda: zoo.MLP(), strategy)
-    return strategy.under_way
-
-
-def test_without_overlap_parameters_arrive_in_the_step(pool: RankPool) -> None:
-    assert pool.run(2, without_overlap) == [0, 0]
-
-
 class FailsInForward(zoo.MLP):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if batch_idx == 3:
             raise ZeroDivisionError
-        return super().training_step(batch, batch_idx)
-
-
-class HoldsViews(zoo.MLP):
-    """A penalty over what it once detached; under DDP that is the parameters' memory."""
-
-    def on_train_start(self) -> None:
-        self.views = [parameter.detach() for parameter in self.parameters()]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx:
-            assert not any(view.isnan().any() for view in self.views)
         return super().training_step(batch, batch_idx)
 
 
@@ -77,15 +54,6 @@ def what_is_left_after_a_failure() -> tuple[bool, list[str], int]:
 def test_a_failure_before_the_next_forward_leaves_whole_parameters(pool: RankPool) -> None:
     for finite, classes, under_way in pool.run(2, what_is_left_after_a_failure):
         assert finite and classes == ["Parameter"] and under_way > 0
-
-
-def train_with_views() -> bool:
-    run = train(lambda: HoldsViews(), late())
-    return all(torch.isfinite(parameter).all() for parameter in run.parameters[-1])
-
-
-def test_memory_that_somebody_holds_is_up_to_date_when_the_step_ends(pool: RankPool) -> None:
-    assert all(pool.run(2, train_with_views))
 
 
 class BackwardOfAnEarlierForward(zoo.MLP):
@@ -119,32 +87,3 @@ def refusals_of_both() -> tuple[int, int]:
 
 def test_a_graph_of_before_the_step_is_refused_while_parameters_are_on_their_way(pool: RankPool) -> None:
     assert pool.run(2, refusals_of_both) == [(10, 10), (10, 10)]
-
-
-class CompilesLater(zoo.MLP):
-    """Makes a compiled function of its own in the middle of training, which reads parameters."""
-
-    penalty = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx == 3:
-            self.penalty = torch.compile(lambda weight: weight.pow(2).sum(), backend="eager")
-        if self.penalty is not None:
-            loss = loss + 0.01 * sum(self.penalty(parameter) for parameter in self.parameters())
-        return loss
-
-
-def train_and_compile(strategy: Any) -> Any:
-    return train(lambda: CompilesLater(), strategy)
-
-
-def compare_compiled_later() -> tuple[float, bool]:
-    strategy = late()
-    actual = train_and_compile(strategy)
-    return largest_difference(actual, train_and_compile(ddp())), strategy.under_way > 0
-
-
-def test_what_is_compiled_in_the_middle_reads_parameters_that_have_arrived(pool: RankPool) -> None:
-    for difference, under_way in pool.run(2, compare_compiled_later):
-        assert difference <= FP32 and under_way

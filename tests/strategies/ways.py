@@ -1,6 +1,7 @@
 """The ways in which the table of cases is trained, and which case is trained in which way on how many ranks."""
 
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Way(NamedTuple):
 
     Attributes:
         column: The case's, which says what is expected.
-        strategy: Makes it on a rank, for the case's arguments and its number in the table.
+        strategy: Makes it on a rank, for the case and its number.
         world_sizes: Of which the cases have one each, by turns.
         suits: Whether the way differs from others for that case.
         look: What is to be seen at the end of the training, before it is torn down.
@@ -44,7 +45,7 @@ class Way(NamedTuple):
     """
 
     column: str
-    strategy: Callable[[dict[str, Any], int], Any]
+    strategy: Callable[[Case, int], Any]
     world_sizes: tuple[int, ...] = (1, 2, 3)
     suits: Callable[[Case], bool] = lambda case: True
     look: Callable[[Trainer], Any] = lambda trainer: None
@@ -76,6 +77,8 @@ ARRIVE_IN_THE_STEP = {
     "no torch optimizer",
     "replaced step",
     "two heads, many optimizers look",
+    # Who holds the memory sees what it holds when the step ends.
+    "views are held",
 }
 # Their users look at gradients between micro-batches.
 ACCUMULATE_IN_FULL = {"users' hooks", "inner backward"}
@@ -99,14 +102,13 @@ ZERO3_POLICIES: tuple[dict[str, Any], ...] = (
 )
 
 
-def in_groups(arguments: dict[str, Any], number: int, **more: Any) -> Any:
+def in_groups(case: Case, number: int) -> Any:
     """Groups of ranks hold a copy of the state each: 4 by 1 and 2, 6 by 2 and 3."""
     size = dist.get_world_size() // 2 - number // 2 % 2
-    return zero1(**arguments, **more, shard_group=size)
+    return zero1(**case.strategy, shard_group=size)
 
 
-def whole_or_units(arguments: dict[str, Any], number: int, make: Callable[..., Any] = zero3) -> Any:
-    case = list(CASES.values())[number]
+def whole_or_units(case: Case, number: int, make: Callable[..., Any] = zero3) -> Any:
     return make(**(ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.units else {"min_num_params": 100_000}))
 
 
@@ -165,25 +167,25 @@ def check_copies(name: str, seen: list[tuple[str, int, str]]) -> None:
 
 
 WAYS: dict[str, Way] = {
-    "small buckets": Way("zero1", lambda arguments, number: zero1(**arguments)),
+    "small buckets": Way("zero1", lambda case, number: zero1(**case.strategy)),
     # As a user has it: gradients are exposed where something in the module asks for it, and one bucket holds all.
-    "by flag": Way("zero1", lambda arguments, number: by_flag(), suits=lambda case: not case.strategy),
+    "by flag": Way("zero1", lambda case, number: by_flag(), suits=lambda case: not case.strategy),
     "exposed": Way(
         "zero1",
-        lambda arguments, number: zero1(**{**arguments, "expose_gradients": True}),
+        lambda case, number: zero1(**{**case.strategy, "expose_gradients": True}),
         suits=lambda case: "expose_gradients" not in case.strategy,
     ),
     # By what the wire takes, however small the module is.
-    "planned": Way("zero1", lambda arguments, number: zero1(**{"bucket_cap_mb": 8.0, **arguments}), (2, 3)),
+    "planned": Way("zero1", lambda case, number: zero1(**{"bucket_cap_mb": 8.0, **case.strategy}), (2, 3)),
     "late": Way(
         "zero1",
-        lambda arguments, number: late(**arguments),
+        lambda case, number: late(**case.strategy),
         look=parameters_were_under_way,
         check=check_arrival,
     ),
     "in shards": Way(
         "zero2",
-        lambda arguments, number: zero1(**arguments, shard_gradients=True),
+        lambda case, number: zero1(**case.strategy, shard_gradients=True),
         (2, 3),
         look=accumulates_in_shards,
         check=check_accumulation,
@@ -191,10 +193,10 @@ WAYS: dict[str, Way] = {
     ),
     "groups": Way("zero1", in_groups, (4, 6), look=copies, check=check_copies),
     "zero3": Way("zero3", whole_or_units),
-    "ddp_tuned": Way("ddp_tuned", lambda arguments, number: TunedDDPStrategy(partial_window="lightning"), (2, 3)),
+    "ddp_tuned": Way("ddp_tuned", lambda case, number: TunedDDPStrategy(partial_window="lightning"), (2, 3)),
     "ddp_tuned that finds unused": Way(
         "ddp_tuned_find_unused_parameters_true",
-        lambda arguments, number: TunedDDPStrategy(partial_window="lightning", find_unused_parameters=True),
+        lambda case, number: TunedDDPStrategy(partial_window="lightning", find_unused_parameters=True),
         (2, 3),
         suits=lambda case: case.ddp_tuned == WAITS,
     ),
@@ -203,31 +205,42 @@ WAYS: dict[str, Way] = {
 WAYS_ON_A_DEVICE: dict[str, Way] = {
     "nothing arrives before it is waited for": Way(
         "zero1",
-        lambda arguments, number: late(**{**arguments, **POLICIES[number % len(POLICIES)]}),
+        lambda case, number: late(**{**case.strategy, **POLICIES[number % len(POLICIES)]}),
         (1,),
         look=transfers,
         check=check_that_no_shortcut_was_taken,
     ),
     "all arrives after a while": Way(
         "zero1",
-        lambda arguments, number: delayed(**{**arguments, **POLICIES[(number + 3) % len(POLICIES)]}),
+        lambda case, number: delayed(**{**case.strategy, **POLICIES[(number + 3) % len(POLICIES)]}),
         (1, 2),
         look=transfers,
         check=check_that_no_shortcut_was_taken,
     ),
     "accumulated in shards": Way(
         "zero2",
-        lambda arguments, number: late(**arguments, shard_gradients=True),
+        lambda case, number: late(**case.strategy, shard_gradients=True),
         (1, 2),
         suits=lambda case: "accumulate_grad_batches" in case.trainer,
     ),
-    "late zero3": Way("zero3", lambda arguments, number: whole_or_units(arguments, number, late_zero3), (1, 2)),
+    "late zero3": Way("zero3", lambda case, number: whole_or_units(case, number, late_zero3), (1, 2)),
+    "ddp_tuned": Way(
+        "ddp_tuned_find_unused_parameters_true",
+        lambda case, number: TunedDDPStrategy(partial_window="lightning", find_unused_parameters=True),
+        (2,),
+        suits=lambda case: case.ddp_tuned == WAITS or "accumulate_grad_batches" in case.trainer,
+    ),
 }
 
 
 def expected(case: Case, way: Way) -> str | None:
     """What the case's column says."""
     return getattr(case, way.column, EQUAL)
+
+
+def number_of(name: str) -> int:
+    """A case's own, whatever stands before it: turns are taken by it."""
+    return zlib.crc32(name.encode()) % 840
 
 
 def make(name: str) -> Callable[[], zoo.Zoo]:
@@ -275,7 +288,7 @@ def compare(name: str, way_name: str) -> Found:
 
 def train_in(name: str, way: Way) -> tuple[Run, Any]:
     looks = Looks(way.look)
-    strategy = way.strategy(CASES[name].strategy, list(CASES).index(name))
+    strategy = way.strategy(CASES[name], number_of(name))
     smallest = replanning._SMALLEST_WORTH_TIMING
     if way is WAYS["planned"]:
         replanning._SMALLEST_WORTH_TIMING = 0
@@ -310,9 +323,10 @@ def plan(on_device: bool = False) -> Iterator[Planned]:
     Args:
         on_device: Whether a device is tried, in the ways of :data:`WAYS_ON_A_DEVICE`.
     """
-    for number, (name, case) in enumerate(CASES.items()):
+    for name, case in CASES.items():
+        number = number_of(name)
         for turn, (way_name, way) in enumerate((WAYS_ON_A_DEVICE if on_device else WAYS).items()):
-            if expected(case, way) is None or not way.suits(case):
+            if expected(case, way) is None or not way.suits(case) or (on_device and case.needs):
                 continue
             sizes = [size for size in way.world_sizes if on_device or _allows(case, size)]
             size = sizes[(number + turn) % len(sizes)]
