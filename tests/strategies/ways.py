@@ -109,7 +109,10 @@ def in_groups(case: Case, number: int) -> Any:
 
 
 def whole_or_units(case: Case, number: int, make: Callable[..., Any] = zero3) -> Any:
-    return make(**(ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.units else {"min_num_params": 100_000}))
+    if not case.units:
+        return make(min_num_params=100_000)
+    # An error may come where units are gathered by themselves alone.
+    return make(**ZERO3_POLICIES[number % len(ZERO3_POLICIES)] if case.zero3 == EQUAL else {})
 
 
 def parameters_were_under_way(trainer: Trainer) -> bool:
