@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_parstrat.core.halving import HalvingRound, halving_plan
 from lightning_parstrat.core.layout import BucketLayout, even_bounds, parts_of
 from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
 from lightning_parstrat.core.topology import Topology
@@ -51,16 +50,15 @@ def step_traffic(
         gathered: The plan with the item sizes that parameters travel in, where gradients travel in others.
         summed: The plan with the item sizes that gradients are summed in, where they travel in others.
         shard_groups: Which ranks share a copy of what is sharded; by default all do.
-        native: Whether a backend's own collectives carry equal parts, as on GPUs: no partial sum travels in a wider
-            dtype, and what goes between nodes is not counted.
+        native: Whether a backend's own collectives carry equal parts, as on GPUs: what goes between nodes is then not
+            counted.
         micro_batches: How often every bucket is reduced.
 
     Returns:
         For each bucket ``(world_size - 1) / world_size`` of it each way: what the others get of the gradients, and its
         equal part of the parameters to each of the others; nothing at world size 1. In two levels some of it is sent
         on: with K nodes of R ranks both are ``(R - 1) / R`` of the bucket within the node and ``(K - 1) / (K R)`` of it
-        between nodes. Many CPU ranks exchange in rounds (``halving.py``), of as many bytes; where gradients are summed
-        in a wider dtype, sums travel in it. Where shards differ, the rank also passes on the sums that others own of
+        between nodes. Where shards differ, the rank also passes on the sums that others own of
         its equal part, and what it owns of the parameters in others' equal parts: in the mean over ranks less than a
         ``world_size``-th of the bucket each way. With K shard groups it sends all that within its group, and
         ``2 (K - 1) / K`` of its part of the gradients to the ranks that hold the same.
@@ -75,9 +73,8 @@ def step_traffic(
     reductions, gathers, between_groups = [], [], []
     for bucket, wide, home in zip(buckets, summed or buckets, gathered or buckets, strict=True):
         equal = even_bounds(bucket.numel, bucket.world_size)
-        reduced = ranks.reduced(bucket, bucket.itemsize if native else wide.itemsize)
-        reductions.append(reduced.plus(ranks.passed_on(wide, equal, bucket.bounds)))
-        gathers.append(ranks.gathered(home).plus(ranks.passed_on(home, bucket.bounds, equal)))
+        reductions.append(ranks.exchanged(bucket).plus(ranks.passed_on(wide, equal, bucket.bounds)))
+        gathers.append(ranks.exchanged(home).plus(ranks.passed_on(home, bucket.bounds, equal)))
         # Between CPUs, sums are passed on to their owners when they are over all groups.
         between_groups.append(ranks.all_reduced(bucket.shard_numel(shard) if native else equal.step, wide.itemsize))
     count = sum(bucket.world_size > 1 for bucket in buckets)
@@ -116,26 +113,17 @@ class _Ranks:
         self._rank = rank
         self._nodes = nodes
         self._place, self._mates, self._holders = groups.place(rank), groups.mates(rank), groups.holders(rank)
-        self._rounds: Sequence[HalvingRound]
-        if groups.copies == 1:
-            self._rounds = halving_plan(rank, nodes).rounds
-        else:
-            mates = tuple(self._mates)
-            self._rounds = [HalvingRound(mates, self._place.shard, range(len(mates) + 1), False)]
+        self._levels: list[tuple[Sequence[int], int]] = [(self._mates, 1)]
+        """Those that exchange equal parts, and how many parts each of them gets."""
+        if groups.copies == 1 and nodes.has_two_levels:
+            counterparts = nodes.counterparts(rank)
+            self._levels = [(nodes.node_mates(rank), len(counterparts)), (counterparts, 1)]
 
-    def reduced(self, bucket: BucketLayout, summed_itemsize: int) -> _Sent:
-        """In a reduce-scatter of equal parts: to each of the others what it goes on with."""
-        part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
-        for of_round in self._rounds:
-            block = part * of_round.cuts.step * (summed_itemsize if of_round.sends_sums else bucket.itemsize)
-            sent = sent.plus(self._to_others(of_round.ranks, block))
-        return sent
-
-    def gathered(self, bucket: BucketLayout) -> _Sent:
-        """In an all-gather of equal parts: to each of the others what this rank has gathered."""
-        part, sent = bucket.numel // bucket.world_size, _Sent(0, 0)
-        for of_round in self._rounds:
-            sent = sent.plus(self._to_others(of_round.ranks, part * of_round.cuts.step * bucket.itemsize))
+    def exchanged(self, bucket: BucketLayout) -> _Sent:
+        """In a reduce-scatter or an all-gather of equal parts."""
+        part, sent = bucket.numel // bucket.world_size * bucket.itemsize, _Sent(0, 0)
+        for ranks, parts in self._levels:
+            sent = sent.plus(self._to_others(ranks, parts * part))
         return sent
 
     def passed_on(self, bucket: BucketLayout, had: Sequence[int], wanted: Sequence[int]) -> _Sent:
@@ -167,9 +155,10 @@ def traffic_of(engine: ShardedDataParallel, micro_batches: int = 1) -> StepTraff
         micro_batches: Of the step; those before the last count where they are reduced, too.
     """
     reducer = engine.reducer
+    widens = reducer.collectives.widens
     adds_up = reducer.shards_accumulation and micro_batches > 1
     sums = {bucket: bucket.sum_dtype if adds_up else bucket.shard_dtype for bucket in engine.buckets}
-    travel = {bucket: wide if reducer.collectives.widens else bucket.reduce_dtype for bucket, wide in sums.items()}
+    travel = {bucket: wide if widens else bucket.reduce_dtype for bucket, wide in sums.items()}
     return step_traffic(
         [bucket.layout._replace(itemsize=dtype.itemsize) for bucket, dtype in travel.items()],
         reducer.collectives.rank,
@@ -177,6 +166,6 @@ def traffic_of(engine: ShardedDataParallel, micro_batches: int = 1) -> StepTraff
         [bucket.layout._replace(itemsize=bucket.gather_dtype.itemsize) for bucket in engine.buckets],
         [bucket.layout._replace(itemsize=wide.itemsize) for bucket, wide in sums.items()],
         engine.shard_groups,
-        any(bucket.device.type != "cpu" for bucket in engine.buckets),
+        widens or any(bucket.device.type != "cpu" for bucket in engine.buckets),
         micro_batches if reducer.shards_accumulation else 1,
     )

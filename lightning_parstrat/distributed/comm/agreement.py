@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange
+from lightning_parstrat.distributed.comm.doubling import DoublingExchange
+from lightning_parstrat.distributed.comm.process_groups import Tag
 from lightning_parstrat.distributed.profiling import marked
 
 
@@ -132,20 +133,16 @@ def key_of(*values: object) -> int:
 
 
 def wait_for_all(control: Collectives) -> None:
-    """Returns when all ranks have reached this point. Collective; a byte in rounds, over connections that there are.
+    """Returns when all ranks have reached this point. Collective; some bytes, over connections that there are.
 
     Raises:
         RuntimeError: Ranks did not arrive within the group's timeout, or have ended.
     """
     here = torch.zeros(1, dtype=torch.uint8)
     with marked("lightning_parstrat: wait for all ranks"):
-        RoundsExchange(
-            control.point_to_point, control.rounds, here, lambda messages: messages[0], _TAG_OF_WAITING
+        DoublingExchange(
+            control.point_to_point, control.meetings, here, lambda messages: messages[0], Tag.MEETING
         ).wait()
-
-
-_TAG_OF_WAITING = 30
-"""Its own: a rank that has not come may send other small messages meanwhile, which must not be taken for its coming."""
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:

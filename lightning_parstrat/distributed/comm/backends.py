@@ -9,19 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parstrat.core.halving import exchanges_in_rounds
 from lightning_parstrat.core.layout import even_bounds
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.grouped import GroupedExchange, GroupedNativeCollectives
-from lightning_parstrat.distributed.comm.halving import HalvingCollectives
 from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives, sizes_by_rank
 from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
+
+MOST_BY_PAIRS = 16
+"""Of more CPU ranks, a message for each pair would be too many: Gloo's own collectives go around a ring."""
 
 
 def make_collectives(
@@ -52,8 +53,8 @@ def make_collectives(
         return UnevenCollectives(GroupedExchange(group, topology, shard_groups))
     if device.type != "cpu":
         return _native(shard_groups or ShardGroups.of_all(dist.get_world_size(group)), topology)(group, topology)
-    if exchanges_in_rounds(dist.get_world_size(group)):
-        return UnevenCollectives(HalvingCollectives(group, topology))
+    if dist.get_world_size(group) > MOST_BY_PAIRS:
+        return UnevenCollectives(WideningCollectives(group))
     if topology is not None and topology.has_two_levels:
         return UnevenCollectives(TwoLevelCollectives(group, topology))
     return UnevenCollectives(PairwiseCollectives(group, topology))
@@ -221,6 +222,7 @@ class WideningCollectives(NativeCollectives):
 
     An all-to-all sends most of what a rank has over its own network interface, a ring each byte over one interface of a
     node's: twice the bytes take less time there. Until it is done there is one more buffer of the wider bucket's size.
+    Between many CPU ranks an all-to-all would be a message to each.
     """
 
     widens = True

@@ -4,6 +4,7 @@ How they are done is in ``backends.py`` (torch's own, and none at world size 1) 
 """
 
 import operator
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -15,11 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.process_groups import PointToPoint
-from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange, Together
+from lightning_parstrat.distributed.comm.doubling import DoublingExchange, Together, meetings
+from lightning_parstrat.distributed.comm.process_groups import PointToPoint, Tag
 from lightning_parstrat.distributed.comm.work import DONE, Work, as_work
 
 
@@ -82,10 +82,11 @@ class Collectives(ABC):
         self.shard_count = len(self.mates)
         self.point_to_point = PointToPoint(group)
         """Carries what lies on the host from one rank to another."""
-        self.rounds = exchange_rounds(self.rank, self.world_size)
-        """Who exchanges small messages with whom."""
+        self.meetings = meetings(self.rank, self.world_size)
+        """Whom this rank exchanges small messages with."""
         self._small_reductions = _SMALL_REDUCTIONS.setdefault(group, _Counter())
         self.traffic = Traffic()
+        self._counting = threading.Lock()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -145,6 +146,13 @@ class Collectives(ABC):
             self._all_gather(buffer, bounds).wait()
         vars(self.traffic).update(counted)
 
+    def count(self, counter: str, sent: int, between_nodes: int = 0) -> None:
+        """Adds to a counter of ``traffic`` what this rank sends; any thread may."""
+        # One may launch the second level of an exchange while the main thread launches the first of the next.
+        with self._counting:
+            setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
+            self.traffic.between_nodes_bytes += between_nodes
+
     def wait(self, work: Work) -> None:
         """Waits, and adds the time to ``traffic.waited_seconds``."""
         began = time.perf_counter()
@@ -157,15 +165,14 @@ class Collectives(ABC):
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients.
 
-        What lies on the host is exchanged in rounds, the first of which begins now; the others are gone through by
-        whoever waits.
+        What lies on the host goes by recursive doubling. The first message is sent now, the others by whoever waits.
         """
         if self.world_size == 1:
             return DONE
         self.count_small_reduction()
         if tensor.device.type == "cpu":
             return _SmallReduction(
-                RoundsExchange(self.point_to_point, self.rounds, tensor, _TOGETHER[op], _TAG), tensor
+                DoublingExchange(self.point_to_point, self.meetings, tensor, _TOGETHER[op], Tag.SMALL_REDUCTION), tensor
             )
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
@@ -196,7 +203,7 @@ _SMALL_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Counter]" = we
 class _SmallReduction:
     """Leaves what comes of an exchange in ``tensor``."""
 
-    def __init__(self, exchange: RoundsExchange, tensor: Tensor) -> None:
+    def __init__(self, exchange: DoublingExchange, tensor: Tensor) -> None:
         self._exchange = exchange
         self._tensor = tensor
 
@@ -207,9 +214,6 @@ class _SmallReduction:
     def is_completed(self) -> bool:
         return self._exchange.has_ended
 
-
-_TAG = 31
-"""Of small reductions: above those of exchanged chunks, two for each round, and below those of control messages."""
 
 _TOGETHER: dict[dist.ReduceOp.RedOpType, Together] = {
     dist.ReduceOp.SUM: lambda values: reduce(torch.add, values),

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.rounds_exchange import RoundsExchange
+from lightning_parstrat.distributed.comm.doubling import DoublingExchange
+from lightning_parstrat.distributed.comm.process_groups import Tag
 from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers
 from lightning_parstrat.distributed.profiling import marked
 
@@ -56,10 +57,9 @@ class Said(NamedTuple):
 class ControlMessages:
     """Sends the messages of a training, one after the other. Collective: all ranks launch equally many.
 
-    A message has a bit for each flag, and 34 bytes. :func:`~lightning_parstrat.core.rounds.exchange_rounds` says how
-    many of them a rank sends, and what is done where the number of ranks is no power of two. Between two, three or four
-    ranks the backend's threads see it through; for more there is a thread of ours, which goes from round to round while
-    the host computes.
+    A message has a bit for each flag, and 34 bytes. :func:`~lightning_parstrat.distributed.comm.doubling.meetings` says
+    whom a rank sends it. Between two ranks the backend's threads see it through; for more there is a thread of ours,
+    which goes from one to the next while the host computes.
 
     Args:
         control: Its group works on host memory.
@@ -74,9 +74,9 @@ class ControlMessages:
         self.launched = 0
         """How many messages so far."""
         self._latest: ControlMessage | None = None
-        self._thread = None if control.rounds.is_one_exchange else ExchangeThread("control messages")
+        self._thread = None if len(control.meetings) <= 1 else ExchangeThread("control messages")
         # A training that has failed may have left messages on their way: they are not taken for one of the next.
-        self._tag = _FIRST_TAG + _TRAININGS.get(control.group, 0)
+        self._tag = Tag.CONTROL_MESSAGE + _TRAININGS.get(control.group, 0)
         _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
 
     def launch(self, flags: bytes = b"", number: int = 0) -> "ControlMessage":
@@ -93,9 +93,9 @@ class ControlMessages:
         self.control.count_small_reduction()
         said = Said(flags, number, True, self.signal, self.weigh())
         with marked("lightning_parstrat: send control message"):
-            exchange = RoundsExchange(
+            exchange = DoublingExchange(
                 self.control.point_to_point,
-                self.control.rounds,
+                self.control.meetings,
                 _written(said),
                 partial(_together, len(flags)),
                 self._tag,
@@ -117,9 +117,6 @@ class ControlMessages:
         self._latest = None
 
 
-_FIRST_TAG = 32
-"""Above those of exchanged chunks and of small reductions."""
-
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 _LEFT: list[Transfers] = []
@@ -136,7 +133,7 @@ class ControlMessage:
         thread: Goes through the exchange while the host goes on; None where whoever waits does that as well.
     """
 
-    def __init__(self, exchange: RoundsExchange, flags: int, thread: ExchangeThread | None) -> None:
+    def __init__(self, exchange: DoublingExchange, flags: int, thread: ExchangeThread | None) -> None:
         self._exchange = exchange
         self._flags = flags
         self._heard: Said | None = None

@@ -1,11 +1,9 @@
 """Reduce-scatter and all-gather as chunks that the ranks exchange, and local sums: what CPUs do.
 
 Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the bytes. Here each chunk travels once to
-whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node; and
-between many ranks, ``halving.py`` sends fewer messages.
+whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -19,7 +17,7 @@ from typing_extensions import override
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.process_groups import Message
+from lightning_parstrat.distributed.comm.process_groups import Message, Tag
 from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work, as_work
 
 Chunks = Callable[[int], Sequence[Tensor]]
@@ -30,7 +28,7 @@ class PairwiseCollectives(Collectives):
     """Every rank sends every other rank its chunk; each chunk travels once.
 
     Rank r sends to r + 1, r + 2, ... in turn, so that no rank is everyone's first target. The number of messages
-    grows with the square of the world size, so this is for few ranks; ``halving.py`` is for many.
+    grows with the square of the world size, so this is for few ranks.
     """
 
     def __init__(
@@ -38,7 +36,6 @@ class PairwiseCollectives(Collectives):
     ) -> None:
         super().__init__(group, topology, groups)
         self._sums = ExchangeThread("sum of gradients")
-        self._counting = threading.Lock()
 
     @cached_property
     def _all(self) -> "Schedule":
@@ -56,7 +53,7 @@ class PairwiseCollectives(Collectives):
         for schedule in self._schedules_of(reduces):
             for target, _, source in schedule:
                 messages += [Message(False, torch.empty_like(byte), source), Message(True, byte, target)]
-        Transfers(self.point_to_point.launch(messages, 0)).wait()
+        Transfers(self.point_to_point.launch(messages)).wait()
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
@@ -99,7 +96,7 @@ class PairwiseCollectives(Collectives):
         outgoing: Chunks,
         incoming: Chunks,
         counted_as: Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"],
-        tag: int = 0,
+        tag: Tag = Tag.CHUNKS,
     ) -> list[Work]:
         """Sends every other rank of a schedule its chunks, and receives from it; empty ones are not sent.
 
@@ -108,7 +105,7 @@ class PairwiseCollectives(Collectives):
             outgoing: What goes to a rank.
             incoming: Where to put what comes from a rank.
             counted_as: The counter of ``traffic`` that what is sent is added to.
-            tag: All exchanges of one tag are launched by one thread, so that both sides launch them in the same order.
+            tag: All exchanges of one tag are launched by one thread.
         """
         messages: list[Message] = []
         sent = between_nodes = 0
@@ -122,14 +119,8 @@ class PairwiseCollectives(Collectives):
                     sent += chunk.nbytes
                     between_nodes += 0 if is_near else chunk.nbytes
                     messages.append(Message(True, real_view(chunk), target))
-        self._count(counted_as, sent, between_nodes)
+        self.count(counted_as, sent, between_nodes)
         return self.point_to_point.launch(messages, tag)
-
-    def _count(self, counter: str, sent: int, between_nodes: int) -> None:
-        # A thread may launch the second level of one exchange while the main thread launches the first of the next.
-        with self._counting:
-            setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
-            self.traffic.between_nodes_bytes += between_nodes
 
 
 _SUMMED_BY_WAITER = 2**19

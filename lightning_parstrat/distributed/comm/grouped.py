@@ -18,11 +18,9 @@ from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, Schedule, split, sum_in_order
+from lightning_parstrat.distributed.comm.process_groups import Tag
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
-
-_SCATTER_BETWEEN, _GATHER_BETWEEN = 1, 2
-"""Tags of what threads launch, each of them by one thread alone; see ``two_level.py``."""
 
 
 class GroupedExchange(PairwiseCollectives):
@@ -76,7 +74,7 @@ class GroupedExchange(PairwiseCollectives):
             lambda holder: [pieces[holder]],
             lambda holder: [arriving[holder]],
             "all_reduce_bytes",
-            _SCATTER_BETWEEN,
+            Tag.SUMS_BETWEEN,
         )
 
         def finish() -> None:
@@ -89,7 +87,7 @@ class GroupedExchange(PairwiseCollectives):
                 lambda _: [own],
                 lambda holder: [pieces[holder]],
                 "all_reduce_bytes",
-                _GATHER_BETWEEN,
+                Tag.GATHERS_BETWEEN,
             )
             Transfers(gathered, shard).wait()
             work.finish()

@@ -1,6 +1,6 @@
 """How many files a rank may have open: every connection to another rank is one."""
 
-import logging
+from contextlib import suppress
 
 try:
     import resource
@@ -13,8 +13,6 @@ _OF_THE_PROGRAM = 256
 
 _GROUPS_OF_GLOO = {True: 5, False: 2}
 """Lightning's own, gradients, parameters, control messages, checkpoints; of GPUs only the last two are Gloo's."""
-
-log = logging.getLogger(__name__)
 
 
 def files_needed(world_size: int, on_cpu: bool) -> int:
@@ -49,10 +47,7 @@ def allow_open_files(needed: int) -> None:
     if resource is None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed or soft == hard:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError) as error:
+    if soft != resource.RLIM_INFINITY and soft < needed:
         # Some systems allow fewer than they say. It is no worse than before.
-        log.info("the limit of open files stays at %d: %s", soft, error)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

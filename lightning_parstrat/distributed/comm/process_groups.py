@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,6 +178,29 @@ def _let_computation_go_first() -> None:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
+class Tag(IntEnum):
+    """What a message between two ranks belongs to: those of one tag arrive in the order in which both launch them.
+
+    All messages of a tag are launched by one thread. How its launches interleave with another's differs by rank.
+    """
+
+    CHUNKS = 0
+    """Whatever the training's thread sends, and what has no other tag."""
+    SUMS_BETWEEN = 1
+    """Of nodes, or of shard groups: what is summed up within them goes to others."""
+    GATHERS_BETWEEN = 2
+    """The way back."""
+    SUMS_TO_OWNERS = 3
+    """Of parts that differ in length."""
+    PARTS_FROM_OWNERS = 4
+    """What they have stepped."""
+    MEETING = 5
+    """A rank that has not come may send other messages meanwhile, which must not be taken for its coming."""
+    SMALL_REDUCTION = 6
+    CONTROL_MESSAGE = 7
+    """Of the first training; every later one has the next number."""
+
+
 class Message(NamedTuple):
     """A tensor that goes to another rank, or comes from it; contiguous, on the host."""
 
@@ -199,7 +223,7 @@ class PointToPoint:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._rank = dist.get_rank(group)
+        self.rank = dist.get_rank(group)
         # Weak, so that torch alone keeps the groups alive; see `_KnownGroup`.
         self._upward, self._downward = weakref.ref(group), weakref.ref(_way_back(group))
 
@@ -212,7 +236,7 @@ class PointToPoint:
         """
         return _living(self._upward)
 
-    def launch(self, messages: Sequence[Message], tag: int) -> list[Work]:
+    def launch(self, messages: Sequence[Message], tag: int = Tag.CHUNKS) -> list[Work]:
         """Begins to send and to receive, first what goes to higher ranks, then what goes to lower ones.
 
         Where two ranks have exchanged nothing yet, one may wait here for the other to come to a message between them.
@@ -221,13 +245,13 @@ class PointToPoint:
 
         Args:
             messages: They must be neither touched nor freed until they have been waited for.
-            tag: Of two ranks, messages of one tag arrive in the order in which both launch them.
+            tag: A :class:`Tag`, or a number above.
 
         Returns:
             A work of each message.
         """
-        upward = [message for message in messages if message.sends == (message.peer > self._rank)]
-        downward = [message for message in messages if message.sends != (message.peer > self._rank)]
+        upward = [message for message in messages if message.sends == (message.peer > self.rank)]
+        downward = [message for message in messages if message.sends != (message.peer > self.rank)]
         # What `dist.isend` and `dist.irecv` come to, after ten times as many calls of Python.
         return [
             as_work((group.send if sends else group.recv)([tensor], peer, tag))

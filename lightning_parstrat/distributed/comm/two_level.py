@@ -16,11 +16,8 @@ from typing_extensions import override
 
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, Schedule, split, sum_in_order
+from lightning_parstrat.distributed.comm.process_groups import Tag
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work
-
-_SECOND_LEVEL_OF_REDUCTION, _SECOND_LEVEL_OF_GATHER = 1, 2
-"""Tags of what threads launch; the caller launches the first levels. Gloo matches messages of one tag by their order,
-and how a thread's launches interleave with the caller's differs from rank to rank."""
 
 
 class TwoLevelCollectives(PairwiseCollectives):
@@ -87,7 +84,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             lambda target: [by_counterpart[target]],
             lambda source: [arriving[source]],
             "reduce_scatter_bytes",
-            _SECOND_LEVEL_OF_REDUCTION,
+            Tag.SUMS_BETWEEN,
         )
 
         def sum_between_nodes() -> None:
@@ -115,7 +112,7 @@ class TwoLevelCollectives(PairwiseCollectives):
                 lambda target: [chunks[rank] for rank in self._counterparts],
                 lambda source: [chunks[rank] for rank in self._columns[source]],
                 "all_gather_bytes",
-                _SECOND_LEVEL_OF_GATHER,
+                Tag.GATHERS_BETWEEN,
             )
             self._within.run(work, lambda: self._finish_gather(within, work))
 

@@ -17,12 +17,8 @@ from typing_extensions import override
 
 from lightning_parstrat.core.layout import even_bounds, parts_of
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
-from lightning_parstrat.distributed.comm.process_groups import Message
+from lightning_parstrat.distributed.comm.process_groups import Message, Tag
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work
-
-_SUMS, _STEPPED = 29, 30
-"""Tags: of sums on their way to their owners, which a thread sends, and of what owners send home, in the caller's."""
 
 
 class _Held(NamedTuple):
@@ -36,7 +32,7 @@ class _Held(NamedTuple):
 
 
 class UnevenCollectives(Collectives):
-    """Between CPUs: any parts, by exchanges of equal ones and messages to the owners.
+    """Between CPUs: any parts, by collectives of equal ones and messages to the owners.
 
     The length of a buffer must be a multiple of the world size, as that of a
     :class:`~lightning_parstrat.core.layout.BucketLayout` is.
@@ -45,11 +41,12 @@ class UnevenCollectives(Collectives):
         even: Carries equal parts; sums are made in its order.
     """
 
-    def __init__(self, even: PairwiseCollectives) -> None:
+    def __init__(self, even: Collectives) -> None:
         super().__init__(even.group, even.topology, even.shard_groups)
         self.even = even
         """Carries equal parts."""
         self.traffic = even.traffic
+        self.widens = even.widens
         # Sums leave when they have been made, and gathers when owners have sent their parts; the caller waits for
         # neither. One thread for each, so that all ranks launch in the same order.
         self._sums = ExchangeThread("sums for their owners")
@@ -75,7 +72,7 @@ class UnevenCollectives(Collectives):
 
         def pass_on() -> None:
             summed.wait()
-            self._pass_on(held, equal, _Held(shard, bounds[self.place.shard]), bounds, _SUMS).wait()
+            self._pass_on(held, equal, _Held(shard, bounds[self.place.shard]), bounds, Tag.SUMS_TO_OWNERS).wait()
             work.finish()
 
         self._sums.run(work, pass_on)
@@ -88,7 +85,7 @@ class UnevenCollectives(Collectives):
         equal = even_bounds(buffer.numel(), self.shard_count)
         whole = _Held(buffer, 0)
         self._count("all_gather_bytes", whole, bounds, equal)
-        passed_on = self._pass_on(whole, bounds, whole, equal, _STEPPED)
+        passed_on = self._pass_on(whole, bounds, whole, equal, Tag.PARTS_FROM_OWNERS)
 
         def gather() -> Work:
             passed_on.wait()
@@ -106,7 +103,7 @@ class UnevenCollectives(Collectives):
         self._gathers.run(launched.by_thread, lambda: launched.launch(launch))
         return launched
 
-    def _pass_on(self, source: _Held, had: Sequence[int], target: _Held, wanted: Sequence[int], tag: int) -> Work:
+    def _pass_on(self, source: _Held, had: Sequence[int], target: _Held, wanted: Sequence[int], tag: Tag) -> Work:
         """Sends what this rank has to those who want it, and receives what it wants from those who have it.
 
         Args:
@@ -135,7 +132,7 @@ class UnevenCollectives(Collectives):
         size, shard = source.memory.element_size(), self.place.shard
         away = [part for part in parts_of(wanted, had[shard], had[shard + 1]) if part.shard != shard]
         between = [part for part in away if not self.topology.share_node(self.rank, self.mates[part.shard])]
-        self.even._count(counter, size * sum(p.numel for p in away), size * sum(p.numel for p in between))
+        self.even.count(counter, size * sum(p.numel for p in away), size * sum(p.numel for p in between))
 
 
 class _Launched:

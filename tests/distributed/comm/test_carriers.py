@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.core import halving
 from lightning_parstrat.core.layout import BucketLayout, even_bounds
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
@@ -27,7 +26,6 @@ from lightning_parstrat.distributed.comm.backends import LocalCollectives, Nativ
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.grouped import GroupedExchange, GroupedNativeCollectives
-from lightning_parstrat.distributed.comm.halving import HalvingCollectives
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
@@ -39,8 +37,8 @@ from tests.slow import slow_unless
 
 CPU = torch.device("cpu")
 EXCHANGES = 12
-IN_ROUNDS = mock.patch.multiple(halving, MOST_BY_PAIRS=1, LARGEST_ROUND=3)
-"""Within it six ranks are many, and need two rounds."""
+MANY = mock.patch.object(backends, "MOST_BY_PAIRS", 4)
+"""Within it five ranks are many."""
 
 
 class Carrier(NamedTuple):
@@ -50,13 +48,14 @@ class Carrier(NamedTuple):
         kind: What carries equal parts.
         nodes: The node of every rank.
         choice: Who shares a copy of what is sharded.
-        straight: Whether unequal parts go from everybody to their owners, too.
+        is_chosen: Whether CPU ranks have it carry equal parts, and messages bring unequal ones to their owners. Else it
+            carries all parts by itself, as on GPUs.
     """
 
     kind: type[Collectives]
     nodes: str
     choice: Any = "all"
-    straight: bool = False
+    is_chosen: bool = True
 
     @property
     def topology(self) -> Topology:
@@ -73,7 +72,7 @@ class Carrier(NamedTuple):
     @property
     def sums_by_node(self) -> bool:
         """Whether the sum of a node travels to others, in the dtype of gradients."""
-        return self.kind in (TwoLevelCollectives, HalvingCollectives) and self.topology.has_two_levels
+        return self.kind is TwoLevelCollectives
 
     @property
     def sums_in_rank_order(self) -> bool:
@@ -81,11 +80,14 @@ class Carrier(NamedTuple):
         return self.kind in (LocalCollectives, PairwiseCollectives)
 
     def made(self, group: dist.ProcessGroup) -> Collectives:
-        if self.straight or self.kind in (NativeCollectives, WideningCollectives):
-            return self.kind(group, self.topology)
-        if self.is_native:
+        if self.is_chosen:
+            return self.chosen(group)
+        if self.kind is GroupedNativeCollectives:
             return backends._grouped_native(group, CPU, self.topology, self.groups)
-        with IN_ROUNDS if self.kind is HalvingCollectives else nullcontext():
+        return self.kind(group, self.topology)
+
+    def chosen(self, group: dist.ProcessGroup) -> Collectives:
+        with MANY if self.kind is WideningCollectives else nullcontext():
             made = backends.make_collectives(group, CPU, self.topology, self.groups)
         assert type(getattr(made, "even", made)) is self.kind
         return made
@@ -96,18 +98,20 @@ GROUPED: list[tuple[str, Any]] = [("aaaa", 2), ("abab", 1), ("abba", "node"), ("
 CARRIERS = {
     "one rank": Carrier(LocalCollectives, "a"),
     "pairs of 2": Carrier(PairwiseCollectives, "ab"),
-    "pairs of 3, straight": Carrier(PairwiseCollectives, "aaa", straight=True),
+    "pairs of 3, straight": Carrier(PairwiseCollectives, "aaa", is_chosen=False),
     "pairs of 4": Carrier(PairwiseCollectives, "aaaa"),
     "pairs on unequal nodes": Carrier(PairwiseCollectives, "aaaabb"),
     **{f"two levels {nodes}": Carrier(TwoLevelCollectives, nodes) for nodes in ("aabb", "abba", "aabbcc", "ababab")},
-    **{f"rounds {nodes}": Carrier(HalvingCollectives, nodes) for nodes in ("aaaaaa", "aabbcc", "abcabc", "aaaabb")},
+    "Gloo's, of 5": Carrier(WideningCollectives, "aaaaa"),
+    "Gloo's, of 6 on nodes": Carrier(WideningCollectives, "aaabbb"),
     **{f"groups of {choice} {nodes}": Carrier(GroupedExchange, nodes, choice) for nodes, choice in GROUPED},
     **{
-        f"native groups {choice} {nodes}": Carrier(GroupedNativeCollectives, nodes, choice) for nodes, choice in GROUPED
+        f"native groups {choice} {nodes}": Carrier(GroupedNativeCollectives, nodes, choice, False)
+        for nodes, choice in GROUPED
     },
-    "native of 2": Carrier(NativeCollectives, "aa"),
-    "native of 3": Carrier(NativeCollectives, "aab"),
-    "native, widening": Carrier(WideningCollectives, "aabb"),
+    "native of 2": Carrier(NativeCollectives, "aa", is_chosen=False),
+    "native of 3": Carrier(NativeCollectives, "aab", is_chosen=False),
+    "native, widening": Carrier(WideningCollectives, "aabb", is_chosen=False),
 }
 
 DTYPES = [
@@ -235,13 +239,12 @@ def traffic(carrier: Carrier, exchanges: Sequence[Exchange]) -> StepTraffic:
     """What this rank is to send for all exchanges, and what it is to count."""
     rank = dist.get_rank()
     narrow, wide = ([one.plan(getattr(one, name)) for one in exchanges] for name in ("narrow", "wide"))
-    if carrier.straight:
+    if carrier.kind is PairwiseCollectives and not carrier.is_chosen:
         away = sum((plan.numel - plan.shard_numel(rank)) * plan.itemsize for plan in narrow)
         home = sum((plan.world_size - 1) * plan.shard_numel(rank) * plan.itemsize for plan in narrow)
         return StepTraffic(len(narrow), away, len(narrow), home, 0)
     leaving = wide if carrier.kind is WideningCollectives else narrow
-    with IN_ROUNDS if carrier.kind is HalvingCollectives else nullcontext():
-        return step_traffic(leaving, rank, carrier.topology, narrow, wide, carrier.groups, carrier.is_native)
+    return step_traffic(leaving, rank, carrier.topology, narrow, wide, carrier.groups, carrier.is_native)
 
 
 def exchanged_and_alike(pool: RankPool, name: str, seed: int, function: Any = exchanged) -> None:
@@ -266,7 +269,7 @@ def exchanged_on_demand(carrier: Carrier, seed: int) -> dict[int, Tensor]:
     return exchanged(carrier, seed, groups)
 
 
-QUICK_ON_DEMAND = ("groups of 2 aaabbb", "rounds aabbcc")
+QUICK_ON_DEMAND = ("groups of 2 aaabbb", "Gloo's, of 5")
 
 
 @pytest.mark.parametrize(
@@ -279,20 +282,20 @@ def test_ranks_that_connect_on_demand_do_not_wait_for_each_other(pool: RankPool,
 def trained(carrier: Carrier, steps: int = 4) -> list[Tensor]:
     rank, module = dist.get_rank(), perceptron()
     policy = ShardingPolicy(bucket_cap_mb=1e-4)
-    with IN_ROUNDS if carrier.kind is HalvingCollectives else nullcontext():
+    with MANY if carrier.kind is WideningCollectives else nullcontext():
         engine = ShardedDataParallel(
             module, [adamw(module.parameters())], policy, process_groups(), Node(carrier.nodes[rank])
         )
-        for collectives in (engine.reducer.collectives, engine.gatherer.collectives):
-            assert type(getattr(collectives, "even", None)) is carrier.kind
-        for step in range(steps):
-            inputs = torch.randn(len(carrier.nodes), 12, generator=torch.Generator().manual_seed(step))[rank][None]
-            backward(engine, module(inputs).square().mean())
-            engine.optimizers[0].step()
-            engine.optimizers[0].zero_grad()
-        engine.gatherer.finish()
-        assert len(engine.buckets) > 2
-        formula, sent = traffic_of(engine), engine.traffic
+    for collectives in (engine.reducer.collectives, engine.gatherer.collectives):
+        assert type(getattr(collectives, "even", None)) is carrier.kind
+    for step in range(steps):
+        inputs = torch.randn(len(carrier.nodes), 12, generator=torch.Generator().manual_seed(step))[rank][None]
+        backward(engine, module(inputs).square().mean())
+        engine.optimizers[0].step()
+        engine.optimizers[0].zero_grad()
+    engine.gatherer.finish()
+    assert len(engine.buckets) > 2
+    formula, sent = traffic_of(engine), engine.traffic
     for name in ("reduce_scatter_bytes", "all_gather_bytes", "between_nodes_bytes"):
         assert getattr(sent, name) == steps * getattr(formula, name)
     parameters = [parameter.detach().clone() for parameter in module.parameters()]
@@ -300,7 +303,7 @@ def trained(carrier: Carrier, steps: int = 4) -> list[Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("name", ["pairs on unequal nodes", "two levels ababab", "rounds aaaaaa", "rounds aabbcc"])
+@pytest.mark.parametrize("name", ["pairs on unequal nodes", "two levels ababab", "Gloo's, of 6 on nodes"])
 def test_trainings_are_the_same_up_to_rounding(pool: RankPool, name: str) -> None:
     carrier = CARRIERS[name]
     expected = pool.run(6, trained, Carrier(PairwiseCollectives, "aaaaaa"))[0]

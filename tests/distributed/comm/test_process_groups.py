@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.core.rounds import exchange_rounds
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.doubling import meetings
 from lightning_parstrat.distributed.comm.open_files import files_needed
 from lightning_parstrat.distributed.comm.process_groups import (
     ProcessGroups,
@@ -81,7 +81,7 @@ def test_ranks_are_connected_when_they_have_something_to_send(pool: RankPool, wo
             # Each group listens; in a full mesh it has a connection to each other rank, too.
             assert made == 4
             # A connection for either way.
-            assert 0 < used <= 2 * exchange_rounds(rank, world_size).messages
+            assert 0 < used <= 2 * len(meetings(rank, world_size))
 
 
 def scheduling_of_gloos_threads() -> list[int]:

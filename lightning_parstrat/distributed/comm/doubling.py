@@ -1,0 +1,122 @@
+"""Small messages that all ranks exchange by recursive doubling: their number grows with the logarithm of the ranks'.
+
+A ring, as Gloo's all-reduce is one, takes two latencies for each rank: milliseconds from a hundred ranks on.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_parstrat.distributed.comm.process_groups import Message, PointToPoint
+from lightning_parstrat.distributed.comm.work import Transfers
+
+Together = Callable[[Sequence[Tensor]], Tensor]
+"""Makes one message of two, that of lower ranks first."""
+
+
+class Meeting(NamedTuple):
+    """One rank meets another.
+
+    Attributes:
+        peer: The other one.
+        sends: Whether it gets what this rank knows.
+        receives: Whether it says what it knows.
+    """
+
+    peer: int
+    sends: bool
+    receives: bool
+
+
+def meetings(rank: int, world_size: int) -> list[Meeting]:
+    """Whom a rank meets, in order, so that all ranks come to know what each of them has said.
+
+    Between 2^k ranks each exchanges with k others. Of another number, those beyond the largest power of two first tell
+    their message to a lower rank, and are told in the end what came of it: two latencies more.
+
+    Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section
+    4.5.
+    """
+    taking_part = 1 << (world_size.bit_length() - 1)
+    if rank >= taking_part:
+        # Apart, as the other receives before it sends: they may have to be connected for either, in one order.
+        return [Meeting(rank - taking_part, True, False), Meeting(rank - taking_part, False, True)]
+    found = [Meeting(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
+    beyond = rank + taking_part
+    if beyond < world_size:
+        found = [Meeting(beyond, False, True), *found, Meeting(beyond, True, False)]
+    return found
+
+
+class DoublingExchange:
+    """One exchange among all ranks; collective.
+
+    The first message is on its way when this has been made; the others follow while it is waited for, by this thread or
+    by another.
+
+    Args:
+        point_to_point: Carries what lies on the host.
+        meetings: This rank's.
+        own: This rank's message: contiguous, and as long as everybody's. It must not be changed until the exchange has
+            ended.
+        together: Makes one message of two; all ranks come to the same, to the last bit.
+        tag: All exchanges of one tag are made by all ranks in the same order.
+    """
+
+    def __init__(
+        self, point_to_point: PointToPoint, meetings: Sequence[Meeting], own: Tensor, together: Together, tag: int
+    ) -> None:
+        self._point_to_point = point_to_point
+        self._meetings = meetings
+        self._together = together
+        self._tag = tag
+        self._pending: Transfers | None = None
+        self._ended_with: Tensor | None = None
+        self._steps = self._meet_all(own)
+        self._go_on()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether somebody has waited for all of it."""
+        return self._ended_with is not None
+
+    @property
+    def in_flight(self) -> Transfers | None:
+        """What is waited for next; None when all has ended."""
+        return self._pending
+
+    def wait(self) -> Tensor:
+        """What came of all messages; the same when asked again.
+
+        Raises:
+            RuntimeError: A rank has ended, or has not sent its message in time.
+        """
+        while self._pending is not None:
+            self._pending.wait()
+            self._go_on()
+        if self._ended_with is None:
+            raise AssertionError("an exchange has ended without a result")
+        return self._ended_with
+
+    def _go_on(self) -> None:
+        try:
+            self._pending = next(self._steps)
+        except StopIteration as ended:
+            self._pending, self._ended_with = None, ended.value
+
+    def _meet_all(self, message: Tensor) -> Generator[Transfers, None, Tensor]:
+        """Yields transfers that are to be waited for before it goes on; returns what came of all messages."""
+        rank = self._point_to_point.rank
+        for peer, sends, receives in self._meetings:
+            received = torch.empty_like(message)
+            messages = [Message(False, received, peer)] * receives + [Message(True, message, peer)] * sends
+            yield Transfers(self._point_to_point.launch(messages, self._tag), message, received)
+            if receives and not sends and peer < rank:
+                # The answer, which this rank's message is already in.
+                message = received
+            elif receives:
+                # In the order of ranks, so that both come to the same bits.
+                message = self._together([message, received] if rank < peer else [received, message])
+        return message
