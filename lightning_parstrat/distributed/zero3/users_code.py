@@ -1,6 +1,7 @@
 """What is said where users' code works on shards as if they were whole parameters."""
 
 import re
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import torch.distributed.tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.wording import listed
-from lightning_parstrat.distributed.comm.whereabouts import stack_of_error
 
 _TORCHS_SHARDS = str(Path(torch.distributed.tensor.__file__).parent)
 # Of errors from C++, such as a backward's, the text alone tells.
@@ -43,7 +43,9 @@ def is_of_shards(error: BaseException) -> bool:
     """Whether torch has raised it while it worked on shards; these errors have no class of their own."""
     if not isinstance(error, Exception) or not error.args or not isinstance(error.args[0], str):
         return False
-    is_raised_there = any(place.file.startswith(_TORCHS_SHARDS) for place in stack_of_error(error))
+    is_raised_there = any(
+        frame.f_code.co_filename.startswith(_TORCHS_SHARDS) for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     return is_raised_there or _SAID.search(error.args[0]) is not None
 
 
