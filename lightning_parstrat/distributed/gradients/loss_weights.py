@@ -58,6 +58,7 @@ class LossWeights:
 
     def begin_window(self) -> None:
         """Forgets the weights of micro-batches whose gradients have been used, or dropped."""
+        self.end_backward()
         self._window.clear()
         self._looks.clear()
 
@@ -92,6 +93,7 @@ class LossWeights:
             self._agree(value, weight is not None)
         if not self._used:
             return None
+        self.end_backward()
         self._window[micro_batch], self._told = value, False
         if isinstance(value, _HostCopy) or value == 0:
             self._looks[micro_batch] = _Look(parameters())
@@ -228,13 +230,13 @@ class _Look:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._finite: list[Tensor] = []
+        self._sums: list[Tensor] = []
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._hooks = [one.register_hook(self._note) for one in trained]  # type: ignore[no-untyped-call]
 
     def _note(self, gradient: Tensor) -> None:
         values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
-        self._finite.append(values.sum().isfinite())
+        self._sums.append(values.sum())
 
     def end(self) -> None:
         """Looks no longer."""
@@ -244,4 +246,4 @@ class _Look:
 
     def is_finite(self) -> bool:
         """Waits for the device."""
-        return all(bool(one) for one in self._finite)
+        return all(bool(one.isfinite()) for one in self._sums)

@@ -71,16 +71,6 @@ class Dropping(zoo.MLP):
         self.net[2].bias.grad.zero_()
 
 
-class TorchClipping(zoo.MLP):
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
-
-
-class OwnClipping(zoo.MLP):
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-
 class OwnStep(zoo.MLP):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
         optimizer.step(closure=optimizer_closure)
@@ -162,7 +152,7 @@ ROWS = {
     "convolutional": Row(zoo.Convolutional, Watcher, 3),
     "by hand": Row(zoo.Adversarial, Watcher),
     "after the step": Row(zoo.MLP, LooksAfterTheStep),
-    **{module.__name__: Row(module) for module in (OwnZeroing, Noisy, TorchClipping, OwnClipping, OwnStep)},
+    **{module.__name__: Row(module) for module in (OwnZeroing, Noisy, OwnStep)},
     **{module.__name__: Row(module) for module in (ByGradientLastSeen, ManualAccumulation)},
     "Replacing": Row(Replacing, None, 1),
     "Dropping": Row(Dropping, None, 3),
@@ -200,7 +190,6 @@ def compare_with_ddp(module: type[zoo.Zoo], expose: Any, reference: type[zoo.Zoo
 
 
 def test_the_comparison_would_see_hidden_gradients(pool: RankPool) -> None:
-    assert worst(pool.run(2, compare_with_ddp, OwnClipping, False, OwnClipping)) <= 2e-5
     with pytest.raises(AssertionError, match="NoneType"):
         pool.run(2, compare_with_ddp, Noisy, False, Noisy)
 
