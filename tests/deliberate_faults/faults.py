@@ -195,7 +195,7 @@ FAULTS = (
         "strategies/gradients/clipping.py",
         "return is_nonfinite if measured.is_agreed else any_rank(is_nonfinite, self._control)",
         "return is_nonfinite",
-        (f"{_NONFINITE}::test_what_one_rank_alone_has_made_nan_is_left_out_on_all",),
+        (f"{_NONFINITE}::test_what_hooks_repair_is_stepped_with_and_what_one_makes_nan_is_left_out_on_all",),
     ),
     Fault(
         "a rank knows of its own weights alone",
