@@ -120,10 +120,6 @@ Used through this file: what for | what happens without it.
         keeps what was written to gathered parameters before they are freed | such writes are lost
     torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._reshard_after_forward_event
         has the next gather of a GPU wait for what was written | such writes may come one gather late
-    torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._module_info
-        whether a parameter is gathered | under zero3_custom setting `parameter.data` fails
-    torch.distributed.tensor.DTensor._local_tensor
-        gives a sharded parameter the memory that was assigned to its `data` | as `_module_info`
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
@@ -384,22 +380,6 @@ def gather_in(keeper: Any, dtype: torch.dtype | None) -> None:
 def is_gathered_in_a_chosen_dtype(keeper: Any) -> bool:
     """Whether :func:`gather_in` was called for a parameter. Not of those that a user has sharded."""
     return "init_dtype_attrs" in vars(keeper)
-
-
-def exchange_shard(parameter: Tensor, keeper: Any, shard: Tensor) -> None:
-    """Gives a sharded parameter another memory for its shard. Not collective.
-
-    Raises:
-        RuntimeError: The parameter is gathered.
-    """
-    place = keeper._module_info
-    if getattr(place.module, place.param_name) is not parameter:
-        raise RuntimeError(
-            f"`data` of the sharded parameter {place.param_name!r} was set while it is gathered, within a step. Set it"
-            " between steps, such as in `on_train_batch_end`."
-        )
-    cast(Any, parameter)._local_tensor = shard.contiguous()
-    keeper.reset_sharded_param()
 
 
 # Data loaders.

@@ -287,6 +287,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
         self._reshard()
+        self._check_no_data_assigned()
         self._broadcast_buffers()
         output = super().training_step(*args, **kwargs)
         check_not_of_shards(output, self._advice_on_shards)
@@ -400,6 +401,10 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._sharded is not None:
             self._sharded.reshard()
 
+    def _check_no_data_assigned(self) -> None:
+        if self._sharded is not None:
+            self._sharded.check_no_data_assigned()
+
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most.
@@ -410,6 +415,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if not is_sharded_module(self._training_module):
             return super().lightning_module_state_dict()
         self._reshard()
+        self._check_no_data_assigned()
         with missing_ranks_named(self._liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
             self._absent = self._out_of_reach()
             if self._absent:
@@ -534,6 +540,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 " alone. Call it before `torch.distributed.destroy_process_group()`, or load a checkpoint."
             )
         self._reshard()
+        self._check_no_data_assigned()
         with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._groups.control, "Enter it on all ranks."):
                 shown.enter_context(shown_whole(module))
@@ -548,6 +555,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
                 self._sharded.reshard_root_after_forward()
             self._say_what_is_sharded(self._sharded)
+
+    @override
+    def on_train_end(self) -> None:
+        """Looks once more at what hooks have done to parameters."""
+        self._check_no_data_assigned()
+        super().on_train_end()
 
     def _say_what_is_sharded(self, sharded: ShardedModule) -> None:
         units, whole = len(sharded.units), sharded.whole_elements

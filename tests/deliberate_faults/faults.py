@@ -284,6 +284,13 @@ FAULTS = (
         ("tests/distributed/zero3/test_cuts.py",),
     ),
     Fault(
+        "values that torch forgets are not noticed",
+        "distributed/zero3/sharded_module.py",
+        "untyped_storage() is not storage",
+        "untyped_storage() is None",
+        ("tests/strategies/test_zero3_errors.py",),
+    ),
+    Fault(
         "a checkpoint is not loaded into a module that was made on the meta device",
         "strategies/zero3.py",
         "self._loads_after_setup = self.restore_checkpoint_after_setup",

@@ -201,6 +201,30 @@ class WritesInEvaluation(Blocks):
             self.blocks[0].linear.weight.mul_(2)
 
 
+class Assigns(Blocks):
+    """Sets `data` of a weight in a hook of its subclass, which torch forgets."""
+
+    def assign(self) -> None:
+        self.blocks[1].linear.weight.data = torch.zeros(FEATURES, FEATURES)
+
+
+class AssignsForEvaluation(Assigns):
+    def on_validation_epoch_start(self) -> None:
+        self.assign()
+
+
+class AssignsAtTheEnd(Assigns):
+    def on_train_end(self) -> None:
+        self.assign()
+
+
+class AssignsBeforeASave(Assigns):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step == 3:
+            self.assign()
+            self.trainer.save_checkpoint("never written")
+
+
 class LeavesAutocast(Blocks):
     def compute_loss(self, batch: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):
@@ -253,6 +277,7 @@ class Failure(NamedTuple):
 
 ADVICE = ("full_parameters()", "full_tensor()", "on all ranks")
 DIFFERENT = ("called different modules in a training step", "result multiplied by 0")
+FORGETS = ("`data` of parameter 'blocks.1.linear.weight' was set", "full_parameters()")
 FAILURES: dict[str, dict[str, Failure]] = {
     "shards": {
         "penalty": Failure(
@@ -293,6 +318,9 @@ FAILURES: dict[str, dict[str, Failure]] = {
             {**MIXED, "validate": True},
         ),
         "another shape": Failure(Reshapes, ("'frozen.weight'", "[12]", "[1, 12]"), ROOT),
+        "assigned, evaluation": Failure(AssignsForEvaluation, FORGETS, trainer={"validate": True}),
+        "assigned, at the end": Failure(AssignsAtTheEnd, FORGETS),
+        "assigned, saved": Failure(AssignsBeforeASave, FORGETS),
         "outside of autocast": Failure(LeavesAutocast, ("gather_dtype=None",), ROOT, MIXED),
     },
     "before training": {

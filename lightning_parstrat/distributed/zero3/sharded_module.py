@@ -42,7 +42,6 @@ from lightning_parstrat.distributed.torch_compat import (
     replays_captured_graphs,
     take_over_attributes,
 )
-from lightning_parstrat.distributed.zero3.assigned_data import let_data_be_assigned
 from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, Leaf, without_gradient
 from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter, act_as_parameter_of
@@ -126,7 +125,6 @@ class ShardedModule:
         self.units = [part for part in self._parts if part is not module]
         for part in self._parts:
             reduce_unused_too(part)
-        let_data_be_assigned(self._parts)
         self._choose_gather_dtypes(gather_dtype, gathers_as_autocast)
         keep_writes(module, self._parts)
         self._choose_reduce_scatter(reduce_dtype)
@@ -135,6 +133,8 @@ class ShardedModule:
         trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
         self._averaged = [p for p in trains if p.is_floating_point() or p.is_complex()]
         self.leaves = list(self._find_leaves())
+        named: Iterable[tuple[str, Tensor]] = module.named_parameters()
+        self._storages = [(name, p, p.untyped_storage()) for name, p in named if isinstance(p, DTensor)]
         self._graphs = GraphsThroughGradients(module, self.units, self.leaves)
         self._lent: dict[Tensor, RemovableHandle] = {}
         self._used: set[int] = set()
@@ -338,6 +338,23 @@ class ShardedModule:
         self._graphs.forget()
         self._free()
 
+    def check_no_data_assigned(self) -> None:
+        """Call before parameters are used. Not collective.
+
+        torch takes ``parameter.data = value`` of a shard, and goes on with the old values. All that such an assignment
+        changes is the storage object of the parameter.
+
+        Raises:
+            RuntimeError: ``data`` of a shard was set.
+        """
+        for name, parameter, storage in self._storages:
+            if parameter.untyped_storage() is not storage:
+                raise RuntimeError(
+                    f"`data` of parameter {name!r} was set between steps. The parameter is sharded, and torch"
+                    " forgets what is assigned to `data` of a shard. Write in place, under `torch.no_grad()`; or"
+                    " write whole values within `trainer.strategy.full_parameters()`, which all ranks enter."
+                )
+
     def _free(self) -> None:
         self.unit_called = ""
         refused: list[Exception] = []
@@ -363,6 +380,7 @@ class ShardedModule:
         Args:
             before_gradients: Is called where a forward or a backward is to give gradients: nobody follows that.
         """
+        self.check_no_data_assigned()
         self._evaluated.clear()
         self._before_gradients = before_gradients
         try:
