@@ -1,12 +1,14 @@
 """Sharded modules as plain ones: for a while, or as deep copies, which FSDP2 refuses, or within what is saved."""
 
 import copy
+import functools
 import hashlib
 import io
 import pickle
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,27 +74,29 @@ def _bring_back(hooks: dict[int, Any], before: Mapping[int, Any], taken: set[int
 def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
     """Has ``copy.deepcopy`` of modules give ones of their own class that hold shards, as the originals do.
 
-    A copy gathers nothing: it cannot be called. Neither this nor copying is collective.
+    A copy gathers nothing: it cannot be called. Neither this nor copying is collective. Only these objects can be
+    copied; FSDP2 refuses all others of their classes.
 
     Args:
         modules: Sharded by FSDP2.
         added: Names of attributes that they have for being sharded, which copies have not.
     """
-    _ADDED.update(added)
+    _ADDED.update(added, {"__deepcopy__"})
+    for module in modules:
+        vars(module)["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
 
-    def copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        for parameter in self.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor) and id(gradient) not in memo:
-                # One that lies behind others in a buffer torch would copy by memory that a DTensor has not.
-                memo[id(gradient)] = gradient.clone()
-        with plain(self):
-            twin = copy.deepcopy(self, memo)
-        let_whole_states_be_loaded(twin)
-        return twin
 
-    for cls in {type(module) for module in modules}:
-        cls.__deepcopy__ = copied  # type: ignore[attr-defined]
+def _copy(original: "weakref.ref[nn.Module]", memo: dict[int, Any]) -> nn.Module:
+    module = cast(nn.Module, original())
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and id(gradient) not in memo:
+            # One that lies behind others in a buffer torch would copy by memory that a DTensor has not.
+            memo[id(gradient)] = gradient.clone()
+    with plain(module):
+        twin = copy.deepcopy(module, memo)
+    let_whole_states_be_loaded(twin)
+    return twin
 
 
 class _Pickler(pickle.Pickler):
