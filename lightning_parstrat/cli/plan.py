@@ -192,7 +192,7 @@ def _more_of(choice: Estimate, module: PlannedModule, groups: ShardGroups, compu
         more += f" A step is predicted to take {times[0]:.3g} s."
     if choice.strategy == "zero3_custom" and not module.cut_anywhere:
         more += (
-            " Muon, Adafactor and LBFGS step whole parameters there, on every rank. Another optimizer is tried on small"
+            " Muon and Adafactor step whole parameters there, on every rank. Another optimizer is tried on small"
             " sharded parameters first, and refused where it looks at whole matrices."
         )
     return more + (advice_on_groups(groups) if choice.strategy.startswith(("zero1", "zero2")) else "")

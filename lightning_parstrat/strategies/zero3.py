@@ -36,7 +36,7 @@ from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
 from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
 from lightning_parstrat.distributed.zero3.copies import with_plain_modules
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
-from lightning_parstrat.distributed.zero3.optimizers import check_optimizers, take_whole_state
+from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
     gather_every_module_state,
@@ -250,8 +250,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._sharded is not None:
             self._sharded.check_belongs(optimizers)
             check_optimizers(optimizers, self._control)
-            for optimizer in optimizers:
-                take_whole_state(optimizer)
 
     @property
     @override
@@ -450,13 +448,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             if self._saves_sharded:
                 state = with_placeholders_for_state(state, optimizer, self._position_of(optimizer), self._placeholders)
             return gather_optimizer_state(state, self.is_global_zero)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Gives each optimizer its state, of which each rank keeps its part."""
-        super().load_optimizer_state_dict(checkpoint)
-        for optimizer in map(unwrapped, self.optimizers):
-            take_whole_state(optimizer)
 
     @override
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,8 @@ CLIP = {"gradient_clip_val": 0.05}
 DOUBLE = {"precision": "64-true"}
 EXPOSED = {"expose_gradients": "auto"}
 MIXED = "mixed torch.Tensor and DTensor"
+FORGETS = "torch forgets what is assigned to `data` of a shard"
+NEEDS_CLOSURE = "LBFGS cannot step sharded parameters: its `step` needs a closure"
 # Without the flag for unused parameters.
 WAITS = "DDP waits for"
 CLIPPED_DOUBLE = {**CLIP, **DOUBLE}
@@ -268,12 +270,13 @@ CASES = {
     # Moving targets.
     "toggling": Case(odd.Toggling, trainer={"accumulate_grad_batches": 2}),
     "frozen later": Case(odd.FrozenLater),
-    "swapped data": Case(odd.SwappedData, trainer=CLIP),
-    # No DTensor can trade `data` with a whole tensor.
-    "traded data": Case(odd.TradedData, trainer=CLIP, zero3=None),
-    "averages in the place of weights": Case(odd.AveragesInPlace, trainer=CLIP, world_sizes=(2, 3)),
-    "changes the optimizer's state": Case(odd.ChangesState),
-    "changes the optimizer's state, whole parameters": Case(odd.ChangesState, strategy={"partition": "parameter"}),
+    "swapped data": Case(odd.SwappedData, trainer=CLIP, zero3=FORGETS),
+    "traded data": Case(odd.TradedData, trainer=CLIP, zero3=FORGETS),
+    "averages in the place of weights": Case(odd.AveragesInPlace, trainer=CLIP, world_sizes=(2, 3), zero3=FORGETS),
+    "changes the optimizer's state": Case(odd.ChangesState, zero3=MIXED),
+    "changes the optimizer's state, whole parameters": Case(
+        odd.ChangesState, strategy={"partition": "parameter"}, zero3=MIXED
+    ),
     "groups added": Case(odd.GroupsAdded),
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),
     # Optimizers that look at whole matrices, or at everything.
@@ -285,13 +288,27 @@ CASES = {
     "globally scaled": Case(zoo.MLP, odd_optimizers.GloballyScaled, trainer=CLIP),
     "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList, ddp_tuned=WAITS),
     # Those that evaluate their closure again.
-    "lbfgs": Case(zoo.MLP, lbfgs, trainer=DOUBLE, tolerance=FP64),
-    "lbfgs, line search": Case(zoo.MLP, searching, trainer=DOUBLE, tolerance=1e-7, world_sizes=(2, 3)),
+    "lbfgs": Case(zoo.MLP, lbfgs, trainer=DOUBLE, tolerance=FP64, zero3=NEEDS_CLOSURE),
+    "lbfgs, line search": Case(
+        zoo.MLP, searching, trainer=DOUBLE, tolerance=1e-7, world_sizes=(2, 3), zero3=NEEDS_CLOSURE
+    ),
     "lbfgs, clipped": Case(
-        zoo.Unused, lbfgs, trainer={**DOUBLE, **CLIP}, tolerance=FP64, world_sizes=(2, 3), ddp_tuned=WAITS
+        zoo.Unused,
+        lbfgs,
+        trainer={**DOUBLE, **CLIP},
+        tolerance=FP64,
+        world_sizes=(2, 3),
+        ddp_tuned=WAITS,
+        zero3=NEEDS_CLOSURE,
     ),
     "lbfgs, accumulated": Case(
-        zoo.MLP, lbfgs, trainer={**DOUBLE, "accumulate_grad_batches": 2}, oracle="ddp", tolerance=FP64, world_sizes=(2,)
+        zoo.MLP,
+        lbfgs,
+        trainer={**DOUBLE, "accumulate_grad_batches": 2},
+        oracle="ddp",
+        tolerance=FP64,
+        world_sizes=(2,),
+        zero3=NEEDS_CLOSURE,
     ),
     "closure twice": Case(zoo.MLP, odd_optimizers.ClosureTwice),
     "has modes": Case(odd.Averaging, odd_optimizers.HasModes),

@@ -238,10 +238,6 @@ class Matrixwise(torch.optim.Adafactor):
     """As another package's might be: not known by its class."""
 
 
-class Searching(torch.optim.LBFGS):
-    """As above."""
-
-
 class MadeEarly(Blocks):
     """Its optimizer is of parameters before they were sharded."""
 
@@ -327,7 +323,9 @@ FAILURES: dict[str, dict[str, Failure]] = {
         "captured graph": Failure(captured, ("make_graphed_callables", "`ddp`")),
         "no such class": Failure(Blocks, ("No module within Blocks is of such a class",), {"wrap": ["Nothing"]}),
         "whole matrices": Failure(partial(Blocks, Matrixwise), ("Matrixwise", "strategy='zero1_custom'")),
-        "a closure": Failure(partial(Blocks, Searching), ("Searching", "strategy='zero1_custom'")),
+        "a closure": Failure(
+            partial(Blocks, torch.optim.LBFGS), ("LBFGS cannot step", "needs a closure", "strategy='zero1_custom'")
+        ),
         "an early optimizer": Failure(MadeEarly, ("SGD was made of", "Make it in `configure_optimizers`")),
         "meta, the root": Failure(OnMeta, ("scale of OnMeta", "reset_parameters", "meta device")),
         "meta, below it": Failure(Within, ("scales.1.factor of Scale", "reset_parameters", "meta device")),

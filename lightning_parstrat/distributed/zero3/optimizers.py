@@ -1,20 +1,15 @@
-"""Which optimizers step shards as they step whole parameters, tried out on small ones, not listed; and their state."""
+"""Which optimizers step shards as they step whole parameters: tried out on small ones, not listed."""
 
-from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.zero1.shardability import check_supported, needs_closure, steps_shards_as_whole
-from lightning_parstrat.distributed.zero3.state import shard_entries
 from lightning_parstrat.distributed.zero3.whole_steps import STEPPED_WHOLE, step_whole
 
 
@@ -58,28 +53,3 @@ def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
     if alike is not None:
         return "on small ones it went otherwise than with whole parameters"
     return f"trying it on small ones failed ({error})" if error else "its `step` moved nothing when it was tried"
-
-
-class StateOfShards(defaultdict[Any, Any]):
-    """What ``optimizer.state`` is here: users may give a sharded parameter state of its whole shape, which is sharded.
-
-    All ranks give the same. Not collective.
-    """
-
-    @override
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if isinstance(key, DTensor):
-            plain = {name: entry for name, entry in value.items() if not isinstance(entry, DTensor)}
-            # In place: what has been set is what is there.
-            value.update(shard_entries(plain, key))
-        super().__setitem__(key, value)
-
-
-def take_whole_state(optimizer: Optimizer) -> None:
-    """Lets users set an optimizer's state by whole tensors, until a state is loaded. Not collective.
-
-    Torch's own element-wise ones alone: others may have theirs in common with an optimizer that they wrap.
-    """
-    if type(optimizer) in ELEMENTWISE_OPTIMIZERS:
-        state: defaultdict[Tensor, Any] = StateOfShards(dict, optimizer.state)
-        optimizer.state = state

@@ -254,21 +254,13 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
         if parameter is None or not isinstance(entries, Mapping):
             sharded[identifier] = replace_leaves(entries, torch.clone)
             continue
-        sharded[identifier] = shard_entries(entries, parameter)
+        sharded[identifier] = {
+            key: shard_like(value, parameter)
+            if fits_parameter(value, parameter)
+            else replace_leaves(value, torch.clone)
+            for key, value in entries.items()
+        }
     return {**state, "state": sharded}
-
-
-def shard_entries(entries: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """What is kept of one parameter, with this rank's parts of what has its shape; copies. Not collective.
-
-    Args:
-        entries: Of whole tensors, of this rank's parts of them, or of shards.
-        parameter: Sharded or not.
-    """
-    return {
-        key: shard_like(value, parameter) if fits_parameter(value, parameter) else replace_leaves(value, torch.clone)
-        for key, value in entries.items()
-    }
 
 
 def fits_parameter(value: Any, parameter: Tensor) -> bool:
