@@ -1,7 +1,6 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
 import functools
-import re
 import socket
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,13 +42,13 @@ from lightning_parstrat.distributed.zero3.state import (
     gather_module_state,
     gather_optimizer_state,
     gather_rest,
+    holds_shards,
     let_whole_states_be_loaded,
     shard_copy,
     shard_module_state,
     shard_optimizer_state,
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, rounded_by_autocast
-from lightning_parstrat.distributed.zero3.users_code import advice_on_shards, check_not_of_shards, is_of_shards
 from lightning_parstrat.distributed.zero3.whole import shown_whole
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
 from lightning_parstrat.strategies.gradients.observers import users_own
@@ -65,7 +64,6 @@ from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
 _SAVE = "`trainer.save_checkpoint()`"
-_SAYS_DTYPES_DIFFER = re.compile(r"same (d|data)type|scalar type|mixed dtype")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 _SAVE_ON_ALL = "Call it on all ranks: each has a part of the parameters."
 
@@ -288,7 +286,13 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         self._check_no_data_assigned()
         self._broadcast_buffers()
         output = super().training_step(*args, **kwargs)
-        check_not_of_shards(output, self._advice_on_shards)
+        if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
+            # Other ranks may not take part in what a shard needs of them, and would be waited for.
+            raise RuntimeError(
+                "What `training_step` returned was computed from a weight of a block, which is a shard there."
+                " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
+                " `forward`, or have the block gathered with all else: by `wrap`, or a larger `min_num_params`."
+            )
         return output
 
     @override
@@ -580,25 +584,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             return ""
         copied = sum(parameter.numel() for parameter in rounded_by_autocast(self._training_module))
         return f"; autocast keeps {counted(copied, 'element')} in 16 bits from forward to backward, on every rank"
-
-    @property
-    def _advice_on_shards(self) -> str:
-        names = [] if self._sharded is None else self._sharded.names_of_units
-        return advice_on_shards(names, self._training_module.automatic_optimization)
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        """Says of code that worked on shards which parameters are, and what to do instead."""
-        if self._sharded is not None and is_of_shards(exception):
-            said = exception.args[0].removesuffix(self._advice_on_shards)
-            exception.args = (f"{said}\n{self.flag}: {self._advice_on_shards}", *exception.args[1:])
-        elif self._gather_dtype is not None and _SAYS_DTYPES_DIFFER.search(str(exception)) and exception.args:
-            advice = (
-                f"{self.flag}: Weights of linear and convolution layers are gathered in bf16 here. If your code uses"
-                " them outside of autocast, set gather_dtype=None."
-            )
-            exception.args = (f"{exception.args[0]}\n{advice}", *exception.args[1:])
-        super().on_exception(exception)
 
     @override
     def teardown(self) -> None:

@@ -225,12 +225,6 @@ class AssignsBeforeASave(Assigns):
             self.trainer.save_checkpoint("never written")
 
 
-class LeavesAutocast(Blocks):
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return self.head(batch).square().mean()
-
-
 # What is refused before training.
 
 
@@ -271,25 +265,19 @@ class Failure(NamedTuple):
     trainer: dict[str, Any] = {}  # noqa: RUF012
 
 
-ADVICE = ("full_parameters()", "full_tensor()", "on all ranks")
+MIXTURE = ("mixed torch.Tensor and DTensor",)
 DIFFERENT = ("called different modules in a training step", "result multiplied by 0")
 FORGETS = ("`data` of parameter 'blocks.1.linear.weight' was set", "full_parameters()")
 FAILURES: dict[str, dict[str, Failure]] = {
     "shards": {
-        "penalty": Failure(
-            Penalised, ("training_step", "blocks.0, blocks.1, blocks.2", "weight_decay", "min_num_params")
-        ),
-        "penalty, first": Failure(
-            PenalisedFirst, ("mixed torch.Tensor and DTensor", "blocks.0, blocks.1, blocks.2", "weight_decay")
-        ),
-        "penalty, by hand": Failure(
-            PenalisedByHand, ("mixed torch.Tensor and DTensor", "manual optimization", "zero1_custom")
-        ),
-        "loss in a dict": Failure(ReadsABlock, ("within the block's own `forward`",)),
-        "flattened": Failure(Flattens, ADVICE),
-        "arrays": Failure(TakesArrays, ADVICE),
-        "norms logged": Failure(LogsNorms, ("GradNormMonitor",)),
-        "means logged": Failure(LogsMeans, ("full_tensor()", "also of a sum or a norm")),
+        "penalty": Failure(Penalised, ("computed from a weight of a block", "weight_decay", "min_num_params")),
+        "penalty, in a dict": Failure(ReadsABlock, ("within the block's own `forward`",)),
+        "penalty, first": Failure(PenalisedFirst, MIXTURE),
+        "penalty, by hand": Failure(PenalisedByHand, MIXTURE),
+        "flattened": Failure(Flattens, ("unevenly sharded",)),
+        "arrays": Failure(TakesArrays, ("not allocated yet",)),
+        "norms logged": Failure(LogsNorms, ("xxx",)),
+        "means logged": Failure(LogsMeans, ("xxx",)),
         "gradients of gradients": Failure(SecondDerivatives, ("setStorage",)),
     },
     "different modules": {
@@ -317,7 +305,6 @@ FAILURES: dict[str, dict[str, Failure]] = {
         "assigned, evaluation": Failure(AssignsForEvaluation, FORGETS, trainer={"validate": True}),
         "assigned, at the end": Failure(AssignsAtTheEnd, FORGETS),
         "assigned, saved": Failure(AssignsBeforeASave, FORGETS),
-        "outside of autocast": Failure(LeavesAutocast, ("gather_dtype=None",), ROOT, MIXED),
     },
     "before training": {
         "captured graph": Failure(captured, ("make_graphed_callables", "`ddp`")),

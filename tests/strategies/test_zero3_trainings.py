@@ -6,7 +6,6 @@ bits, and whatever holds a parameter. What all strategies train is in ``cases.py
 
 import copy
 import functools
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -488,37 +487,6 @@ def look() -> tuple[bool, int]:
 
 def test_a_held_weight_tells_what_it_is_and_keeps_no_memory(pool: RankPool) -> None:
     assert pool.run(2, look) == [(True, 4)] * 2
-
-
-class ReturnsViews(Skips):
-    """Of the blocks one returns a view, and so does the training step: torch warns of what happens in place to them."""
-
-    def build(self) -> None:
-        super().build()
-        self.blocks[1].register_forward_hook(lambda block, inputs, output: output.view(-1, FEATURES))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        self.returned = super().compute_loss(batch).reshape(1, 1)[0].squeeze(0)
-        return self.returned
-
-    def on_before_backward(self, loss: Tensor) -> None:
-        loss.mul_(3.0)
-        with torch.no_grad():
-            self.returned.mul_(2.0)
-
-
-def warned_of_views() -> tuple[float, set[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = train(ReturnsViews, zero3())
-    said = {str(one.message).partition(" returned")[0] for one in caught if "view tensor" in str(one.message)}
-    return largest_difference(run, train(ReturnsViews, ddp())), said
-
-
-def test_torch_warns_of_views_that_blocks_return_and_not_of_the_loss(pool: RankPool) -> None:
-    for difference, said in pool.run(2, warned_of_views):
-        assert difference <= FP32
-        assert said == {"FSDP2-wrapped module (FSDPLinear)"}
 
 
 class LogsWeights(Blocks):

@@ -7,8 +7,6 @@ it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when ba
 
 import functools
 import hashlib
-import re
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -152,9 +150,6 @@ class ShardedModule:
         if not by_child:
             for step in STEPS:
                 register_fsdp_forward_method(module, step)
-            # It may be true of units. Lightning divides the root's loss, out of place, before it gives it to anyone.
-            root = re.escape(type(module).__name__)
-            warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({root}\) returned a view tensor")
 
     def _shard(self, wrap: Sequence[str], min_num_params: int, by_child: bool, reshard_after_forward: bool) -> None:
         module = self.module

@@ -36,6 +36,13 @@ def gather(value: Any, keep: bool) -> Any:
     return whole.cpu() if keep else None
 
 
+def holds_shards(value: object) -> bool:
+    """Whether it is a sharded tensor, or a module that has some."""
+    if isinstance(value, nn.Module):
+        return any(isinstance(parameter, DTensor) for parameter in value.parameters())
+    return isinstance(value, DTensor)
+
+
 def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
     """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
 
