@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.core.topology import Node
-from lightning_parstrat.core.wording import counted
+from lightning_parstrat.core.wording import counted, listed
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
@@ -33,7 +33,6 @@ from lightning_parstrat.distributed.comm.watch import met, watching
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
 from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
-from lightning_parstrat.distributed.zero3.copies import with_plain_modules
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
@@ -477,18 +476,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     @override
     def _completed(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         # What hooks have put into it.
-        checkpoint = gather_rest(self._with_plain_hyperparameters(checkpoint), self.is_global_zero, self._control)
+        checkpoint = gather_rest(_without_sharded_hyperparameters(checkpoint), self.is_global_zero, self._control)
         return super()._completed(checkpoint)
 
     @override
     def _save_sharded(self, checkpoint: dict[str, Any], *args: Any) -> None:
-        super()._save_sharded(self._with_plain_hyperparameters(checkpoint), *args)
-
-    def _with_plain_hyperparameters(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        keys = {LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY}
-        held = {key: checkpoint[key] for key in sorted(keys & checkpoint.keys())}
-        module, state = self._training_module, checkpoint.get("state_dict", {})
-        return {**checkpoint, **with_plain_modules(held, module, state, self.is_global_zero, self._control)}
+        super()._save_sharded(_without_sharded_hyperparameters(checkpoint), *args)
 
     @override
     def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
@@ -550,6 +543,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
                 self._sharded.reshard_root_after_forward()
             self._say_what_is_sharded(self._sharded)
+            if left_out := [name for name, value in module.hparams.items() if holds_shards(value)]:
+                rank_zero_warn(
+                    f"{self.flag}: checkpoints leave out the hyperparameters {listed(left_out)}, as these are sharded"
+                    " modules. Their weights are in the `state_dict`. Pass the modules to `load_from_checkpoint`."
+                )
 
     @override
     def on_train_end(self) -> None:
@@ -629,3 +627,13 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._steps is not None:
             self._steps.end()
             self._steps = None
+
+
+def _without_sharded_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out modules that are sharded, whose classes exist in this process alone: the state has their weights."""
+    for key in (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
+        held = checkpoint.get(key)
+        if isinstance(held, dict):
+            kept = {name: value for name, value in held.items() if not holds_shards(value)}
+            checkpoint = {**checkpoint, key: kept}
+    return checkpoint

@@ -1,4 +1,4 @@
-"""Whole weights under ``zero3_custom``: in hyperparameters, loaded in hooks and after training, shown on demand."""
+"""Whole weights under ``zero3_custom``: loaded in hooks and after training, shown on demand."""
 
 import copy
 import pickle
@@ -17,7 +17,6 @@ from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.scripts import run_script
-from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, whole, zero3
@@ -27,7 +26,6 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero3": zero3,
     "zero3 at once": lambda: zero3(min_num_params=10**9),
     "zero3 sharded": lambda: zero3(checkpoint_format="sharded"),
-    "zero3 async": lambda: zero3(checkpoint_format="sharded", async_save=True),
 }
 
 
@@ -58,7 +56,7 @@ def double(_: nn.Module, arguments: Any, output: Tensor) -> Tensor:
 
 
 class Holder:
-    """What hyperparameters may hold beside modules, and modules in turn."""
+    """What hyperparameters may hold beside modules."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -76,52 +74,33 @@ class Holds(zoo.Zoo):
     def compute_loss(self, batch: Tensor) -> Tensor:
         return self.loss(self.net(batch), batch.flip(1))
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        if self.global_step == 5:
-            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/a.ckpt")
 
-
-def hold() -> Holds:
+def train_with_modules_in_hyperparameters(folder: str) -> tuple[list[Tensor], list[str], str]:
+    """The weights that were saved, what was warned of, and what is said of a module within an object."""
+    with pytest.warns() as warned:
+        run = train(lambda: Holds(Net(), nn.MSELoss()), zero3())
+    run.trainer.save_checkpoint(f"{folder}/a.ckpt")
+    train(lambda: Holds(Net(), nn.MSELoss()), zero3(checkpoint_format="sharded")).trainer.save_checkpoint(
+        f"{folder}/b.ckpt"
+    )
     net = Net()
-    return Holds(net, nn.MSELoss(), Holder(net.blocks))
+    within = train(lambda: Holds(net, nn.MSELoss(), Holder(net.blocks)), zero3())
+    with pytest.raises(Exception) as raised:
+        within.trainer.save_checkpoint(f"{folder}/never.ckpt")
+    return run.parameters[-1], [str(one.message) for one in warned], str(raised.value)
 
 
-def train_with_modules_in_hyperparameters(strategy: str, folder: str) -> tuple[list[Tensor], list[Tensor]]:
-    run = train(hold, STRATEGIES[strategy](), default_root_dir=folder)
-    return run.parameters[4], run.parameters[-1]
-
-
-@pytest.mark.filterwarnings("ignore:Attribute '.*' is an instance of `nn.Module`")
-@pytest.mark.parametrize(
-    "strategy", slow_unless(lambda name: name != "zero3 at once", ["zero3", "zero3 at once", "zero3 async"])
-)
-def test_modules_in_hyperparameters_are_saved_whole(pool: RankPool, tmp_path: Path, strategy: str) -> None:
-    ((_, expected), _) = pool.run(2, train_with_modules_in_hyperparameters, "ddp", str(tmp_path / "ddp"))
-    ((saved, ended), _) = pool.run(2, train_with_modules_in_hyperparameters, strategy, str(tmp_path))
-    assert_same(ended, expected, rtol=1e-4, atol=1e-5)
-    path = tmp_path / "a.ckpt"
-    if path.is_dir():
-        found = ShardedCheckpoint(path, weights_only=False).skeleton
-    else:
-        found = torch.load(path, weights_only=False)
-        loaded = Holds.load_from_checkpoint(path, weights_only=False)
-        assert_same([parameter.detach() for parameter in loaded.parameters()], saved)
-        # As under `ddp` the file has them once.
-        state = found["state_dict"]
-        assert found["hyper_parameters"]["net"].first.weight.data_ptr() == state["net.first.weight"].data_ptr()
-    held, reference = found["hyper_parameters"], torch.load(tmp_path / "ddp" / "a.ckpt", weights_only=False)
-    net = held["net"]
-    assert net.kept_in_a_list[0] is net.first.weight
-    assert [type(part) for part in net.modules()] == [type(part) for part in Net().modules()]
-    assert [type(parameter) for parameter in net.parameters()] == [nn.Parameter] * 5
-    assert_same([parameter.detach() for parameter in net.parameters()], saved)
-    assert_same(dict(net.state_dict()), dict(reference["hyper_parameters"]["net"].state_dict()), rtol=1e-4, atol=1e-5)
-    assert net.last.weight is net.first.weight and held["holder"].module is net.blocks
-    assert vars(net).keys() == vars(Net()).keys() and held["width"] == 3 and type(held["loss"]) is nn.MSELoss
-    # Nothing of what shards is called, or imported where it is loaded; the user's hook is.
-    batch = torch.ones(2, zoo.FEATURES)
-    assert_same(net(batch), reference["hyper_parameters"]["net"](batch), rtol=1e-4, atol=1e-5)
-    assert "fsdp" not in str({name: value for part in net.modules() for name, value in vars(part).items()})
+def test_modules_in_hyperparameters_are_left_out_of_checkpoints(pool: RankPool, tmp_path: Path) -> None:
+    ((saved, warned, within), _) = pool.run(2, train_with_modules_in_hyperparameters, str(tmp_path))
+    assert any("leave out the hyperparameters net" in message for message in warned)
+    assert "FSDP" in within and not (tmp_path / "never.ckpt").exists()
+    for held in (
+        torch.load(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"],
+        ShardedCheckpoint(tmp_path / "b.ckpt", weights_only=False).skeleton["hyper_parameters"],
+    ):
+        assert sorted(held) == ["holder", "loss", "width"] and type(held["loss"]) is nn.MSELoss
+    loaded = Holds.load_from_checkpoint(tmp_path / "a.ckpt", net=Net(), weights_only=False)
+    assert_same([parameter.detach() for parameter in loaded.parameters()], saved)
 
 
 class Object(zoo.MLP):
