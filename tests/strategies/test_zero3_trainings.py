@@ -511,40 +511,22 @@ def test_norms_of_weights_are_logged_as_under_ddp(pool: RankPool) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-class InPlace(test_compiled.Blocks):
-    """By torch's own compiler: code for this machine."""
-
-    def compile_blocks(self) -> None:
-        for block in self.blocks:
-            block.compile()
-
-
-class Wrapped(test_compiled.Blocks):
-    def compile_blocks(self) -> None:
-        self.blocks = nn.ModuleList(map(torch.compile, self.blocks))
-
-
-class InSetup(test_compiled.Blocks):
-    def setup(self, stage: str) -> None:
-        for number, block in enumerate(self.blocks):
-            self.blocks[number] = torch.compile(block)
-
-
-def compare_compiled(make: Callable[[], Any], policy: dict[str, Any]) -> tuple[float, int, int]:
+def compare_compiled() -> list[tuple[float, int, int]]:
     """How far from the same without a compiler; graphs that were made by one; and where a graph had to be broken."""
-    expected = train(test_compiled.Blocks, ddp(), validate=True)
-    torch._dynamo.reset()
+    found, expected = [], train(test_compiled.Blocks, ddp(), validate=True)
     counters = torch._dynamo.utils.counters
-    counters.clear()
-    actual = train(make, zero3(**policy), validate=True)
-    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    for make, wrap in ((test_compiled.InPlace, None), (test_compiled.Wrapped, ["Block"])):
+        torch._dynamo.reset()
+        counters.clear()
+        actual = train(make, zero3(wrap=wrap), validate=True)
+        graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        found.append((largest_difference(actual, expected), graphs, breaks))
     torch._dynamo.reset()
-    return largest_difference(actual, expected), graphs, breaks
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("make", "wrap"), [(InPlace, None), (Wrapped, ["Block"]), (InSetup, None)])
-def test_blocks_are_compiled(pool: RankPool, make: Callable[[], Any], wrap: list[str] | None) -> None:
-    for difference, graphs, breaks in pool.run(2, compare_compiled, make, {"wrap": wrap}):
-        assert difference <= FP32
-        assert graphs > 0 and breaks == 0
+def test_blocks_are_compiled_as_a_whole(pool: RankPool) -> None:
+    for found in pool.run(2, compare_compiled):
+        for difference, graphs, breaks in found:
+            assert difference <= FP32
+            assert graphs > 0 and breaks == 0
