@@ -52,7 +52,7 @@ $(PINS): $(CONSTRAINTS)
 # torch comes first and by its pinned version: resolved among the rest, another build of it could be chosen.
 $(STAMP): pyproject.toml $(PINS)
 	$(RUN) pip install -c $(PINS) "$(TORCH)"
-	$(RUN) pip install -c $(PINS) -e ".[dev,plot]"
+	$(RUN) pip install -c $(PINS) -e ".[dev]"
 	touch $@
 
 $(DOCS_STAMP): $(STAMP) $(PINS)

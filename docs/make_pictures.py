@@ -3,7 +3,7 @@
     python docs/make_pictures.py [folder]
 
 Nothing is measured here: a step of a small model is played through by the cost model of ``core/cost_model.py`` (a
-latency and a time per byte), and buckets of ``ddp_tuned`` are planned by ``core/bucketing.py``, as in a training.
+latency and a time per byte).
 """
 
 import sys
@@ -16,7 +16,6 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from lightning_parstrat.core.bucketing import optimal_buckets
 from lightning_parstrat.core.cost_model import AlphaBeta
 
 MIB = 2**20
@@ -203,8 +202,9 @@ def main(folder: Path) -> None:
     # The gradients of a GPT of 13 equal parts, the last of them its embedding.
     nbytes = [round(3.07 * MIB)] * 13
     ready = [0.69 * (item + 1) / len(nbytes) for item in range(len(nbytes))]
-    planned = optimal_buckets(nbytes, ready, GIGABIT, fewest=True)
-    buckets = {"torch's default": default_stops(nbytes), "planned by ddp_tuned": planned}
+    # Two gradients each, as a size of 4 MiB makes them.
+    small = [*range(2, len(nbytes), 2), len(nbytes)]
+    buckets = {"torch's default": default_stops(nbytes), "4 MiB": small}
     draw([ddp_buckets(title, stops, nbytes, ready) for title, stops in buckets.items()], folder / "ddp_buckets.svg")
 
 

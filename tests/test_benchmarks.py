@@ -81,7 +81,7 @@ def test_checkpoints_buckets_and_overlap(tmp_path: Path) -> None:
     for case in run_benchmark("bucketing", options, tmp_path)["cases"].values():
         assert set(case["seconds"]) == {"default", "1 MB", "4 MB", "16 MB", "64 MB", "tuned"}
         assert (case["bucket_cap_mb"] is not None) == (case["verdict"] == "tuned"), case["reason"]
-        assert case["tuning_steps"] >= 12 and case["measured_exposed"].keys() == case["predicted_exposed"].keys()
+        assert case["tuning_steps"] >= 12 and len(case["tried_seconds"]) > 2
     steps = run_benchmark("overlap", TINY, tmp_path)["overlap"]
     alone = steps.pop("single_process")["median"]
     assert set(steps) == {"ddp", "zero1_custom", "zero1_custom(overlap_param_gather=False)"}

@@ -26,7 +26,7 @@ that are allowed for j are those from some place on, which only moves forward.
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 from lightning_parstrat.core.cost_model import AlphaBeta
@@ -85,71 +85,6 @@ def optimal_buckets(
     return _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
 
 
-def finish_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
-    """When the last bucket of a plan has arrived, each sent as early as it may be.
-
-    Args:
-        nbytes: Bytes of each item, in the order of their readiness.
-        ready_seconds: When each is ready, in seconds from any origin.
-        stops: Where each bucket ends, see :func:`optimal_buckets`.
-        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
-
-    Returns:
-        Seconds from the same origin.
-
-    Raises:
-        ValueError: The stops do not rise from above 0 to the number of items, or an item is out of range.
-    """
-    queue = _queue(nbytes, ready_seconds)
-    _check_stops(stops, len(nbytes))
-    return _finish_time(queue, stops, cost)
-
-
-def exposed_time(nbytes: Sequence[int], ready_seconds: Sequence[float], stops: Sequence[int], cost: Cost) -> float:
-    """How much longer the communication of a plan lasts than the computation that it hides behind.
-
-    Args:
-        nbytes: Bytes of each item, in the order of their readiness.
-        ready_seconds: When each is ready, in seconds from any origin.
-        stops: Where each bucket ends, see :func:`optimal_buckets`.
-        cost: Seconds by bytes, at least 0; ``AlphaBeta.seconds`` is one.
-
-    Returns:
-        Seconds from when the last item is ready to when the last bucket has arrived.
-
-    Raises:
-        ValueError: The stops do not rise from above 0 to the number of items, or an item is out of range.
-    """
-    return finish_time(nbytes, ready_seconds, stops, cost) - max(ready_seconds)
-
-
-def lower_bound(nbytes: Sequence[int], ready_seconds: Sequence[float], cost: AlphaBeta) -> float:
-    """What no plan can expose less than, not even one that cuts through items.
-
-    No byte from item k on travels before r_k. If all of them travel in one bucket, that one has to wait for the last
-    item; if not, they pay for a second latency. So it takes at least min(r_n, r_k + alpha) + T(bytes from k on), for
-    every k. It is the optimum itself where there is no latency, and where all items are ready at once.
-
-    Args:
-        nbytes: Bytes of each item, in the order of their readiness.
-        ready_seconds: When each is ready, in seconds from any origin.
-        cost: What a bucket takes.
-
-    Returns:
-        Seconds of :func:`exposed_time`, up to rounding; at least the time of a bucket with nothing but the last item.
-        Linear in the number of items.
-
-    Raises:
-        ValueError: There are no items, the lengths differ, or a value is out of range.
-    """
-    queue = _queue(nbytes, ready_seconds)
-    last, everything = queue.ready_seconds[-1], queue.nbytes[-1]
-    return max(
-        min(0.0, ready + cost.latency_seconds - last) + cost.seconds(everything - before)
-        for before, ready in zip(queue.nbytes[:-1], queue.ready_seconds[1:], strict=True)
-    )
-
-
 def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
     if not nbytes:
         raise ValueError("Invalid items: there are none. Must be at least one.")
@@ -160,12 +95,6 @@ def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
     for moment in seconds:
         if not math.isfinite(moment):
             raise ValueError(f"Invalid time of an item: {moment}. Must be finite.")
-
-
-def _check_stops(stops: Sequence[int], count: int) -> None:
-    rising = all(start < stop for start, stop in pairwise((0, *stops)))
-    if not (stops and rising and stops[-1] == count):
-        raise ValueError(f"Invalid stops: {tuple(stops)}. Must rise from above 0 to {count}.")
 
 
 def _queue(nbytes: Sequence[int], ready_seconds: Sequence[float]) -> _Queue:
@@ -237,10 +166,3 @@ def _fewest_stops(queue: _Queue, arrivals: _Arrivals, first_starts: Sequence[int
         deadline = max(arrivals.seconds[start], deadline - cost(queue.nbytes[stop] - queue.nbytes[start]))
         stop = start
     return tuple(reversed(stops))
-
-
-def _finish_time(queue: _Queue, stops: Sequence[int], cost: Cost) -> float:
-    seconds = -math.inf
-    for start, stop in pairwise((0, *stops)):
-        seconds = _arrival(queue, start, stop, seconds, cost)
-    return seconds

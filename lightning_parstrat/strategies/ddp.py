@@ -1,4 +1,4 @@
-"""``ddp_tuned``: torch DDP whose buckets are planned from measurement."""
+"""``ddp_tuned``: torch DDP that tries sizes of buckets."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -17,17 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parstrat.core.argument_names import refuse
-from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy
-from lightning_parstrat.core.tuning_report import TuningReport
+from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.process_groups import connect_for_sums
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
-from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook, wire_dtype
+from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook
 from lightning_parstrat.distributed.ddp.plan_cache import PlanCache
 from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all
-from lightning_parstrat.strategies.bucket_plot import can_plot, plot_buckets
 from lightning_parstrat.strategies.evaluation import EvaluatingStrategy
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 
@@ -36,7 +34,9 @@ _LARGEST_WORLD_WITHOUT_ROUNDING = 2
 
 
 class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
-    """Trains with torch's DistributedDataParallel, whose buckets are planned, and hold the gradients themselves.
+    """Trains with torch's DistributedDataParallel, whose size of buckets is found by trying.
+
+    Buckets hold the gradients themselves, which saves one copy of them.
 
     Results are those of ``ddp``: to the last bit on two ranks; on more, up to the order in which a sum is rounded. In
     "bf16-true" clipped by norm they are better: the norm is taken in fp32. And parameters that are frozen, unfrozen,
@@ -44,14 +44,14 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
     ones end with an error. It takes a message of 16 bytes per step.
 
     Args:
-        bucket_cap_mb: How large buckets are. ``"auto"`` measures what the wire takes and when gradients are ready
-            during the first steps, plans the buckets that expose least, tries them in turns with torch's default, and
-            keeps what is faster; :attr:`tuning_report` says what was found. A number of MiB (2**20 bytes) is the size
-            of all buckets, a list has one for each, in the order in which they are sent.
-        tune_steps: How many steps are measured before a plan is made, and about twice as many while it is tried.
+        bucket_cap_mb: How large buckets are. ``"auto"`` tries sizes during the first steps, in turns with torch's
+            default, and keeps the fastest; :attr:`tuning_report` says what was found. A number of MiB (2**20 bytes) is
+            the size of all buckets, a list has one for each, in the order in which they are sent.
+        tune_steps: How many steps are measured to compare two sizes, half of them at a time. It takes about six times
+            as many.
         tune_tolerance: The smallest gain, as a share of a forward and backward, for which buckets are changed.
-        plan_cache: A folder for plans, from which later trainings of the same kind begin, after a short trial; a
-            picture of each plan is put there, too. By default none is kept.
+        plan_cache: A folder for what was found, from which later trainings of the same kind begin, after a short
+            trial. By default nothing is kept.
         comm_hook: ``"bf16"`` and ``"fp16"`` halve what gradients take on the wire; ``"powersgd"`` sends an
             approximation of rank 1 from the 1,000th step on. Unlike in Lightning they are registered on every device,
             and so is a ``ddp_comm_hook``.
@@ -118,20 +118,6 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         """
         return self._report
 
-    def save_tuning_report(self, folder: str | Path) -> None:
-        """Writes ``plan.json``, and ``plan.png`` where matplotlib is installed (the extra ``plot``). Not collective.
-
-        Raises:
-            ValueError: Nothing has been found yet.
-        """
-        if self._report is None:
-            raise ValueError("There is no report: no training has been tuned to the end.")
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "plan.json").write_text(self._report.as_text())
-        if can_plot():
-            plot_buckets(self._report, folder / "plan.png")
-
     @override
     def configure_ddp(self) -> None:
         """Wraps the module, and begins to tune."""
@@ -150,7 +136,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         self._order_given_caps()
         reason = self._reason_not_to_tune()
         if reason is not None:
-            self._note_report(TuningReport(verdict="not tuned", reason=reason, world_size=self.world_size))
+            self._note_report(TuningReport(verdict="not tuned", reason=reason))
         elif self._tuning.bucket_cap_mb == "auto" and self.world_size > 1:
             self._begin_to_tune()
 
@@ -167,7 +153,6 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
             self._tuning,
             self._control,
             self.root_device,
-            wire_dtype(self._comm_hook),
             PlanCache(self._plan_cache, self._kind()),
             self._note_report,
             lambda message: rank_zero_warn(f"{self.flag}: {message}"),
@@ -210,16 +195,6 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
     def _note_report(self, report: TuningReport) -> None:
         self._report = report
         rank_zero_info(f"{self.flag}: {report.headline}")
-        if self._tuner is not None and self.is_global_zero and self._plan_cache is not None and can_plot():
-            path = self._tuner.cache.path
-            if path is not None and report.gradients:
-                self._plot(report, path.with_suffix(".png"))
-
-    def _plot(self, report: TuningReport, path: Path) -> None:
-        try:
-            plot_buckets(report, path)
-        except Exception as error:
-            rank_zero_warn(f"{self.flag}: {path} was not drawn: {error!r}")
 
     @property
     def _ddp(self) -> DistributedDataParallel:

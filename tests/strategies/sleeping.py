@@ -11,10 +11,7 @@ from benchmarks.slow_wire import SlowWire
 __all__ = ["CASES", "SleepingLayers", "slow_wire"]
 
 CASES: dict[str, Case] = {
-    "many small tensors": Case([10_000] * 30, 0.03, 2e-3, 1.6e-8),
     "late large tensor": Case([600_000, *[20_000] * 20], 0.04, 1e-3, 1.6e-8, by_size=False),
-    "delay per collective": Case([100_000] * 12, 0.04, 8e-3, 1.6e-8),
-    "bandwidth-bound": Case([200_000] * 8, 0.008, 1e-3, 4e-8),
     "hidden anyway": Case([10_000] * 10, 0.05, 2e-3, 1e-9),
 }
 

@@ -1,7 +1,7 @@
 """Measures collectives on the live process group while nothing computes."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,39 +53,6 @@ def reduce_scatter_cost(
         if len(buffers) == _SIZES_FITTED and slowest > _LONG_ENOUGH:
             break
     return _cost(reduce_scatter, buffers, [buffer.nbytes for buffer in buffers], control)
-
-
-def all_reduce_buffers(
-    device: torch.device, gradient_dtype: torch.dtype, wire_dtype: torch.dtype, gradient_bytes: int
-) -> dict[int, Tensor]:
-    """The buffers that :func:`all_reduce_cost` sends, by their bytes. Not collective; some 20 MB at most.
-
-    Args:
-        device: Device of the gradients.
-        gradient_dtype: Dtype of the gradients; bytes are counted in it.
-        wire_dtype: Dtype in which they travel.
-        gradient_bytes: Bytes of a step's gradients; no buffer is larger.
-    """
-    largest = min(max(gradient_bytes, 2**16), 2**24)
-    # A logarithmic grid: the small sizes determine the latency, the large ones the bandwidth.
-    sizes = {largest, largest // 4, largest // 16, largest // 64, min(2**14, largest // 128)}
-    return {
-        nbytes: torch.zeros(nbytes // gradient_dtype.itemsize, device=device, dtype=wire_dtype)
-        for nbytes in sorted(sizes)
-    }
-
-
-def all_reduce_cost(group: dist.ProcessGroup, control: Collectives, buffers: Mapping[int, Tensor]) -> CostFit:
-    """Latency and seconds per byte of an all-reduce on the slowest rank. Collective.
-
-    Sends up to four times the bytes of a step, and at most some 80 MB.
-
-    Args:
-        group: To be measured; none of its collectives may be in flight.
-        control: Its group works on host memory.
-        buffers: What is sent, by its bytes; see :func:`all_reduce_buffers`.
-    """
-    return _cost(lambda buffer: group.allreduce([buffer]).wait(), list(buffers.values()), list(buffers), control)
 
 
 def _cost(

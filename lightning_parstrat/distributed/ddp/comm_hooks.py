@@ -1,6 +1,6 @@
 """Compression of a DistributedDataParallel's gradients: torch's own hooks, by name."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,6 @@ _SETTLING_STEPS = 3
 """A new reducer orders its buckets anew after its first step, that of a static graph after its second."""
 
 CommHook = Literal["bf16", "fp16", "powersgd"] | None
-
-
-class NamedHook(NamedTuple):
-    """A hook that has a name.
-
-    Attributes:
-        wire_dtype: Dtype in which gradients travel; None where what is sent is not simply a cast.
-    """
-
-    hook: Any
-    wire_dtype: torch.dtype | None
 
 
 def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
@@ -44,16 +33,11 @@ def powersgd_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[T
     return arrived
 
 
-_HOOKS: dict[str, NamedHook] = {
-    "bf16": NamedHook(bf16_hook, torch.bfloat16),
-    "fp16": NamedHook(default_hooks.fp16_compress_hook, torch.float16),
-    "powersgd": NamedHook(powersgd_hook, None),
+_HOOKS: dict[str, Any] = {
+    "bf16": bf16_hook,
+    "fp16": default_hooks.fp16_compress_hook,
+    "powersgd": powersgd_hook,
 }
-
-
-def wire_dtype(name: CommHook) -> torch.dtype | None:
-    """Dtype in which gradients travel with the hook of that name; None where it is their own, or not a cast."""
-    return None if name is None else _HOOKS[name].wire_dtype
 
 
 def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
@@ -64,7 +48,7 @@ def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
     M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (arXiv 1905.13727).
     """
     state = powerSGD_hook.PowerSGDState(process_group=ddp.process_group) if name == "powersgd" else ddp.process_group
-    ddp.register_comm_hook(state, _HOOKS[name].hook)
+    ddp.register_comm_hook(state, _HOOKS[name])
 
 
 def forget_buckets(ddp: DistributedDataParallel) -> None:

@@ -36,7 +36,8 @@ Used through this file: what for | what happens without it.
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
         the default's first cap | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
     torch.distributed._compute_bucket_assignment_by_size
-        foretells DDP's buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+        tells the buckets of a list of sizes from the other end | ddp_tuned takes no list of sizes with
+        `find_unused_parameters`
 """
 
 import dataclasses
@@ -94,11 +95,9 @@ def sends_by_compiled_code(ddp: DistributedDataParallel) -> bool:
     return bool(cast(Any, ddp)._use_python_reducer)
 
 
-def assign_to_buckets(
-    tensors: Sequence[Tensor], caps: Sequence[int], sparse: Sequence[bool], order: Sequence[int] | None = None
-) -> list[list[int]]:
-    """Which tensors come into each bucket, by position, or by the numbers in ``order``; as DDP decides it."""
-    buckets, _ = _dist._compute_bucket_assignment_by_size(tensors, caps, sparse, *([] if order is None else [order]))
+def assign_to_buckets(tensors: Sequence[Tensor], caps: Sequence[int], sparse: Sequence[bool]) -> list[list[int]]:
+    """Which tensors come into each bucket, by position; as DDP decides it."""
+    buckets, _ = _dist._compute_bucket_assignment_by_size(tensors, caps, sparse)
     return [list(bucket) for bucket in buckets]
 
 

@@ -1,11 +1,8 @@
-"""The buckets of a live DistributedDataParallel: predicts those that caps lead to, and exchanges the reducer."""
+"""The buckets of a live DistributedDataParallel: exchanges its reducer for one with others."""
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +35,7 @@ def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> 
 
 
 class DDPBuckets:
-    """Exchanges the reducer of ``ddp`` for one with other buckets, and predicts these. Not collective.
+    """Exchanges the reducer of ``ddp`` for one with other buckets. Not collective.
 
     torch assigns parameters to buckets by caps: a bucket is full when its size reaches its cap. Usually this is done
     again after the first backward, in the order in which gradients became ready. Where backward looks for unused
@@ -60,13 +57,16 @@ class DDPBuckets:
         self._rebuilds = ddp.static_graph or not ddp.find_unused_parameters
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype with the most bytes."""
-        return self.parameters[self.order([0.0] * len(self.parameters))[0]].dtype
+    def nbytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(self._sizes())
 
     @property
-    def nbytes(self) -> list[int]:
-        """Bytes of each parameter's gradient."""
+    def default_first(self) -> int:
+        """Bytes at which the default's first bucket is full."""
+        return self._default.first
+
+    def _sizes(self) -> list[int]:
         return [parameter.numel() * parameter.element_size() for parameter in self.parameters]
 
     def reason_not_to_change(self) -> str | None:
@@ -81,34 +81,11 @@ class DDPBuckets:
             return "there are fewer than two parameters"
         return None
 
-    def order(self, ready_seconds: Sequence[float]) -> list[int]:
-        """The parameters of the dtype and device that has most bytes, in the order in which buckets are filled."""
-        nbytes = Counter[tuple[Any, ...]]()
-        for parameter, size in zip(self.parameters, self.nbytes, strict=True):
-            nbytes[_key(parameter)] += size
-        chosen = max(nbytes, key=lambda key: nbytes[key])
-        return [index for index in self._all_in_order(ready_seconds) if _key(self.parameters[index]) == chosen]
-
-    def assigned(self, caps: Caps | None, ready_seconds: Sequence[float]) -> list[list[int]]:
-        """The parameters of each bucket, in the order in which they are sent; None for the default's caps."""
-        default = self._default
-        limits = list((default.single or (default.first, default.others)) if caps is None else caps)
-        if self._rebuilds:
-            order = self._all_in_order(ready_seconds)
-            in_order, sparse = [self.parameters[index] for index in order], [False] * len(order)
-            # torch's own function: a prediction that differed from what the reducer does would be worth nothing.
-            return assign_to_buckets(in_order, limits, sparse, order)
-        if caps is not None:
-            # Here torch fills buckets from the end that is sent last.
-            limits.reverse()
-        buckets = assign_to_buckets(self.parameters, limits, self._expect_sparse)
-        return [list(reversed(bucket)) for bucket in reversed(buckets)]
-
     def filled_from_the_first(self, caps: Caps) -> Caps:
         """Caps that give, filled from the other end, the buckets that ``caps`` give from this one."""
         first, sparse = list(reversed(self.parameters)), list(reversed(self._expect_sparse))
         buckets = assign_to_buckets(first, caps, sparse)
-        nbytes = list(reversed(self.nbytes))
+        nbytes = list(reversed(self._sizes()))
         return tuple(sum(nbytes[index] for index in bucket) for bucket in buckets)
 
     def adopt(self, caps: Caps | None) -> None:
@@ -133,16 +110,3 @@ class DDPBuckets:
             return self._default
         largest = max(caps)
         return BucketCaps(largest, largest, tuple(caps if self._rebuilds else reversed(caps)))
-
-    def _all_in_order(self, ready_seconds: Sequence[float]) -> list[int]:
-        positions = range(len(self.parameters))
-        if self._rebuilds:
-            with_gradient = [index for index in reversed(positions) if ready_seconds[index] > 0]
-            # A static graph appends parameters without a gradient.
-            without = [index for index in positions if not ready_seconds[index] > 0]
-            return sorted(with_gradient, key=lambda index: ready_seconds[index]) + without
-        return list(reversed(positions))
-
-
-def _key(parameter: Tensor) -> tuple[Any, ...]:
-    return parameter.dtype, parameter.device

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook, wire_dtype
+from lightning_parstrat.distributed.ddp.comm_hooks import register_comm_hook
 from tests.comparing import distance
 from tests.pool import RankPool
 
@@ -60,10 +60,3 @@ def test_powersgd_is_exact_until_it_begins_and_then_an_approximation_of_rank_one
     # Of gradients that are zero, halved or doubled it would be more.
     assert kept and 1e-3 < difference < 0.6
     assert distance(first, second) == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [(None, None), ("bf16", torch.bfloat16), ("fp16", torch.float16), ("powersgd", None)]
-)
-def test_what_gradients_travel_in(name: CommHook, expected: torch.dtype | None) -> None:
-    assert wire_dtype(name) == expected
