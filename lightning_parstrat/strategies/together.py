@@ -4,9 +4,11 @@ import weakref
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
@@ -24,6 +26,8 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
     def __init__(self, **kwargs: Any) -> None:
         self._broadcast_buffers_next = True
         self._has_buffers = False
+        # Lightning leaves out the validation on ranks without a batch: they would miss what others send in it.
+        self._validated_by_some = False
         self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
@@ -42,10 +46,16 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
         """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._training_module.trainer
-        if self.world_size == 1 or not trainer.training:
+        if self.world_size == 1:
             return dataloader
         sources = (self._training_module, trainer.datamodule)
         allow_empty = any(getattr(s, "allow_zero_length_dataloader_with_multiple_devices", False) for s in sources)
+        if not trainer.training:
+            length = sized_len(dataloader)
+            if allow_empty and length is not None:
+                most, least = extremes_over_ranks(length, self._control)
+                self._validated_by_some |= least == 0 < most
+            return dataloader
         even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
         if isinstance(even, EvenDataLoader):
             # Weakly: loaders of earlier epochs may go.
@@ -55,14 +65,16 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's validation step."""
-        self._broadcast_buffers()
+        if not self._validated_by_some:
+            self._broadcast_buffers()
         return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
         """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
         super().on_validation_end()
-        self._broadcast_buffers()
+        if not self._validated_by_some:
+            self._broadcast_buffers()
 
     @override
     def teardown(self) -> None:
@@ -70,6 +82,7 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
         for dataloader in self._even_dataloaders:
             restore(dataloader())
         self._even_dataloaders.clear()
+        self._validated_by_some = False
         super().teardown()
 
     @property

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.loaders import (
     ARGUMENTS,
@@ -156,14 +155,6 @@ def fit(
     )
 
 
-def train_unevenly(strategy: str, make: Callable[..., Any], lengths: Lengths, arguments: dict[str, Any]) -> Outcome:
-    """Under "ddp" all ranks have the smallest number from the beginning."""
-    own = smallest(lengths) if strategy == "ddp" else lengths[dist.get_rank()]
-    arguments = dict(arguments)
-    validation = sized(2) if arguments.pop("validate", False) else None
-    return fit(strategy, make(*own), validation=validation, **arguments)
-
-
 def assert_same_training(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> None:
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours.batches == theirs.batches
@@ -173,45 +164,204 @@ def assert_same_training(actual: Sequence[Outcome], expected: Sequence[Outcome])
         torch.testing.assert_close(ours.metrics, theirs.metrics, **TOLERANCE)
 
 
-def check_unevenly(
-    pool: RankPool, make: Callable[..., Any], lengths: Lengths, arguments: dict[str, Any]
-) -> list[Outcome]:
-    outcomes = {
-        strategy: pool.run(len(lengths), train_unevenly, strategy, make, lengths, arguments, timeout=TIMEOUT)
-        for strategy in ("zero1", "ddp")
-    }
-    assert_same_training(outcomes["zero1"], outcomes["ddp"])
-    return outcomes["zero1"]
+def resumable(batches: int) -> Resumable:
+    return Resumable(Samples(batches), batch_size=BATCH_SIZE)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "world_size"),
-    slow_unless(
-        lambda arguments, world_size: world_size == 2 + ARGUMENTS.index(arguments) % 2,
-        [(arguments, world_size) for arguments in ARGUMENTS for world_size in (2, 3)],
-    ),
-    ids=str,
-)
-def test_all_ranks_train_on_the_smallest_number_of_batches(
-    pool: RankPool, world_size: int, arguments: dict[str, Any]
-) -> None:
+class Changing(Takes):
+    """Another number of batches in each epoch, on each rank; now with a length, now without."""
+
+    lengths = ((3, 5, 2), (4, 2, 3), (2, 2, 2), (1, 3, 2), (5, 4, 6))
+    even = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[DataLoader]] = []
+        self.alive: list[int] = []
+
+    def train_dataloader(self) -> DataLoader:
+        epoch = self.current_epoch
+        lengths = self.lengths[epoch][: dist.get_world_size()]
+        batches = min(lengths) if self.even else lengths[dist.get_rank()]
+        loader = unsized(batches) if epoch % 2 else sized(batches)
+        self.made.append(weakref.ref(loader))
+        return loader
+
+    def on_train_epoch_end(self) -> None:
+        gc.collect()
+        self.alive.append(sum(loader() is not None for loader in self.made))
+
+
+class ValidatesAlone(Takes):
+    """Its metrics stay on the rank, which may have none."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.compute_loss(batch)
+
+
+class NormalisedValidatesAlone(zoo.BatchNormalised):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.compute_loss(batch)
+
+
+class FetchesItself(Takes):
+    """Draws from the loader within the step."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return self.compute_loss(batch)
+
+
+class KnowsItsSteps(Takes):
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        self.steps = self.trainer.estimated_stepping_batches
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=self.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Module(LightningDataModule):
+    """The loaders in a data module."""
+
+    def __init__(self, make: Callable[..., Any], batches: Sequence[int]) -> None:
+        super().__init__()
+        self.make, self.batches = make, batches
+
+    def train_dataloader(self) -> Any:
+        return self.make(*self.batches)
+
+    def val_dataloader(self) -> Any:
+        return sized(2)
+
+
+def nothing(*_: int) -> None:
+    """The module makes its own."""
+
+
+BY_TWO = {"accumulate_grad_batches": 2}
+FIVE: Lengths = ((5,), (5,))
+
+
+class Case(NamedTuple):
+    """A training on loaders of different lengths, which is ``ddp``'s on as many batches as the shortest has.
+
+    Attributes:
+        make: Makes the loader.
+        lengths: Of each rank.
+        arguments: The Trainer's; "validate" adds two batches.
+        module: What is trained.
+        as_module: Whether a data module has the loader.
+        fits: How often.
+        validation: How many batches each rank has to validate; ``ddp`` validates the most on all.
+    """
+
+    make: Callable[..., Any]
+    lengths: Lengths
+    arguments: Any = None
+    module: Callable[[], Any] = Takes
+    as_module: bool = False
+    fits: int = 1
+    validation: tuple[Callable[..., Any], tuple[int, int]] | None = None
+
+
+OFTEN = {"max_epochs": 3, "val_check_interval": 2}
+CASES: dict[str, Case] = {
     # All pairs: each argument has loaders of both kinds, and so has each number of ranks.
-    make = (sized, unsized)[(len(arguments) + world_size) % 2]
-    outcomes = check_unevenly(pool, make, FIRST[world_size], arguments)
-    assert set(outcomes[0].batches[:-1]) <= {0, 3, 2}
+    **{
+        f"{arguments}, {kind.__name__}": Case(kind, FIRST[2 + (number + ordinal) % 2], arguments)
+        for number, arguments in enumerate(ARGUMENTS)
+        for ordinal, kind in enumerate((sized, unsized))
+    },
+    "a part of the epoch is validated": Case(
+        sized, FIRST[2], {"max_epochs": 2, "val_check_interval": 0.7, "validate": True}
+    ),
+    "a part of the epoch": Case(sized, FIRST[2], {"max_epochs": 2, "limit_train_batches": 0.7}),
+    **{
+        f"{make.__name__}": Case(make, FIRST[3], EVERYTHING)
+        for make in (integers, tensor, generator, ByIndex, Generates, Immutable, Slotted, Wrapper, resumable)
+    },
+    **{
+        f"{make.__name__}, {ranks} ranks": Case(make, PAIRS[ranks], EVERYTHING)
+        for make, ranks in (
+            (min_size, 2),
+            (max_size_cycle, 3),
+            (max_size, 2),
+            (min_size_unsized, 3),
+            (max_size_cycle_unsized, 2),
+            (sometimes_shorter, 3),
+            (nested, 2),
+            (nested, 3),
+        )
+    },
+    **{
+        f"made anew, {ranks} ranks": Case(
+            nothing, FIRST[ranks], {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}, Changing
+        )
+        for ranks in (2, 3)
+    },
+    "fetched in the step": Case(sized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),
+    "fetched in the step, unsized": Case(unsized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),
+    "of a data module": Case(sized, FIRST[2], {"max_epochs": 3, **BY_TWO}, KnowsItsSteps, as_module=True),
+    "of a data module, unsized": Case(unsized, FIRST[2], {"max_epochs": 3, **BY_TWO}, as_module=True),
+    "of a data module, cycled": Case(max_size_cycle, PAIRS[2], {"max_epochs": 3, **BY_TWO}, as_module=True),
+    **{
+        f"in two fits, {make.__name__}": Case(make, FIRST[2], {"max_epochs": 2}, fits=2)
+        for make in (sized, unsized, ByIndex, tensor)
+    },
+    "validated by one": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(sized, (3, 0))),
+    "validated by one, unsized": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(unsized, (0, 3))),
+    "validated by both": Case(sized, FIVE, OFTEN, NormalisedValidatesAlone, validation=(sized, (3, 1))),
+    "buffers, validated by one": Case(sized, FIVE, OFTEN, NormalisedValidatesAlone, validation=(sized, (3, 0))),
+    "buffers, validated by other": Case(sized, FIVE, OFTEN, NormalisedValidatesAlone, validation=(sized, (0, 3))),
+    "buffers, unsized": Case(sized, FIVE, OFTEN, NormalisedValidatesAlone, validation=(unsized, (3, 0))),
+    "buffers, unsized, other": Case(sized, FIVE, OFTEN, NormalisedValidatesAlone, validation=(unsized, (0, 3))),
+}
 
 
-@pytest.mark.parametrize("arguments", [{"val_check_interval": 0.7, "validate": True}, {"limit_train_batches": 0.7}])
-def test_a_part_of_an_epoch_is_a_part_of_the_smallest_number(pool: RankPool, arguments: dict[str, Any]) -> None:
-    assert check_unevenly(pool, sized, FIRST[2], {"max_epochs": 2, **arguments})[0].batches[1] in (2, 3)
+def train_case(strategy: str, case: Case) -> list[Outcome]:
+    """Under "ddp" all ranks have the smallest number from the beginning."""
+    torch.manual_seed(0)
+    is_oracle = strategy == "ddp"
+    own = smallest(case.lengths) if is_oracle else case.lengths[dist.get_rank()]
+    arguments = dict(case.arguments or {})
+    validation = sized(2) if arguments.pop("validate", False) else None
+    module = case.module()
+    if isinstance(module, Changing):
+        module.even = is_oracle
+    if case.validation is not None:
+        module.allow_zero_length_dataloader_with_multiple_devices = True
+        make, lengths = case.validation
+        validation = make(max(lengths) if is_oracle else lengths[dist.get_rank()])
+    data = Module(case.make, own) if case.as_module else case.make(*own)
+    outcomes = [fit(strategy, data, module, validation, **arguments) for _ in range(case.fits)]
+    if isinstance(module, Changing):
+        assert len(module.made) == 5 and max(module.alive) == 1
+    if isinstance(module, KnowsItsSteps):
+        assert module.steps == 6
+    if case.validation is not None:
+        # Of a rank without a batch there are none.
+        return [outcome._replace(validations=[]) for outcome in outcomes]
+    return outcomes
 
 
-@pytest.mark.parametrize(
-    "make", [integers, tensor, generator, ByIndex, Generates, Immutable, Slotted, Wrapper, Resumable]
-)
-def test_any_iterable_will_do(pool: RankPool, make: Callable[..., Any]) -> None:
-    make = resumable if make is Resumable else make
-    assert check_unevenly(pool, make, FIRST[3], EVERYTHING)[0].batches[1] == 3
+def train_cases(strategy: str, ranks: int) -> dict[str, list[Outcome]]:
+    return {name: train_case(strategy, case) for name, case in CASES.items() if len(case.lengths) == ranks}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_ranks_train_on_the_smallest_number_of_batches(pool: RankPool, ranks: int) -> None:
+    ours, theirs = (pool.run(ranks, train_cases, strategy, ranks, timeout=200.0) for strategy in ("zero1", "ddp"))
+    for rank, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
+        for name, outcomes in actual.items():
+            try:
+                assert_same_training(outcomes, expected[name])
+            except AssertionError as error:
+                raise AssertionError(f"{name}, rank {rank}: {error}") from error
+            # One on rank 0 says how many batches are left out, in the first epoch that has fewer.
+            case = CASES[name]
+            if case.make in (sized, unsized) and case.arguments == {}:
+                said = outcomes[0].warnings
+                assert len(said) == (rank == 0) and all("3" in one for one in said), name
 
 
 def mixed(batches: int) -> Any:
@@ -220,74 +370,17 @@ def mixed(batches: int) -> Any:
 
 @pytest.mark.slow
 def test_workers(pool: RankPool) -> None:
-    assert check_unevenly(pool, with_workers, FIRST[2], {"max_epochs": 2})[0].batches == [0, 3, 3]
+    case = Case(with_workers, FIRST[2], {"max_epochs": 2})
+    ours, theirs = (pool.run(2, train_case, strategy, case, timeout=TIMEOUT) for strategy in ("zero1", "ddp"))
+    assert_same_training([one for (one,) in ours], [one for (one,) in theirs])
+    assert ours[0][0].batches == [0, 3, 3]
 
 
 def test_one_rank_alone_knows_its_length(pool: RankPool) -> None:
     # Under DDP that hangs.
-    ours = pool.run(3, train_unevenly, "zero1", mixed, FIRST[3], EVERYTHING, timeout=TIMEOUT)
-    theirs = pool.run(3, train_unevenly, "ddp", unsized, FIRST[3], EVERYTHING, timeout=TIMEOUT)
-    assert_same_training(ours, theirs)
-
-
-def resumable(batches: int) -> Resumable:
-    return Resumable(Samples(batches), batch_size=BATCH_SIZE)
-
-
-@pytest.mark.parametrize(
-    ("make", "world_size"),
-    [
-        (min_size, 2),
-        (max_size_cycle, 3),
-        (max_size, 2),
-        (min_size_unsized, 3),
-        (max_size_cycle_unsized, 2),
-        (sometimes_shorter, 3),
-        (nested, 2),
-        (nested, 3),
-    ],
-)
-def test_each_of_several_loaders_ends_together(pool: RankPool, world_size: int, make: Callable[..., Any]) -> None:
-    check_unevenly(pool, make, PAIRS[world_size], EVERYTHING)
-
-
-@pytest.mark.parametrize("make", [sized, unsized])
-def test_one_warning_on_rank_0_says_how_many_are_left_out(pool: RankPool, make: Callable[..., Any]) -> None:
-    first, *others = check_unevenly(pool, make, FIRST[3], {})
-    assert not any(outcome.warnings for outcome in others)
-    (warning,) = first.warnings
-    assert "3" in warning and ("6" in warning or make is unsized)
-
-
-def observe_loader(trainer: Trainer) -> tuple[bool, str, str]:
-    loader = trainer.train_dataloader
-    return isinstance(loader, DataLoader), type(loader).__name__, type(loader).__module__
-
-
-def the_loader_before_and_after(make: Callable[..., Any], lengths: Lengths) -> tuple[bool, list[Any]]:
-    loader = make(*lengths[dist.get_rank()])
-    seen = fit("zero1", loader, observe=lambda trainer: (trainer.train_dataloader is loader, *observe_loader(trainer)))
-    return type(loader) is DataLoader and list(map(len, loader)) == [4] * lengths[dist.get_rank()][0], seen.observed
-
-
-@pytest.mark.parametrize("make", [sized, unsized])
-def test_the_users_loader_stays_what_it_was(pool: RankPool, make: Callable[..., Any]) -> None:
-    expected = (True, [(True, True, "DataLoader", "torch.utils.data.dataloader")])
-    assert pool.run(3, the_loader_before_and_after, make, FIRST[3], timeout=TIMEOUT) == [expected] * 3
-
-
-def several_loaders_after_a_fit(lengths: Lengths) -> None:
-    batches, numbers = lengths[dist.get_rank()]
-    together = max_size(batches, numbers)
-    first = fit("zero1", together, max_epochs=2)
-    assert list(map(len, together.flattened)) == [batches, numbers]
-    assert list(together.flattened[1]) == list(range(numbers))
-    second = fit("zero1", together, max_epochs=2, val_check_interval=0.5)
-    assert_same_training([first], [second])
-
-
-def test_several_loaders_given_as_one_can_be_used_again(pool: RankPool) -> None:
-    pool.run(2, several_loaders_after_a_fit, PAIRS[2], timeout=TIMEOUT)
+    ours = pool.run(3, train_case, "zero1", Case(mixed, FIRST[3], EVERYTHING), timeout=TIMEOUT)
+    theirs = pool.run(3, train_case, "ddp", Case(unsized, FIRST[3], EVERYTHING), timeout=TIMEOUT)
+    assert_same_training([one for (one,) in ours], [one for (one,) in theirs])
 
 
 class Failing(Takes):
@@ -297,32 +390,37 @@ class Failing(Takes):
         return super().training_step(batch, batch_idx)
 
 
-def the_loader_after_a_failure(make: Callable[..., Any], lengths: Lengths) -> bool:
-    loaders = {"one": make(*lengths[dist.get_rank()]), "other": make(*lengths[dist.get_rank()])}
-    with pytest.raises(KeyError):
-        fit("zero1", loaders, Failing())
-    return all(type(loader) is DataLoader for loader in loaders.values())
+def use_loaders() -> dict[str, bool]:
+    """What becomes of a user's loaders while they are trained on, and afterwards."""
+    rank, found = dist.get_rank(), {}
+    own = FIRST[2][rank]
+    for make in (sized, unsized):
+        loader, other = make(*own), make(*own)
+        copied = make is sized
+
+        def look(trainer: Trainer, loader: Any = loader, copied: bool = copied) -> list[bool]:
+            given = trainer.train_dataloader
+            copies = [copy.deepcopy(given), pickle.loads(pickle.dumps(given))] if copied else []
+            same = [type(one) is DataLoader and len(one) == own[0] for one in copies]
+            return [given is loader, isinstance(given, DataLoader), type(given).__name__ == "DataLoader", *same]
+
+        found[f"{make.__name__}, in use"] = all(fit("zero1", loader, observe=look).observed[0])
+        found[f"{make.__name__}, later"] = type(loader) is DataLoader and [*map(len, loader)] == [4] * own[0]
+        with pytest.raises(KeyError):
+            fit("zero1", {"one": loader, "other": other}, Failing())
+        found[f"{make.__name__}, failed"] = type(loader) is type(other) is DataLoader
+    batches, numbers = PAIRS[2][rank]
+    together = max_size(batches, numbers)
+    first = fit("zero1", together, max_epochs=2)
+    found["several"] = [*map(len, together.flattened)] == [batches, numbers]
+    found["several, other"] = list(together.flattened[1]) == list(range(numbers))
+    assert_same_training([first], [fit("zero1", together, max_epochs=2, val_check_interval=0.5)])
+    return found
 
 
-@pytest.mark.parametrize("make", [sized, unsized])
-def test_a_failure_leaves_the_loader_as_it_was(pool: RankPool, make: Callable[..., Any]) -> None:
-    assert all(pool.run(2, the_loader_after_a_failure, make, FIRST[2], timeout=TIMEOUT))
-
-
-def copies(trainer: Trainer) -> list[Any]:
-    loader = trainer.train_dataloader
-    return [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]
-
-
-def copy_in_training(lengths: Lengths) -> list[int]:
-    loader = sized(*lengths[dist.get_rank()])
-    outcome = fit("zero1", loader, observe=copies)
-    assert all(type(copied) is DataLoader for copied in outcome.observed[0])
-    return [*map(len, outcome.observed[0]), len(loader)]
-
-
-def test_a_copy_is_not_limited(pool: RankPool) -> None:
-    assert pool.run(2, copy_in_training, FIRST[2], timeout=TIMEOUT) == [[5] * 3, [3] * 3]
+def test_the_users_loaders_stay_what_they_were(pool: RankPool) -> None:
+    for found in pool.run(2, use_loaders, timeout=TIMEOUT):
+        assert len(found) == 8 and all(found.values()), found
 
 
 def sparse_rank(strategy: str, make: Callable[..., Any], allow: bool) -> tuple[str, list[int], bool]:
@@ -349,47 +447,6 @@ def test_a_rank_without_any_batch_ends_the_fit(
     pool: RankPool, make: Callable[..., Any], allow: bool, batches: list[int]
 ) -> None:
     assert pool.run(2, sparse_rank, "zero1", make, allow, timeout=TIMEOUT) == [("no error", batches, True)] * 2
-
-
-class Changing(Takes):
-    """Another number of batches in each epoch, on each rank; now with a length, now without."""
-
-    lengths = ((3, 5, 2), (4, 2, 3), (2, 2, 2), (1, 3, 2), (5, 4, 6))
-
-    def __init__(self, even: bool) -> None:
-        super().__init__()
-        self.even = even
-        self.made: list[weakref.ref[DataLoader]] = []
-        self.alive: list[int] = []
-
-    def train_dataloader(self) -> DataLoader:
-        epoch = self.current_epoch
-        lengths = self.lengths[epoch][: dist.get_world_size()]
-        batches = min(lengths) if self.even else lengths[dist.get_rank()]
-        loader = unsized(batches) if epoch % 2 else sized(batches)
-        self.made.append(weakref.ref(loader))
-        return loader
-
-    def on_train_epoch_end(self) -> None:
-        gc.collect()
-        self.alive.append(sum(loader() is not None for loader in self.made))
-
-
-def train_with_changing_loaders(strategy: str) -> Outcome:
-    torch.manual_seed(0)
-    module = Changing(even=strategy == "ddp")
-    outcome = fit(strategy, None, module, max_epochs=5, reload_dataloaders_every_n_epochs=1)
-    assert len(module.made) == 5 and max(module.alive) == 1
-    return outcome
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_loaders_that_change_with_the_epoch_are_compared_again_and_let_go(pool: RankPool, world_size: int) -> None:
-    ours, theirs = (
-        pool.run(world_size, train_with_changing_loaders, strategy, timeout=TIMEOUT) for strategy in ("zero1", "ddp")
-    )
-    assert_same_training(ours, theirs)
-    assert ours[0].batches[1:] == [min(lengths[:world_size]) for lengths in Changing.lengths]
 
 
 def count_reductions(make: Callable[..., Any], lengths: Lengths) -> tuple[int, list[Any]]:
@@ -452,52 +509,6 @@ def test_one_without_a_length_resumes_where_ddp_loses_a_batch(pool: RankPool, tm
         torch.testing.assert_close(actual.parameters, expected.parameters, **TOLERANCE)
 
 
-class ValidatesAlone(Takes):
-    """Its metrics stay on the rank, which may have none."""
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.compute_loss(batch)
-
-
-class NormalisedValidatesAlone(zoo.BatchNormalised):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.compute_loss(batch)
-
-
-def train_with_uneven_validation(
-    strategy: str, make: Callable[..., Any], module: type[zoo.Zoo], lengths: tuple[int, ...]
-) -> Outcome:
-    torch.manual_seed(0)
-    validated = module()
-    validated.allow_zero_length_dataloader_with_multiple_devices = True
-    batches = max(lengths) if strategy == "ddp" else lengths[dist.get_rank()]
-    arguments = {"max_epochs": 3, "val_check_interval": 2}
-    outcome = fit(strategy, sized(5), validated, make(batches), **arguments)
-    return outcome._replace(validations=[])
-
-
-@pytest.mark.parametrize(
-    ("module", "make", "lengths"),
-    [
-        (ValidatesAlone, sized, (3, 0)),
-        (ValidatesAlone, unsized, (0, 3)),
-        (NormalisedValidatesAlone, sized, (3, 1)),
-        (NormalisedValidatesAlone, sized, (3, 0)),
-        (NormalisedValidatesAlone, sized, (0, 3)),
-        (NormalisedValidatesAlone, unsized, (3, 0)),
-        (NormalisedValidatesAlone, unsized, (0, 3)),
-    ],
-)
-def test_validation_may_be_uneven(
-    pool: RankPool, module: type[zoo.Zoo], make: Callable[..., Any], lengths: tuple[int, ...]
-) -> None:
-    ours, theirs = (
-        pool.run(2, train_with_uneven_validation, strategy, make, module, lengths, timeout=TIMEOUT)
-        for strategy in ("zero1", "ddp")
-    )
-    assert_same_training(ours, theirs)
-
-
 def train_and_validate_on_the_same(make: Callable[..., Any], lengths: Lengths) -> tuple[list[int], int]:
     loader = make(*lengths[dist.get_rank()])
     watch = CountValidation()
@@ -518,84 +529,3 @@ def test_one_loader_may_serve_training_and_validation(pool: RankPool, make: Call
     assert [batches for batches, _ in results] == [[0, 3, 3]] * 2
     # Every rank validates on the same number, or on all that it has.
     assert {validated for _, validated in results} in ({6}, {6, 10})
-
-
-class FetchesItself(Takes):
-    """Draws from the loader within the step."""
-
-    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
-        batch, _, _ = next(dataloader_iter)
-        return self.compute_loss(batch)
-
-
-def train_with_own_fetching(strategy: str, make: Callable[..., Any], lengths: Lengths) -> Outcome:
-    own = smallest(lengths) if strategy == "ddp" else lengths[dist.get_rank()]
-    torch.manual_seed(0)
-    return fit(strategy, make(*own), FetchesItself(), sized(1), max_epochs=2)
-
-
-@pytest.mark.parametrize("make", [sized, unsized])
-def test_a_step_that_fetches_its_batches(pool: RankPool, make: Callable[..., Any]) -> None:
-    ours, theirs = (
-        pool.run(3, train_with_own_fetching, strategy, make, FIRST[3], timeout=TIMEOUT) for strategy in ("zero1", "ddp")
-    )
-    assert_same_training(ours, theirs)
-    assert ours[0].batches == [0, 3, 3]
-
-
-class KnowsItsSteps(Takes):
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        self.steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.02, total_steps=self.steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class Module(LightningDataModule):
-    """The loaders in a data module."""
-
-    def __init__(self, make: Callable[..., Any], batches: Sequence[int]) -> None:
-        super().__init__()
-        self.make, self.batches = make, batches
-
-    def train_dataloader(self) -> Any:
-        return self.make(*self.batches)
-
-    def val_dataloader(self) -> Any:
-        return sized(2)
-
-
-def train_with_a_data_module(
-    strategy: str, make: Callable[..., Any], lengths: Lengths, module: type[Takes]
-) -> tuple[Outcome, Any]:
-    own = smallest(lengths) if strategy == "ddp" else lengths[dist.get_rank()]
-    torch.manual_seed(0)
-    model = module()
-    return fit(strategy, Module(make, own), model, max_epochs=3, accumulate_grad_batches=2), getattr(
-        model, "steps", None
-    )
-
-
-@pytest.mark.parametrize(("make", "module"), [(sized, KnowsItsSteps), (unsized, Takes), (max_size_cycle, Takes)])
-def test_a_data_module_and_the_estimated_steps(pool: RankPool, make: Callable[..., Any], module: type[Takes]) -> None:
-    lengths = PAIRS[2] if make is max_size_cycle else FIRST[2]
-    ours, theirs = (
-        pool.run(2, train_with_a_data_module, strategy, make, lengths, module, timeout=TIMEOUT)
-        for strategy in ("zero1", "ddp")
-    )
-    assert_same_training([outcome for outcome, _ in ours], [outcome for outcome, _ in theirs])
-    assert [steps for _, steps in ours] == [6 if module is KnowsItsSteps else None] * 2
-
-
-def fit_twice(strategy: str, make: Callable[..., Any], lengths: Lengths) -> list[Outcome]:
-    own = smallest(lengths) if strategy == "ddp" else lengths[dist.get_rank()]
-    torch.manual_seed(0)
-    loader, module = make(*own), Takes()
-    return [fit(strategy, loader, module, max_epochs=2) for _ in range(2)]
-
-
-@pytest.mark.parametrize("make", slow_unless(lambda make: make in (unsized, tensor), [sized, unsized, ByIndex, tensor]))
-def test_the_same_loader_in_two_fits(pool: RankPool, make: Callable[..., Any]) -> None:
-    ours, theirs = (pool.run(2, fit_twice, strategy, make, FIRST[2], timeout=TIMEOUT) for strategy in ("zero1", "ddp"))
-    for actual, expected in zip(ours, theirs, strict=True):
-        assert_same_training(actual, expected)
