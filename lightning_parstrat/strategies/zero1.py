@@ -258,9 +258,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         sharded = self._engine.accumulate_in_shards(not between)
         # Where nobody was found here: it was asked for, or it is another rank's callback.
         unknown = "whoever expose_gradients=True is for" if self._policy.expose_gradients is True else "another rank"
-        # One rank's shard is the whole.
-        alone = self._engine.reducer.collectives.sends_nothing
-        self._kept_whole_for = [] if sharded or (alone and not between) else list(dict.fromkeys(between)) or [unknown]
+        self._kept_whole_for = [] if sharded else list(dict.fromkeys(between)) or [unknown]
 
     @contextmanager
     def full_gradients(self) -> Generator[None, None, None]:

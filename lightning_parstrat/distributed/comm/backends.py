@@ -93,7 +93,7 @@ def _grouped_native(
 
 
 class LocalCollectives(Collectives):
-    """World size 1: nothing to send. Others in their place lead along the path of more ranks (``sends_nothing``)."""
+    """World size 1: nothing to send. A sum may stay where it is."""
 
     sends_nothing = True
 

@@ -243,9 +243,7 @@ class ShardedDataParallel:
         Returns:
             Whether it is done, the same on all ranks.
         """
-        # One rank's shard is the whole.
-        needless = self.reducer.collectives.sends_nothing
-        kept_whole = any_rank(not wanted, self.reducer.control) or needless or self.reducer.exposes_gradients
+        kept_whole = any_rank(not wanted, self.reducer.control) or self.reducer.exposes_gradients
         self.reducer.shards_accumulation = not kept_whole
         return self.reducer.shards_accumulation
 

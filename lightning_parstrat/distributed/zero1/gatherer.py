@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import Streams
-from lightning_parstrat.distributed.comm.work import Work
+from lightning_parstrat.distributed.comm.work import DONE, Work
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark, unmark
@@ -63,11 +63,12 @@ class ParameterGatherer:
             bucket: The bucket.
         """
         # Whoever holds a view of the buffer, or a subclass with its own __torch_function__, escapes the read guard.
-        overlaps = self.overlaps and not self.collectives.sends_nothing
-        late = overlaps and bucket.is_read_through_parameters and can_be_marked(*bucket.parameters)
+        overlaps = self.overlaps and bucket.is_read_through_parameters and can_be_marked(*bucket.parameters)
         buffer = bucket.parameters_to_send()
         with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
             work = self.collectives.all_gather(buffer, bucket.layout.bounds)
+        # What has nothing to send is there at once.
+        late = overlaps and work is not DONE
         with self._lock:
             self._in_flight[bucket] = _Gather(work, buffer, late, self.streams.current())
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.

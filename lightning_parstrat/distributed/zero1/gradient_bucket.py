@@ -211,7 +211,10 @@ class GradientBucket:
                 slot.view_into(buffer).zero_()
                 continue
             if gradient.layout != torch.strided:
-                raise sparse_gradient_error(gradient)
+                raise ValueError(
+                    f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient ({gradient.layout});"
+                    " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
+                )
             if not earlier:
                 slot.arrived = True
                 # Frees autograd's tensor: without accumulation gradients cost a shard, not a copy of the model.
@@ -255,11 +258,3 @@ class GradientBucket:
                 slot.used = False
                 if slot.shard is not None:
                     slot.shard.grad = None
-
-
-def sparse_gradient_error(gradient: Tensor) -> ValueError:
-    """What is raised where a gradient cannot lie in a flat buffer."""
-    return ValueError(
-        f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient ({gradient.layout});"
-        " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
-    )

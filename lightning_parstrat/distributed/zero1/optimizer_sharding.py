@@ -269,8 +269,7 @@ class OptimizerSharding:
         """
         # The last gradients to be ready belong to the parameters that the next forward reads first.
         buckets = self._stepped_buckets()[::-1]
-        at_once = self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or self.gatherer.collectives.sends_nothing
-        if at_once or len(buckets) < 2:
+        if self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
             return [_Part(buckets, known.stand_ins)]
         stepped: list[tuple[list[ParameterBucket], list[GradientBucket | None]]] = [
             (together, [*together]) for together in _worth_a_call(buckets)

@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_parstrat.core.layout import BucketLayout
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import users_of_storage
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, sparse_gradient_error
+from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 
 
 class WireFormat(NamedTuple):
@@ -22,13 +22,6 @@ class WireFormat(NamedTuple):
     reduce_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
-
-
-class OwnGradient(NamedTuple):
-    """A gradient that no other rank adds to, and the shard that it is of; it has the shard's shape."""
-
-    shard: nn.Parameter
-    gradient: Tensor
 
 
 class ParameterBucket(GradientBucket):
@@ -63,7 +56,6 @@ class ParameterBucket(GradientBucket):
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
         self._left_behind: set[int] = set()
         self._has_rebound = False
-        self._has_own_gradients = False
         self._move_in(self.slots)
         self.master = None if wire.master_dtype is None else self.shard.to(wire.master_dtype, copy=True)
         stepped = self.shard if self.master is None else self.master
@@ -257,68 +249,6 @@ class ParameterBucket(GradientBucket):
 
     def _rounded(self, master: Tensor) -> Tensor:
         return master.to(self.gather_dtype).to(self.dtype)
-
-    @property
-    def steps_gradients_as_they_are(self) -> bool:
-        """Whether they are stepped in the dtype that they have, without being rounded on the way."""
-        return self.shard_dtype == self.reduce_dtype == self.dtype
-
-    def take_gradients(self) -> list[OwnGradient]:
-        """Takes the local gradients out of ``param.grad``, without a copy where they lie as the parameters do.
-
-        For one rank, which owns all of every parameter.
-
-        Raises:
-            ValueError: A gradient is sparse.
-        """
-        taken = []
-        for slot in self.slots:
-            slot.fresh = False
-            gradient = slot.parameter.grad
-            if gradient is not None:
-                if gradient.layout != torch.strided:
-                    raise sparse_gradient_error(gradient)
-                slot.arrived = True
-                slot.parameter.grad = None
-                if slot.shard is not None:
-                    # Each view takes the host as long as it takes to launch a kernel.
-                    own = gradient.detach() if gradient.requires_grad else gradient
-                    lies_alike = own.stride() == slot.strides
-                    taken.append(OwnGradient(slot.shard, own if lies_alike else slot.part_of(own)))
-        return taken
-
-    def add_own_gradients(self, gradients: Sequence[OwnGradient]) -> None:
-        """Hands gradients to their shards; those of an earlier backward of the same step are added to."""
-        self._has_own_gradients = True
-        for shard, gradient in gradients:
-            if shard.grad is None:
-                shard.grad = gradient
-            else:
-                shard.grad.add_(gradient)
-
-    @torch.no_grad()
-    def gather_own_gradients(self) -> None:
-        """Brings what was handed to shards into one buffer, as if it had been reduced; needs memory for all of it."""
-        if not self._has_own_gradients:
-            return
-        self._has_own_gradients = False
-        if all(slot.shard is None or slot.shard.grad is None for slot in self.slots):
-            # They were zeroed.
-            return
-        flat = torch.zeros(self.layout.shard_numel(self.place.shard), dtype=self.shard_dtype, device=self.device)
-        for slot in self.slots:
-            if slot.shard is not None and slot.shard.grad is not None:
-                slot.view_into_shard(flat).copy_(slot.shard.grad)
-        self.shard_gradient = flat
-        self.attach_gradients()
-
-    @override
-    def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
-        super().zero_gradients(slots, set_to_none)
-        if self._has_own_gradients and not set_to_none:
-            for slot in slots:
-                if slot.bucket is self and slot.shard is not None and slot.shard.grad is not None:
-                    slot.shard.grad.zero_()
 
     @override
     def attach_exposed_gradients(self) -> None:

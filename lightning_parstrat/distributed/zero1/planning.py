@@ -1,7 +1,6 @@
 """From parameters and optimizers to buckets: the same plan on every rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -100,9 +99,7 @@ class BucketPlanner:
     """
 
     def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives, gradients: Collectives) -> None:
-        # Alone, a rank sends nothing, and so rounds nothing for the way.
-        alone = control.world_size == 1
-        self._policy = replace(policy, reduce_dtype=None, gather_dtype=None) if alone else policy
+        self._policy = policy
         self._control = control
         self._shards, self._place = gradients.shard_count, gradients.place
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}

@@ -33,7 +33,6 @@ from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
-from lightning_parstrat.distributed.zero1.local_reductions import LocalReductions
 from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
 
@@ -118,8 +117,7 @@ class GradientReducer:
         max_inflight: int | None = None,
         streams: Streams | None = None,
     ) -> None:
-        kind = LocalReductions if collectives.sends_nothing else Reductions
-        self.reductions = kind(collectives, max_inflight, streams)
+        self.reductions = Reductions(collectives, max_inflight, streams)
         self._messages = messages
         self.buckets: list[GradientBucket] = []
         self.exposes_gradients = False

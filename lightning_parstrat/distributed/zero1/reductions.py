@@ -113,11 +113,15 @@ class Reductions:
 
     def _room(self, bucket: GradientBucket, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
         """Where the shard of the sum of ``buffer`` goes, and of what it is a part where it is to be exposed."""
+        kept_in = bucket.dtype if exposes else bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype
+        if self.collectives.sends_nothing and buffer.dtype == kept_in:
+            # What was packed is the sum.
+            return bucket.shard_of(buffer), buffer if exposes else None
         if not exposes:
             numel = bucket.layout.shard_numel(bucket.place.shard)
-            return buffer.new_empty(numel, dtype=bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype), None
+            return buffer.new_empty(numel, dtype=kept_in), None
         # The shard lies where the all-gather wants it, so that exposing it copies nothing.
-        unsharded = torch.empty_like(buffer, dtype=bucket.dtype)
+        unsharded = torch.empty_like(buffer, dtype=kept_in)
         return bucket.shard_of(unsharded), unsharded
 
     def _hold_back(self) -> None:
@@ -233,8 +237,6 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
         buckets: Those to show, after the reductions have finished.
         collectives: The reducer's.
     """
-    for bucket in buckets:
-        bucket.gather_own_gradients()
     shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
     for bucket in shown:
         bucket.unsharded_gradient = torch.empty_like(bucket.flat)

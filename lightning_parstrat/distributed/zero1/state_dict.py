@@ -179,12 +179,6 @@ def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None
     part = shard_value(unsharded, slot)
     if slot.has_master_weights:
         slot.shard.copy_(part)
-    elif slot.bucket.layout.world_size == 1 and part.dtype == slot.shard.dtype:
-        # Alone, parameters do not travel, and are no longer rounded for that.
-        # A file's tensors are on the host.
-        part = part.to(slot.shard.device)
-        unchanged = part.to(torch.bfloat16).to(part.dtype) == slot.shard
-        slot.shard.copy_(torch.where(unchanged, part, slot.shard))
 
 
 def _with_stand_ins(

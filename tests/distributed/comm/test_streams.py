@@ -12,7 +12,6 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import Arrivals, CudaStreams, HostStreams, streams_of
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from lightning_parstrat.distributed.zero1.local_reductions import LocalReductions
 from lightning_parstrat.distributed.zero1.reductions import Reductions
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
@@ -202,30 +201,6 @@ def test_what_is_forgotten_is_not_waited_for() -> None:
     with arrivals.at_home("bucket"):
         assert streams.name == "main"
     assert streams.log == []
-
-
-def taken_alone() -> tuple[int, Log]:
-    """How many gradients one rank takes as they are, and what waits for the streams that they were made on."""
-    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    streams = RecordingStreams()
-    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    engine.reducer.reductions = LocalReductions(engine.reducer.collectives, streams=streams)
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _: setattr(streams, "name", "graph"))
-    engine.prepare_backward(loss := module(torch.ones(2, 4)).sum())
-    loss.backward()
-    streams.name = "main"
-    engine.reducer.complete()
-    arrivals = engine.reducer.reductions.arrivals
-    assert arrivals is not None
-    for bucket in engine.buckets:
-        with arrivals.at_home(bucket):
-            pass
-    return sum(slot.shard is not None and slot.shard.grad is not None for slot in engine.slots.values()), streams.log
-
-
-def test_one_rank_does_not_remember_where_gradients_were_made(pool: RankPool) -> None:
-    assert pool.run(1, taken_alone) == [(2, [])]
 
 
 def test_each_device_has_its_streams() -> None:
