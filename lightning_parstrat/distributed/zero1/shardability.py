@@ -74,11 +74,11 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
 
     Args:
         optimizer: Not sharded yet.
-        choice: The user's; a partition by name is a promise that the optimizer's parameters can be told apart.
+        choice: The user's; ``"parameter"`` is a promise that the optimizer's parameters can be told apart.
 
     Raises:
-        ValueError: The optimizer wants sparse gradients, or ``"element"`` was asked for and its update of an element
-            looks at others.
+        ValueError: The optimizer wants sparse gradients, or ``"element"`` was asked for and it is none of torch's
+            element-wise ones.
     """
     if not isinstance(optimizer, Optimizer):
         return ShardingDecision(
@@ -107,9 +107,13 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         return ShardingDecision(None, "its `train` and `eval` change parameters outside of `step`", _ANOTHER_OPTIMIZER)
     if cls in ELEMENTWISE_OPTIMIZERS:
         return ShardingDecision("element" if choice == "auto" else choice)
+    if choice == "element":
+        raise ValueError(
+            f"partition='element' was asked for, but {cls.__name__} is none of torch's optimizers that step each"
+            " element by itself, as AdamW does: cut into shards it might train differently. Use partition='auto' or"
+            " 'parameter'."
+        )
     try:
-        if choice == "element":
-            _check_elementwise(optimizer)
         return _try_out(optimizer) if choice == "auto" else ShardingDecision(choice)
     except ClosureEvaluatedAgainError:
         return ShardingDecision(
@@ -175,15 +179,6 @@ def check_supported(optimizer: Optimizer) -> None:
         raise ValueError(
             f"{type(optimizer).__name__} works on sparse gradients, and only dense ones can be sharded. Use Adam with"
             " `nn.Embedding(..., sparse=False)`, or `strategy='ddp'`."
-        )
-
-
-def _check_elementwise(optimizer: Optimizer) -> None:
-    if steps_elements_alone(optimizer) is False:
-        raise ValueError(
-            f"partition='element' was asked for, but {type(optimizer).__name__} steps a part of a parameter"
-            " otherwise than the whole: cut into shards it would train differently. Use partition='auto' or"
-            " 'parameter'."
         )
 
 
@@ -262,11 +257,6 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool | None:
         ClosureEvaluatedAgainError: It evaluates its closure more than once per step.
     """
     return _tried_on_parameters(optimizer).alike
-
-
-def steps_elements_alone(optimizer: Optimizer) -> bool | None:
-    """Whether a step moves each element by itself, as far as tiny parameters can tell; else as above."""
-    return _try(optimizer, _first_halves).alike
 
 
 def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> tuple[bool | None, str]:
@@ -406,23 +396,6 @@ def _every_other_one(remainder: int, whole: _Twin, part: _Twin) -> list[tuple[Te
                 part.gradients[shard] = part.gradients[other]
                 group["params"].append(shard)
                 watched.append((one.detach(), shard.detach()))
-    return watched
-
-
-def _first_halves(whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
-    """Lets ``part`` step only the first half of every parameter, as one row of elements."""
-    watched = []
-    for group, ours, theirs in zip(part.optimizer.param_groups, whole.groups, part.groups, strict=True):
-        group["params"] = []
-        for one, other in zip(ours, theirs, strict=True):
-            if one.numel():
-                half = (one.numel() + 1) // 2
-                shard = nn.Parameter(other.detach().flatten()[:half].clone())
-                part.gradients[shard] = [
-                    [gradient.flatten()[:half] for gradient in phase] for phase in part.gradients[other]
-                ]
-                group["params"].append(shard)
-                watched.append((one.detach().view(-1)[:half], shard.detach()))
     return watched
 
 
