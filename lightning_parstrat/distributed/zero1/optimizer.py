@@ -5,8 +5,7 @@ class's ``step`` runs (or gradients are unscaled or clipped) do the groups hold 
 that differ are on the instance, where Python finds them before the class's, and so is what is known of its sharding:
 ``optimizer._sharding``.
 
-Whoever goes by the class passes them by: ``Adam.step(optimizer)``, or ``optimizer.step`` kept from before the training.
-A step taken so is refused; of the other methods it cannot be told.
+Whoever goes by the class passes them by. A step taken so is refused (``stepping.py``); of the others it cannot be told.
 """
 
 import functools
@@ -17,11 +16,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
+from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 from lightning_parstrat.distributed.zero1.state_dict import StateByShard, load_sharded, replicated_state_dict
+from lightning_parstrat.distributed.zero1.stepping import refuse_step_of_class, stepping_by
 
 
 def _of_class(optimizer: Optimizer, name: str) -> Any:
@@ -30,8 +30,11 @@ def _of_class(optimizer: Optimizer, name: str) -> Any:
     return found.__get__(optimizer) if hasattr(found, "__get__") else found
 
 
-@Optimizer.profile_hook_step
-def _step_between_hooks(self: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+    """Steps this rank's shards by the class's ``step``, and gathers the parameters. Collective.
+
+    The closure (forward, backward and clipping) is evaluated when the class asks for it, on the full parameters.
+    """
     sharding = sharding_of(self)
     original = _of_class(self, "step")
     if sharding.attached:
@@ -43,19 +46,7 @@ def _step_between_hooks(self: Optimizer, closure: Callable[[], Any] | None = Non
         return original(**arguments) if closure is None else original(closure=closure, **arguments)
 
 
-def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Steps this rank's shards by the class's ``step``, and gathers the parameters. Collective.
-
-    The closure (forward, backward and clipping) is evaluated when the class asks for it, on the full parameters.
-    """
-    # For schedulers, whose wrapper of `step` this may stand in for.
-    note_step_called(self)
-    sharding = sharding_of(self)
-    before, sharding.may_step = sharding.may_step, True
-    try:
-        return _step_between_hooks(self, *args, **kwargs)
-    finally:
-        sharding.may_step = before
+_step = stepping_by(_steps_shards)
 
 
 def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +105,11 @@ _FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
 }
-_OTHERS: dict[str, Callable[..., Any]] = {"step": _step, "__reduce_ex__": _reduce_ex, "__getstate__": _getstate}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "step": stepping_by(_steps_shards),
+    "__reduce_ex__": _reduce_ex,
+    "__getstate__": _getstate,
+}
 _METHODS = {name: _while_sharded(name, method) for name, method in {**_FOR_WRAPPERS, **_OTHERS}.items()}
 METHODS: frozenset[str] = frozenset(_METHODS)
 """The methods that a sharded optimizer has on the instance."""
@@ -142,20 +137,6 @@ def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
     if is_sharded(optimizer):
         methods = sharding_of(optimizer).methods
         vars(wrapper).update({name: methods[name] for name in _FOR_WRAPPERS})
-
-
-def refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before ``step`` of the optimizer's class, which knows nothing of shards.
-
-    Raises:
-        RuntimeError: The class's ``step`` was called otherwise than by the instance's.
-    """
-    if is_sharded(optimizer) and not sharding_of(optimizer).may_step:
-        name = type(optimizer).__name__
-        raise RuntimeError(
-            f"`{name}.step` was called, not `step` of the object, which alone knows that this rank steps a shard. Call"
-            f" `optimizer.step()`, not `{name}.step(optimizer)`, nor an `optimizer.step` kept from before the training."
-        )
 
 
 def _bind_methods(optimizer: Optimizer) -> None:

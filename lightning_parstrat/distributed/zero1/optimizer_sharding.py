@@ -1,7 +1,7 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups, world_size
-from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.torch_compat import without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
+from lightning_parstrat.distributed.zero1.stepping import OneEvaluation, ShownGroups
 
 ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
     {
@@ -66,8 +66,6 @@ class OptimizerSharding:
 
     guard: RemovableHandle
     """Of the hook that refuses a step around the optimizer's own methods."""
-    may_step = False
-    """Whether a step of the class is one of the optimizer's own."""
 
     def __init__(self, optimizer_class: type[Optimizer], reducer: GradientReducer, gatherer: ParameterGatherer) -> None:
         self.optimizer_class = optimizer_class
@@ -86,7 +84,7 @@ class OptimizerSharding:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: what is known of this rank's part, without anything that can step it."""
-        left_out = ("reducer", "gatherer", "methods", "wrapped_step", "guard", "may_step")
+        left_out = ("reducer", "gatherer", "methods", "wrapped_step", "guard")
         kept = {key: value for key, value in vars(self).items() if key not in left_out}
         forgotten = {"adopt_added_parameters": _nothing_to_adopt, "_control": None, "_known_groups": None}
         return {**kept, **forgotten, "attached": False}
@@ -183,7 +181,7 @@ class OptimizerSharding:
     @contextmanager
     def showing_shards(self, optimizer: Optimizer) -> Iterator[None]:
         """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
-        shown = _ShownGroups(optimizer)
+        shown = ShownGroups(optimizer)
         shown.show(self._groups(optimizer).stand_ins)
         try:
             yield
@@ -224,7 +222,7 @@ class OptimizerSharding:
             What the original returns.
         """
         parts: list[_Part] = []
-        groups = _ShownGroups(optimizer)
+        groups = ShownGroups(optimizer)
 
         def evaluate() -> Any:
             # The closure's forward, backward, clipping and hooks are the user's: they see the full parameters.
@@ -234,7 +232,7 @@ class OptimizerSharding:
                 with torch.enable_grad():
                     loss = closure()
             parts.extend(self._parts(self._make_ready(optimizer)))
-            groups.show_part(parts[0])
+            groups.show(parts[0].stand_ins, parts[0].name)
             return loss
 
         with without_step_hooks(optimizer):
@@ -252,7 +250,7 @@ class OptimizerSharding:
                 groups.restore()
                 self._send(parts[0])
                 for part in parts[1:]:
-                    groups.show_part(part)
+                    groups.show(part.stand_ins, part.name)
                     original_step(**arguments)
                     groups.restore()
                     self._send(part)
@@ -340,6 +338,11 @@ class _Part(NamedTuple):
     buckets: list[ParameterBucket]
     stand_ins: list[list[Tensor]]
 
+    @property
+    def name(self) -> str:
+        """For a trace."""
+        return f"zero1_custom: step bucket {', '.join([str(bucket.index) for bucket in self.buckets])}"
+
 
 class _KnownGroups(NamedTuple):
     """What was found out about the parameters that an optimizer's groups held when they were last looked at.
@@ -362,73 +365,3 @@ def _same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]
     if list(map(len, groups)) != list(map(len, others)):
         return False
     return all(map(is_, chain.from_iterable(groups), chain.from_iterable(others)))
-
-
-class _ShownGroups:
-    """Has an optimizer's groups hold other tensors for a while.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters: list[list[Tensor]] | None = None
-        self._mark: AbstractContextManager[object] | None = None
-
-    def show(self, stand_ins: Sequence[list[Tensor]]) -> None:
-        """Has each group hold its part of ``stand_ins`` instead of its parameters."""
-        groups = self._optimizer.param_groups
-        self._parameters = [group["params"] for group in groups]
-        for group, tensors in zip(groups, stand_ins, strict=True):
-            group["params"] = list(tensors)
-
-    def show_part(self, part: _Part) -> None:
-        """Shows what a part steps; a trace shows it, too."""
-        numbers = ", ".join([str(bucket.index) for bucket in part.buckets])
-        self._mark = marked(f"zero1_custom: step bucket {numbers}")
-        self._mark.__enter__()
-        self.show(part.stand_ins)
-
-    def restore(self) -> None:
-        """Gives the groups their parameters back, if they have not got them."""
-        if self._parameters is not None:
-            # `load_state_dict` replaces the dictionaries; their order stays.
-            for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
-                group["params"] = parameters
-            self._parameters = None
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
-
-
-class ClosureEvaluatedAgainError(RuntimeError):
-    """An optimizer called its closure a second time within one step."""
-
-
-class OneEvaluation:
-    """A closure that may be called once.
-
-    Args:
-        closure: What is evaluated.
-        optimizer: The optimizer's name, for the message.
-    """
-
-    def __init__(self, closure: Callable[[], Any], optimizer: str) -> None:
-        self._closure = closure
-        self._optimizer = optimizer
-        self._evaluated = False
-
-    def __call__(self) -> Any:
-        """Returns what the closure does.
-
-        Raises:
-            ClosureEvaluatedAgainError: It was called before.
-        """
-        if self._evaluated:
-            raise ClosureEvaluatedAgainError(
-                f"{self._optimizer} evaluates its closure more than once per step, which sharded optimizer state does"
-                " not allow. With partition='auto' every rank steps an optimizer that does so, as under `ddp`."
-            )
-        self._evaluated = True
-        return self._closure()

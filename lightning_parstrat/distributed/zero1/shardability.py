@@ -34,11 +34,8 @@ from lightning_parstrat.distributed.torch_compat import (
     without_step_hooks,
 )
 from lightning_parstrat.distributed.zero1.optimizer import METHODS
-from lightning_parstrat.distributed.zero1.optimizer_sharding import (
-    ELEMENTWISE_OPTIMIZERS,
-    ClosureEvaluatedAgainError,
-    OneEvaluation,
-)
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.zero1.stepping import ClosureEvaluatedAgainError, OneEvaluation
 
 _AGAIN = "between two evaluations every rank needs all parameters as they are by then"
 _LARGEST_DIMENSION = 8

@@ -15,13 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.gradients.local_tensors import local
-from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
+from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
+from lightning_parstrat.distributed.zero1.stepping import ShownGroups, refuse_step_of_class, stepping_by
 from lightning_parstrat.distributed.zero3.state import fits_parameter, shard_like
 
 STEPPED_WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
 """torch's optimizers whose update of an element looks at others. Exact classes: a subclass may differ."""
-
-_MAY_STEP = "_may_step_shards"
 
 
 def step_whole(optimizer: Optimizer) -> None:
@@ -34,50 +33,28 @@ def step_whole(optimizer: Optimizer) -> None:
         optimizer: Of a class in :data:`STEPPED_WHOLE`.
     """
     own = vars(optimizer)
-    if _MAY_STEP not in own:
-        optimizer.register_step_pre_hook(_refuse_step_of_class)
-    own[_MAY_STEP] = False
-    own["step"] = types.MethodType(_step, optimizer)
+    if getattr(own.get("step"), "__func__", None) is not _step:
+        optimizer.register_step_pre_hook(refuse_step_of_class)
+        own["step"] = types.MethodType(_step, optimizer)
 
 
-def _refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
-    if not vars(optimizer)[_MAY_STEP]:
-        name = type(optimizer).__name__
-        raise RuntimeError(
-            f"`{name}.step` was called, not `step` of the object, which alone knows that its parameters are sharded."
-            f" Call `optimizer.step()`, not `{name}.step(optimizer)`, nor an `optimizer.step` kept from before the"
-            " training."
-        )
-
-
-def _step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-    # For schedulers, whose wrapper of `step` this may stand in for.
-    note_step_called(self)
-    own = vars(self)
-    own[_MAY_STEP] = True
-    try:
-        return _step_between_hooks(self, *args, **kwargs)
-    finally:
-        own[_MAY_STEP] = False
-
-
-mark_as_wrapped(_step)
-
-
-@Optimizer.profile_hook_step
-def _step_between_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+def _steps_whole(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
     loss = None
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    step = types.MethodType(type(self).step, self)
-    with without_step_hooks(self):
-        for group in self.param_groups:
+    step = types.MethodType(type(optimizer).step, optimizer)
+    with without_step_hooks(optimizer):
+        for group in optimizer.param_groups:
             for parameter in list(group["params"]):
                 if parameter.grad is not None:
-                    with _shown_whole(self, parameter):
-                        step()
+                    with _shown_whole(optimizer, parameter):
+                        step(**arguments)
     return loss
+
+
+_step = stepping_by(_steps_whole)
+mark_as_wrapped(_step)
 
 
 @contextmanager
@@ -86,15 +63,13 @@ def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
 
     One that is no DTensor is shown as it is.
     """
-    lists = [group["params"] for group in optimizer.param_groups]
     whole = _begin_to_show(optimizer, parameter) if isinstance(parameter, DTensor) else parameter
-    for group, hidden in zip(optimizer.param_groups, lists, strict=True):
-        group["params"] = [whole for one in hidden if one is parameter]
+    groups = ShownGroups(optimizer)
+    groups.show([[whole for one in group["params"] if one is parameter] for group in optimizer.param_groups])
     try:
         yield
     finally:
-        for group, hidden in zip(optimizer.param_groups, lists, strict=True):
-            group["params"] = hidden
+        groups.restore()
         if whole is not parameter:
             with torch.no_grad():
                 local(parameter).copy_(local(shard_like(whole, parameter)))

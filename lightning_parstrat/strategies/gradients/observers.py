@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import gradient_hooks, has_global_step_hooks, has_step_hooks
-from lightning_parstrat.distributed.zero1.optimizer import refuse_step_of_class
+from lightning_parstrat.distributed.zero1.stepping import refuse_step_of_class
 
 _OURS = "lightning_parstrat."
 _LIBRARIES = (

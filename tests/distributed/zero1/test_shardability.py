@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.policy import PartitionChoice
 from lightning_parstrat.core.update_cost import elementwise, newton_schulz
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ClosureEvaluatedAgainError, OneEvaluation
 from lightning_parstrat.distributed.zero1.planning import trained_outside
 from lightning_parstrat.distributed.zero1.shardability import (
     ShardingDecision,
@@ -22,6 +21,7 @@ from lightning_parstrat.distributed.zero1.shardability import (
     steps_parameters_alone,
     update_cost,
 )
+from lightning_parstrat.distributed.zero1.stepping import ClosureEvaluatedAgainError, OneEvaluation
 from tests.comparing import assert_same
 from tests.distributed.engines import sgd
 from tests.strategies.odd_optimizers import GloballyScaled, HasModes, KeepsItsOwnList, NeedsTheLoss, OddOptimizer
