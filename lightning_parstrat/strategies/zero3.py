@@ -31,8 +31,7 @@ from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups
 from lightning_parstrat.distributed.comm.watch import met, watching
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
-from lightning_parstrat.distributed.zero1.state_dict import grouped_parameters
-from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, grouped_parameters
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
 from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module

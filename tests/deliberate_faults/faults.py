@@ -243,9 +243,9 @@ FAULTS = (
     ),
     Fault(
         "state is gathered into the wrong place",
-        "distributed/zero1/state_messages.py",
-        "place.slot.storage_order(tensor)[place.elements].copy_(part)",
-        "place.slot.storage_order(tensor)[: part.numel()].copy_(part.flatten())",
+        "distributed/zero1/state.py",
+        "place.slot.storage_order(state[place.slot][place.key])[place.elements].copy_(part)",
+        "place.slot.storage_order(state[place.slot][place.key])[: part.numel()].copy_(part.flatten())",
         ("tests/strategies/checkpoint/test_checkpoints.py::test_the_file_is_what_ddp_would_have_written",),
     ),
     Fault(

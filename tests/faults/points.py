@@ -13,7 +13,7 @@ import torch
 from lightning_parstrat.distributed import durable_files
 from lightning_parstrat.distributed.checkpoint import writing
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.zero1 import state_messages
+from lightning_parstrat.distributed.zero1 import state
 from lightning_parstrat.strategies.checkpoint import checkpoints
 from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
 from lightning_parstrat.strategies.data.positions import LoaderPositions
@@ -102,7 +102,7 @@ def _mid_removal(kills: KillsAt) -> None:
 
 def _between_ranks(kills: KillsAt) -> None:
     """When the others have sent or written their parts."""
-    for module, name in ((state_messages, "_send"), (writing, "write_shard"), (checkpoints, "gather_object")):
+    for module, name in ((state, "_send"), (writing, "write_shard"), (checkpoints, "gather_object")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

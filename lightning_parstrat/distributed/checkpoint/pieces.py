@@ -17,7 +17,7 @@ from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, repla
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, SplitBounds, StoredTensor
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.state_dict import StandIn, grouped_parameters
+from lightning_parstrat.distributed.zero1.state import StandIn, grouped_parameters
 
 _BYTES_WORTH_SPLITTING = 2**22
 

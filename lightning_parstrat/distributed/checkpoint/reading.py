@@ -20,8 +20,7 @@ from lightning_parstrat.distributed.checkpoint.folder import METADATA, OF_ANOTHE
 from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler, StoredPiece, file_of
 from lightning_parstrat.distributed.checkpoint.zipped import elements_in
 from lightning_parstrat.distributed.durable_files import recover
-from lightning_parstrat.distributed.zero1.state_dict import OwnPart, StateDict, grouped_parameters
-from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, StateDict, grouped_parameters
 
 
 class Run(NamedTuple):

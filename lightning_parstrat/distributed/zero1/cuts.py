@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS
 
 
 class CutInBucket:

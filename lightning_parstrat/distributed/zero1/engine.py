@@ -50,7 +50,7 @@ from lightning_parstrat.distributed.zero1.shardability import (
     decide_sharding,
     replicated_parameters,
 )
-from lightning_parstrat.distributed.zero1.state_dict import shard_existing_state
+from lightning_parstrat.distributed.zero1.state import shard_existing_state
 from lightning_parstrat.distributed.zero1.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
 
 

@@ -20,7 +20,7 @@ from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
-from lightning_parstrat.distributed.zero1.state_dict import StateByShard, load_sharded, replicated_state_dict
+from lightning_parstrat.distributed.zero1.state import StateByShard, load_sharded, replicated_state_dict
 from lightning_parstrat.distributed.zero1.stepping import refuse_step_of_class, stepping_by
 
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.zero1.state_dict import OwnPart
+from lightning_parstrat.distributed.zero1.state import OwnPart
 
 
 def gather(value: Any, keep: bool) -> Any:

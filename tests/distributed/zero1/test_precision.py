@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS
 from tests.comparing import assert_same, distance
 from tests.distributed.engines import (
     adafactor,

@@ -19,7 +19,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.distributed.zero1.redistribution import Move, _describe, _digest, _Known, digests_of_owners
-from lightning_parstrat.distributed.zero1.state_parts import MASTER_WEIGHTS
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS
 from tests.comparing import assert_same, distance
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool

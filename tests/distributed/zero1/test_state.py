@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parstrat.distributed.zero1 import state_messages, state_parts
+from lightning_parstrat.distributed.zero1 import state
 from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
-from lightning_parstrat.distributed.zero1.state_dict import StateByShard, gather_state_dict
+from lightning_parstrat.distributed.zero1.state import StateByShard, gather_state_dict
 from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
@@ -68,15 +68,15 @@ def gathered(change: str, destination: int | None) -> Any:
     _, optimizer, _ = train(True, CHANGES[change])
     told: list[Any] = []
     packed = [0]
-    send, recv = state_parts.send_object, state_messages._places
+    send, recv = state.send_object, state._places
 
     def count_places(*args: Any) -> Any:
         packed[0] += 1
         return recv(*args)
 
     with (
-        mock.patch.object(state_parts, "send_object", lambda *args: (told.append(args), send(*args))),
-        mock.patch.object(state_messages, "_places", count_places),
+        mock.patch.object(state, "send_object", lambda *args: (told.append(args), send(*args))),
+        mock.patch.object(state, "_places", count_places),
     ):
         found = gather_state_dict(optimizer, destination)
     buckets = len(sharding_of(optimizer).buckets)

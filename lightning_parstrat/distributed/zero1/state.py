@@ -1,0 +1,600 @@
+"""The state of a sharded optimizer, to and from torch's own ``state_dict``: described, collected, and sliced.
+
+Which elements a rank has follows from the buckets, which all ranks know. What does not (which entries the state has,
+their dtypes, counts of steps) is usually the same in all of a bucket: ranks compare numbers, and describe what they
+have where these differ. Then each sends its shard of the state, a packed message a bucket, over host memory, so that a
+device never holds more than a shard. Loading takes each rank's part of an unsharded state.
+"""
+
+import copy
+import hashlib
+import pickle
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.core.tensor_trees import replace_leaves
+from lightning_parstrat.distributed.comm.agreement import broadcast_object, receive_object, send_object
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.watch import met
+from lightning_parstrat.distributed.comm.work import Work, as_work
+from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
+from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, sharding_of
+
+MASTER_WEIGHTS = "master_weights"
+"""Where a state dict keeps master weights, by position as ``"state"`` is. Other strategies pass over it."""
+
+_BYTES_IN_FLIGHT = 2**24
+"""What the destination has room for beside the state, unless one message is larger."""
+
+_IN_FLIGHT = 16
+"""How many messages the destination is ready for."""
+
+_ALIGNMENT = 16
+"""Bytes: of the widest dtype."""
+
+StateDict = dict[Any, Any]
+
+
+class Entry(NamedTuple):
+    """One entry of a shard's state: a tensor that lies like the shard (then its dtype), or any other value."""
+
+    dtype: torch.dtype | None
+    value: Any
+
+
+Entries = Mapping[str, Entry]
+"""What is kept for one parameter, in the optimizer's order."""
+
+
+class OwnPart(NamedTuple):
+    """This rank's part of an entry of which there was no unsharded tensor, 1-D in storage order."""
+
+    elements: Tensor
+
+
+StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
+"""Makes what stands for a tensor, of the parameter at a position in the optimizer and of an entry of its state."""
+
+
+def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
+    """The optimizer's unsharded state in torch's own format, its tensors in host memory.
+
+    Collective. Ranks compare what there is by one small reduction; then each sends its shard of the state, a message a
+    bucket. The destination's host holds the unsharded state at the end, and a few of these messages until then. A
+    device never holds more than it does anyway.
+
+    Args:
+        optimizer: A sharded optimizer.
+        destination: The rank that gets it; None for every rank, which sends the unsharded state to all of them.
+        stand_in: Where given, nothing is sent but what is no part of a shard (counts of steps), and what this makes
+            stands in the place of the tensors.
+
+    Returns:
+        The unsharded state on the destination; on other ranks the parameter groups, with an empty state.
+    """
+    sharding = sharding_of(optimizer)
+    run_hooks_before_state_dict(optimizer)
+    control = make_collectives(sharding.control_group, torch.device("cpu"))
+    parameters = grouped_parameters(optimizer)
+    positions = {sharding.slots[p]: position for position, p in enumerate(parameters) if p in sharding.slots}
+    to = 0 if destination is None else destination
+    ranks = sharding.ranks_of_a_copy
+    told = tell(optimizer, buckets_of(positions), ranks, control, to)
+    gathered: dict[ParameterSlot, StateDict] = {}
+    if stand_in is None:
+        gathered = collect(optimizer, told, ranks, control, to)
+    elif control.rank == to:
+        gathered = _with_stand_ins(told, positions, stand_in)
+    by_position = {positions[slot]: state for slot, state in gathered.items()}
+    if destination is None:
+        by_position = broadcast_object(by_position, control.group)
+    by_parameter: dict[Tensor, StateDict] = {parameters[position]: state for position, state in by_position.items()}
+    if destination is None or control.rank == destination:
+        # Every rank has the same state for what every rank steps.
+        replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
+        by_parameter.update({parameter: on_host(optimizer.state[parameter]) for parameter in replicated})
+    return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
+
+
+def replicated_state_dict(optimizer: Optimizer) -> StateDict:
+    """The optimizer's unsharded state on every rank, in torch's own format and on the host.
+
+    Collective: nothing is sent before all ranks have called it, and a rank that waits for others says so.
+
+    Args:
+        optimizer: A sharded optimizer.
+    """
+    sharding = sharding_of(optimizer)
+    buckets = ", ".join(str(bucket.index) for bucket in sharding.buckets[:1])
+    advice = "Call it on all ranks, and save what it returns on rank 0."
+    with met("`optimizer.state_dict()`", sharding.control_group, advice, of=f"buckets from {buckets}"):
+        return gather_state_dict(optimizer, destination=None)
+
+
+def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
+    """Loads the unsharded state, of which this rank keeps its shards.
+
+    Not collective, but for parameters that joined the groups since the last step, which are bucketed first.
+
+    Args:
+        optimizer: A sharded optimizer.
+        state_dict: In torch's own format, unsharded tensors, from any strategy and world size.
+        load: The original ``load_state_dict``, bound to the optimizer.
+
+    Raises:
+        ValueError: The groups do not match the optimizer's.
+    """
+    sharding = sharding_of(optimizer)
+    saved_groups = state_dict["param_groups"]
+    if sharding.attached and sharding.has_added_parameters(optimizer):
+        sharding.adopt_added_parameters()
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    if sizes != saved_sizes:
+        raise ValueError(
+            "The loaded optimizer state does not match the optimizer: it has parameter groups of sizes"
+            f" {saved_sizes}, the optimizer has {sizes}."
+        )
+    of_parameters = {identifier for saved in saved_groups for identifier in saved["params"]}
+    state = {key: value for key, value in state_dict["state"].items() if key not in of_parameters}
+    groups = []
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        kept = []
+        for parameter, identifier in zip(group["params"], saved["params"], strict=True):
+            slot = sharding.slots.get(parameter)
+            if slot is not None and slot.shard is None:
+                continue
+            kept.append(identifier)
+            entries = state_dict["state"].get(identifier)
+            if entries is not None:
+                part = (
+                    replace_leaves(entries, torch.clone)
+                    if slot is None
+                    else {key: shard_value(value, slot) for key, value in entries.items()}
+                )
+                state[identifier] = part
+            if slot is not None:
+                _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
+        groups.append({**saved, "params": kept})
+    with sharding.showing_shards(optimizer):
+        load({**state_dict, "state": state, "param_groups": groups})
+    optimizer.state = StateByShard(sharding.slots, optimizer.state)
+
+
+def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
+    """Refuses state that is of other parameters, where that can be told. Not collective.
+
+    Args:
+        optimizer: Sharded or not.
+        state_dict: What it is to load, in torch's own format; tensors may be on the meta device.
+        names: What the parameters are called.
+
+    Raises:
+        ValueError: A tensor has another shape than its parameter, in the state of an optimizer whose tensors all have.
+    """
+    if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
+        return
+    identifiers = [identifier for group in state_dict["param_groups"] for identifier in group["params"]]
+    parameters = grouped_parameters(optimizer)
+    if len(identifiers) != len(parameters):
+        # Loading says so.
+        return
+    for identifier, parameter in zip(identifiers, parameters, strict=True):
+        for key, value in state_dict["state"].get(identifier, {}).items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"The checkpoint has {key!r} of shape {tuple(value.shape)} for"
+                    f" {names.get(parameter, identifier)!r}, which has shape {tuple(parameter.shape)}. The parameters"
+                    f" that `configure_optimizers` gives {type(optimizer).__name__} must be those, in the"
+                    " order, of when it was saved."
+                )
+
+
+@torch.no_grad()
+def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None) -> None:
+    """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
+    if slot.shard is None or unsharded is None:
+        return
+    part = shard_value(unsharded, slot)
+    if slot.has_master_weights:
+        slot.shard.copy_(part)
+
+
+def _with_stand_ins(
+    told: Sequence["BucketState"], positions: Mapping[ParameterSlot, int], stand_in: StandIn
+) -> dict[ParameterSlot, StateDict]:
+    return {
+        slot: {
+            key: one.value if one.dtype is None else stand_in(positions[slot], key, slot, one.dtype)
+            for key, one in entries.items()
+        }
+        for bucket in told
+        for slot, entries in bucket.by_slot().items()
+    }
+
+
+def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
+    """Torch's own packing: positions instead of parameters."""
+    parameters = grouped_parameters(optimizer)
+    position: dict[Tensor, int] = {}
+    for index, parameter in enumerate(parameters):
+        position.setdefault(parameter, index)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [position[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
+    # Beside the state, not in it: to torch's optimizers a parameter whose state is not empty has stepped.
+    masters = {index: state.pop(MASTER_WEIGHTS) for index, state in packed.items() if MASTER_WEIGHTS in state}
+    packed = {index: state for index, state in packed.items() if state}
+    packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
+    return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
+
+
+def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters in the order in which its state dict counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class BucketState:
+    """What an optimizer keeps for the parameters of one bucket.
+
+    Args:
+        slots: All of one bucket, at least one with elements.
+    """
+
+    def __init__(self, slots: Iterable[ParameterSlot]) -> None:
+        self.slots = sorted((slot for slot in slots if slot.place.numel), key=lambda slot: slot.place.offset)
+        self.of_all: Entries | None = None
+        """What is kept for each parameter alike, where ranks agree on that."""
+        self.by_shard: dict[int, list[Entries]] = {}
+        """Else for the parts of each shard, in their order."""
+        self._starts = [slot.place.offset for slot in self.slots]
+
+    @property
+    def first_shard(self) -> int:
+        """The first shard with a part of any of them."""
+        return bisect_right(self.slots[0].bucket.layout.bounds, self._starts[0]) - 1
+
+    def parts_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice]]:
+        """What is in a shard: the parameters, and which elements of each, in storage order."""
+        bounds = self.slots[0].bucket.layout.bounds
+        first = max(bisect_right(self._starts, bounds[shard]) - 1, 0)
+        for slot in self.slots[first:]:
+            if slot.place.offset >= bounds[shard + 1]:
+                return
+            elements = slot.elements_of(shard)
+            if elements.start < elements.stop:
+                yield slot, elements
+
+    def entries_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice, Entries]]:
+        """The same, and what is kept for each parameter there."""
+        for number, (slot, elements) in enumerate(self.parts_of(shard)):
+            yield slot, elements, self.by_shard[shard][number] if self.of_all is None else self.of_all
+
+    def by_slot(self) -> dict[ParameterSlot, dict[str, Entry]]:
+        """What is kept for each parameter; the values are copies. Where ranks differ, what any of them keeps."""
+        if self.of_all is not None:
+            return {slot: {key: copy.deepcopy(one) for key, one in self.of_all.items()} for slot in self.slots}
+        found: dict[ParameterSlot, dict[str, Entry]] = {}
+        for shard in sorted(self.by_shard):
+            for slot, _, entries in self.entries_of(shard):
+                known = found.setdefault(slot, {})
+                known.update({key: copy.deepcopy(one) for key, one in entries.items() if key not in known})
+        return found
+
+
+def buckets_of(slots: Iterable[ParameterSlot]) -> list[BucketState]:
+    """The slots by the buckets that they lie in, in the order in which these are found; without empty parameters."""
+    by_bucket: dict[int, list[ParameterSlot]] = {}
+    for slot in slots:
+        if slot.place.numel:
+            by_bucket.setdefault(id(slot.bucket), []).append(slot)
+    return [BucketState(found) for found in by_bucket.values()]
+
+
+def tell(
+    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
+) -> Sequence[BucketState]:
+    """Tells one rank what the others hold, and each rank what it holds itself. Collective.
+
+    One small reduction of 16 bytes a bucket. Where ranks hold the same entries and values for all parameters of a
+    bucket, nothing else is sent, unless the destination has no part of it; then the first that has describes it. Where
+    they do not, each rank describes its own parts of that bucket.
+
+    Args:
+        optimizer: Its state is described.
+        buckets: The same on all ranks; nothing is known of them yet.
+        ranks: The ranks that together hold one copy, in the order of their shards.
+        control: Of all ranks; works on host memory.
+        destination: Who is told.
+
+    Returns:
+        The same buckets: what all know on the destination, on other ranks what they know of their own shards.
+    """
+    shard = ranks.index(control.rank) if control.rank in ranks else None
+    for bucket in buckets:
+        parts = [] if shard is None else bucket.parts_of(shard)
+        own: list[Entries] = [describe(optimizer, slot) for slot, _ in parts]
+        if shard is not None and own:
+            bucket.by_shard[shard] = own
+    differing = _differing([next(iter(bucket.by_shard.values()), []) for bucket in buckets], control)
+    for teller, numbers in _tellers(buckets, differing, ranks, destination).items():
+        if control.rank == destination:
+            for number, described in receive_object(ranks[teller], control.group).items():
+                buckets[number].by_shard[teller] = described
+        elif teller == shard:
+            send_object({number: buckets[number].by_shard[shard] for number in numbers}, destination, control.group)
+    for bucket, differs in zip(buckets, differing, strict=True):
+        if not differs and bucket.by_shard:
+            bucket.of_all = next(iter(bucket.by_shard.values()))[0]
+    return buckets
+
+
+def describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, Entry]:
+    """What this rank holds for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
+    shard = slot.shard
+    if shard is None:
+        raise AssertionError("state was found for a shard that does not exist")
+    entries = {MASTER_WEIGHTS: Entry(shard.dtype, None)} if slot.has_master_weights else {}
+    for key, value in optimizer.state.get(shard, {}).items():
+        if isinstance(value, Tensor) and value.shape == shard.shape:
+            entries[key] = Entry(value.dtype, None)
+        else:
+            entries[key] = Entry(None, on_host(value))
+    return entries
+
+
+def on_host(value: Any) -> Any:
+    """A value with its tensors in host memory."""
+    return replace_leaves(value, lambda tensor: tensor.detach().cpu())
+
+
+def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[bool]:
+    """For each bucket, whether there are parameters of which other things are kept than of others. Collective."""
+    # The largest and the smallest number of all ranks; a rank without a part of a bucket has none to say.
+    extremes = torch.full((2, len(own)), -(2**62), dtype=torch.int64)
+    for number, described in enumerate(own):
+        numbers = {_number_of(entries) for entries in described}
+        if len(numbers) == 1:
+            only = numbers.pop()
+            extremes[0, number], extremes[1, number] = only, -only
+        elif numbers:
+            extremes[:, number] = 2**62
+    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
+    return [largest != -smallest for largest, smallest in zip(*extremes.tolist(), strict=True)]
+
+
+def _number_of(entries: Entries) -> int:
+    """61 bits that are the same where all entries are: their order, too."""
+    said = [(key, str(one.dtype), replace_leaves(one.value, _content)) for key, one in entries.items()]
+    return int.from_bytes(hashlib.sha256(pickle.dumps(said)).digest()[:8], "big") >> 3
+
+
+def _content(tensor: Tensor) -> Any:
+    # A pickled tensor has an address in it.
+    return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _tellers(
+    buckets: Sequence[BucketState], differing: Sequence[bool], ranks: Sequence[int], destination: int
+) -> dict[int, list[int]]:
+    """Which shards' owners describe which buckets to the destination: the same on all ranks, which are in its order."""
+    tellers: dict[int, list[int]] = {}
+    own = ranks.index(destination) if destination in ranks else None
+    for number, (bucket, differs) in enumerate(zip(buckets, differing, strict=True)):
+        if not differs:
+            knows = own is not None and next(bucket.parts_of(own), None) is not None
+            owners = [] if knows else [bucket.first_shard]
+        else:
+            owners = [other for other in range(len(ranks)) if next(bucket.parts_of(other), None) is not None]
+        for other in owners:
+            if other != own:
+                tellers.setdefault(other, []).append(number)
+    return dict(sorted(tellers.items()))
+
+
+class _Place(NamedTuple):
+    """Where a part of a tensor lies in a message, in bytes."""
+
+    slot: ParameterSlot
+    elements: slice
+    key: str
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+    def view(self, message: Tensor) -> Tensor:
+        return message[self.start : self.stop].view(self.dtype)
+
+
+def collect(
+    optimizer: Optimizer, told: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
+) -> dict[ParameterSlot, dict[str, Any]]:
+    """The unsharded state on the destination, in host memory; nothing elsewhere. Collective.
+
+    Each of ``ranks`` sends one message a bucket, packed in host memory. The destination receives several at a time:
+    beside the state its host holds 16 MiB of them, or one.
+
+    Args:
+        optimizer: Its state is collected.
+        told: What there is, of each bucket.
+        ranks: The ranks that together hold one copy, in the order of their shards.
+        control: Of all ranks; works on host memory.
+        destination: Who collects.
+    """
+    if control.rank != destination:
+        if control.rank in ranks:
+            _send(optimizer, told, ranks.index(control.rank), control.group, destination)
+        return {}
+    state: dict[ParameterSlot, dict[str, Any]] = {
+        slot: {key: one.value if one.dtype is None else _room(slot, one.dtype) for key, one in entries.items()}
+        for bucket in told
+        for slot, entries in bucket.by_slot().items()
+    }
+    arriving: deque[tuple[Work, Tensor, list[_Place]]] = deque()
+
+    def put(place: _Place, part: Tensor) -> None:
+        place.slot.storage_order(state[place.slot][place.key])[place.elements].copy_(part)
+
+    def take_in() -> int:
+        """Waits for a message and takes over what is in it; returns its bytes."""
+        work, message, places = arriving.popleft()
+        work.wait()
+        for place in places:
+            put(place, place.view(message))
+        return message.nbytes
+
+    nbytes = 0
+    for bucket in told:
+        for shard, source in enumerate(ranks):
+            places = list(_places(bucket, shard))
+            if source == destination:
+                for place in places:
+                    put(place, _own_part(optimizer, place))
+            elif places:
+                while arriving and (nbytes + places[-1].stop > _BYTES_IN_FLIGHT or len(arriving) == _IN_FLIGHT):
+                    nbytes -= take_in()
+                nbytes += places[-1].stop
+                # No name is kept for it: it would hold the message while the next has room made for it.
+                arriving.append(_receive(places, source, control.group))
+    while arriving:
+        take_in()
+    return state
+
+
+def _receive(places: list[_Place], source: int, group: dist.ProcessGroup) -> tuple[Work, Tensor, list[_Place]]:
+    message = torch.empty(places[-1].stop, dtype=torch.uint8)
+    return as_work(group.recv([message], source, 0)), message, places
+
+
+def _send(
+    optimizer: Optimizer, told: Sequence[BucketState], shard: int, group: dist.ProcessGroup, destination: int
+) -> None:
+    # The next message is packed while one is on its way.
+    sent: tuple[Work, Tensor] | None = None
+    for of_bucket in told:
+        places = list(_places(of_bucket, shard))
+        if places:
+            message = torch.empty(places[-1].stop, dtype=torch.uint8)
+            for place in places:
+                place.view(message).copy_(_own_part(optimizer, place))
+            if sent is not None:
+                sent[0].wait()
+            sent = as_work(group.send([message], destination, 0)), message
+    if sent is not None:
+        sent[0].wait()
+
+
+def _places(bucket: BucketState, shard: int) -> Iterator[_Place]:
+    """The parts of tensors in a shard's message, in their order."""
+    stop = 0
+    for slot, elements, entries in bucket.entries_of(shard):
+        for key, entry in entries.items():
+            if entry.dtype is not None:
+                start = -(-stop // _ALIGNMENT) * _ALIGNMENT
+                stop = start + (elements.stop - elements.start) * entry.dtype.itemsize
+                yield _Place(slot, elements, key, entry.dtype, start, stop)
+
+
+def _own_part(optimizer: Optimizer, place: _Place) -> Tensor:
+    """This rank's part of a sharded entry: 1-D in storage order, where it is."""
+    slot = place.slot
+    if slot.shard is None or slot.shard_slice is None:
+        raise AssertionError("state was found for a shard that does not exist")
+    value: Tensor = slot.shard if place.key == MASTER_WEIGHTS else optimizer.state[slot.shard][place.key]
+    uncut = slot.shard_slice.numel == slot.place.numel
+    return slot.storage_order(value.detach()) if uncut else value.detach()
+
+
+def _room(slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
+    # Zeros, as before a first step: a rank may have no such entry where others have.
+    return torch.empty_strided(slot.parameter.shape, slot.strides, dtype=dtype).zero_()
+
+
+class StateByShard(defaultdict[Any, Any]):
+    """What ``optimizer.state`` is while the optimizer is sharded: keyed by this rank's shards.
+
+    A parameter may be used as a key, too, to read, change, reset or remove the state that this rank has for it: what
+    elsewhere has the parameter's shape is the shard's part of it here. Where this rank owns nothing of a parameter,
+    there is no state for it. Not collective.
+
+    Args:
+        slots: Which shard stands for which parameter; what is added to it later is seen.
+        state: By shard.
+    """
+
+    def __init__(self, slots: Mapping[Tensor, ParameterSlot], state: Mapping[Any, Any]) -> None:
+        super().__init__(dict, state)
+        self._slots = slots
+
+    def _key(self, key: Any) -> Any:
+        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        return key if slot is None or slot.shard is None else slot.shard
+
+    @override
+    def __missing__(self, key: Any) -> Any:
+        # Steps ask by shards, which are found at once.
+        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        if slot is None:
+            return super().__missing__(key)
+        # A state that is made for a parameter of which nothing is owned here must not stay.
+        return {} if slot.shard is None else self[slot.shard]
+
+    @override
+    def __setitem__(self, key: Any, value: Any) -> None:
+        slot = self._slots.get(key) if isinstance(key, Tensor) else None
+        if slot is None:
+            super().__setitem__(key, value)
+        elif slot.shard is not None:
+            super().__setitem__(slot.shard, {name: shard_value(entry, slot) for name, entry in value.items()})
+
+    @override
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(self._key(key))
+
+    @override
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(self._key(key))
+
+    @override
+    def get(self, key: Any, default: Any = None) -> Any:
+        return super().get(self._key(key), default)
+
+    @override
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._key(key), *default)
+
+
+def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:
+    """This rank's shards of state that is there before its parameter is sharded (Adagrad makes it at once)."""
+    if isinstance(state, StateByShard) and not any(key in slots for key in state):
+        return state
+    sharded = StateByShard(slots, {})
+    for key, entries in state.items():
+        sharded[key] = entries
+    return sharded
+
+
+def shard_value(value: Any, slot: ParameterSlot) -> Any:
+    """This rank's part of one entry of a parameter's state; what has not the parameter's shape is replicated."""
+    if isinstance(value, OwnPart) and slot.shard is not None:
+        part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
+    elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
+        return value.clone() if isinstance(value, Tensor) else value
+    else:
+        # A copy, so that what is not this rank's goes: a checkpoint may be mapped into memory, not read.
+        part = slot.part_of(value).clone()
+    # State that an optimizer made in the parameter's own dtype goes on in the master weights'.
+    return part.to(slot.bucket.shard_dtype) if part.dtype == slot.parameter.dtype else part
