@@ -138,7 +138,7 @@ def test_ratios_are_taken_turn_by_turn(tmp_path: Path) -> None:
     assert ours["step_ratio"] == {"median": 1.75, "min": 1.5, "max": 2.0} and ours["peak_ratio"] == 1.5
     assert "step_seconds" not in row["contenders"]["ddp"]
     lines = "\n".join(lines_of("world1-tiny-bf16-mixed", row))
-    assert "step 1.750 of a single device's, goal 1.01: MISSED" in lines
+    assert "step 1.750 of a single device's, goal 1.05: MISSED" in lines
     merge(tmp_path / "found.json", "a", row)
     merge(tmp_path / "found.json", "b", {})
     merge(tmp_path / "found.json", "a", {"again": 1})

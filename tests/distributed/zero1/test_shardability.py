@@ -61,41 +61,46 @@ class Own(Optimizer):
         return parameter.grad
 
 
+def norm(optimizer: Own, group: dict[str, Any] | None = None) -> Tensor:
+    return torch.stack([one.grad.norm() for one in optimizer.each(group)]).norm()
+
+
 class GlobalNorm(Own):
     def direction(self, parameter: Tensor) -> Tensor:
-        norm = torch.stack([one.grad.norm() for one in self.each()]).norm()
-        return parameter.grad / (1 + norm)
+        return parameter.grad / (1 + norm(self))
 
 
-class GlobalClip(Own):
-    """Acts only where the whole gradient is long: most of the probe's steps would not show it."""
+class Moves(Own):
+    """Steps each parameter by what a function says, which gets the optimizer and the parameter."""
 
-    def direction(self, parameter: Tensor) -> Tensor:
-        norm = torch.stack([one.grad.norm() for one in self.each()]).norm()
-        return parameter.grad * (1000 / norm).clamp(max=1)
-
-
-class NormOfAGroup(Own):
-    def direction(self, parameter: Tensor) -> Tensor:
-        (group,) = [one for one in self.param_groups if any(parameter is member for member in one["params"])]
-        return parameter.grad / torch.stack([one.grad.norm() for one in self.each(group)]).norm()
-
-
-class ByItsRate(Own):
-    """Its steps are as long as its learning rate says, and all gradients together."""
-
-    def __init__(self, params: Iterable[Any], lr: float | Tensor) -> None:
+    def __init__(self, params: Iterable[Any], by: Callable[[Any, Tensor], Tensor], lr: float | Tensor = 0.1) -> None:
         super().__init__(params)
+        self.by = by
         self.param_groups[0]["lr"] = lr
 
     def direction(self, parameter: Tensor) -> Tensor:
-        norm = torch.stack([one.grad.norm() for one in self.each()]).norm()
-        return parameter.grad / norm * self.param_groups[0]["lr"]
+        return self.by(self, parameter)
 
 
-class NeverMoves(Own):
-    def direction(self, parameter: Tensor) -> Tensor:
-        return torch.zeros_like(parameter)
+def by_norm_of_its_group(optimizer: Own, parameter: Tensor) -> Tensor:
+    (group,) = [one for one in optimizer.param_groups if any(parameter is member for member in one["params"])]
+    return parameter.grad / norm(optimizer, group)
+
+
+def by_its_rate(optimizer: Own, parameter: Tensor) -> Tensor:
+    """As long as the learning rate says, and all gradients together."""
+    return parameter.grad / norm(optimizer) * optimizer.param_groups[0]["lr"]
+
+
+def by_its_position(optimizer: Own, parameter: Tensor) -> Tensor:
+    (position,) = [number for number, one in enumerate(optimizer.each()) if one is parameter]
+    return parameter.grad * (1 + position)
+
+
+def by_large_shapes(optimizer: Own, parameter: Tensor) -> Tensor:
+    if parameter.ndim == 2 and parameter.shape[1] < 20:
+        raise ValueError("too small")
+    return parameter.grad
 
 
 class RunningDistance(Own):
@@ -115,24 +120,6 @@ class OwnList(Own):
 
     def each(self, group: dict[str, Any] | None = None) -> list[Tensor]:
         return [parameter for parameter in self.kept if parameter.grad is not None]
-
-
-class StateByPosition(Own):
-    """Finds a parameter's state by where it stands in its group."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        (position,) = [number for number, one in enumerate(self.each()) if one is parameter]
-        return parameter.grad * (1 + position)
-
-
-class Noise(Own):
-    def direction(self, parameter: Tensor) -> Tensor:
-        return parameter.grad + torch.randn_like(parameter)
-
-
-class PythonsNoise(Own):
-    def direction(self, parameter: Tensor) -> Tensor:
-        return parameter.grad * random.random()
 
 
 class NormOfAParameter(Own):
@@ -186,13 +173,6 @@ class NeedsOne(Own):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         torch.stack([parameter.sum() for parameter in self.each()])
         return super().step(closure)
-
-
-class LargeShapes(Own):
-    def direction(self, parameter: Tensor) -> Tensor:
-        if parameter.ndim == 2 and parameter.shape[1] < 20:
-            raise ValueError("too small")
-        return parameter.grad
 
 
 class KeepsItself(Own):
@@ -275,6 +255,10 @@ class Delegates(Optimizer):
 
 def torchs(cls: Any, **arguments: Any) -> Callable[[], Optimizer]:
     return lambda: cls(parameters(), **arguments)
+
+
+def moves(by: Callable[[Any, Tensor], Tensor], **arguments: Any) -> Callable[[], Optimizer]:
+    return lambda: Moves(parameters(), by, **arguments)
 
 
 def own(cls: Any) -> Callable[[], Optimizer]:
@@ -365,25 +349,29 @@ CASES: dict[str, Asked] = {
     "global norm": depends(own(GlobalNorm)),
     "global norm, scheduled": depends(lambda: scheduled(GlobalNorm(parameters()))),
     "globally scaled": depends(own(GloballyScaled)),
-    "global clip": depends(own(GlobalClip)),
-    "norm of a group": depends(lambda: in_groups(NormOfAGroup)),
+    "global clip": depends(
+        # It acts only where the whole gradient is long: most of the trial's steps would not show it.
+        moves(lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1))
+    ),
+    "norm of a group": depends(lambda: in_groups(partial(Moves, by=by_norm_of_its_group))),
     "running distance": depends(own(RunningDistance)),
     # The other one comes first, or last.
     "running distance over two": depends(lambda: RunningDistance(parameters()[:2])),
-    "state by position": depends(own(StateByPosition)),
+    "state by position": depends(moves(by_its_position)),
     "its own list": depends(own(OwnList)),
     "its own list, of the zoo": depends(own(KeepsItsOwnList)),
-    "noise": depends(own(Noise)),
-    "Python's noise": depends(own(PythonsNoise)),
+    "noise": depends(moves(lambda _, one: one.grad + torch.randn_like(one))),
+    "Python's noise": depends(moves(lambda _, one: one.grad * random.random())),
     "keeps itself": depends(own(KeepsItself)),
     "closure twice": Asked(own(ClosureTwice), AGAIN, None, "closure more than once"),
     # A warm-up starts at nothing, or next to it, and what does not move would look alone.
     **{
-        f"{cls.__name__}, learning rate {lr}": depends(torchs(cls, lr=lr))
-        if cls is ByItsRate
-        else by_parameter(torchs(cls, lr=lr))
-        for cls in (ByItsRate, torch.optim.Adafactor)
+        f"{name}, learning rate {lr}": kind
         for lr in (0.0, 1e-9, torch.tensor(0.0))
+        for name, kind in (
+            ("by its rate", depends(moves(by_its_rate, lr=lr))),
+            ("Adafactor", by_parameter(torchs(torch.optim.Adafactor, lr=lr))),
+        )
     },
     # So would what is lost in rounding; and overflow would look like others' doing.
     **{
@@ -391,15 +379,15 @@ CASES: dict[str, Asked] = {
         for dtype in (torch.bfloat16, torch.float16)
         for name, make, kind in (
             ("global norm", GlobalNorm, depends),
-            ("by its rate", partial(ByItsRate, lr=1e-4), depends),
+            ("by its rate", partial(Moves, by=by_its_rate, lr=1e-4), depends),
             ("Adafactor", torch.optim.Adafactor, by_parameter),
             ("a subclass", partial(MyAdam, lr=1e-5), by_parameter),
         )
     },
-    "never moves": untold(own(NeverMoves), "moved nothing"),
+    "never moves": untold(moves(lambda _, one: torch.zeros_like(one)), "moved nothing"),
     "moves when it has a second gradient": untold(own(LooksAhead), "moved nothing"),
     "uncopyable": untold(own(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
-    "large shapes": untold(own(LargeShapes)),
+    "large shapes": untold(moves(by_large_shapes)),
 }
 
 
@@ -584,90 +572,68 @@ class Plain(nn.Module):
         self.register_buffer("counter", torch.zeros(3))
 
 
-class Shared(Plain):
+def shared(module: Any) -> None:
     """Another parameter over the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Parameter(self.first.weight.data)
+    module.other = nn.Parameter(module.first.weight.data)
 
 
-class PartlyShared(Plain):
+def partly_shared(module: Any) -> None:
     """Three over one storage; the last has a part of its own, and one lies in the middle of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        storage = torch.zeros(100)
-        self.long = nn.Parameter(storage[:80])
-        self.inner = nn.Parameter(storage[10:20])
-        self.last = nn.Parameter(storage[70:90].view(4, 5))
-        self.beside = nn.Parameter(storage[90:])
+    storage = torch.zeros(100)
+    module.long, module.inner = nn.Parameter(storage[:80]), nn.Parameter(storage[10:20])
+    module.last, module.beside = nn.Parameter(storage[70:90].view(4, 5)), nn.Parameter(storage[90:])
 
 
-class ViewedByBuffer(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("view", self.second.bias.data[2:3])
-
-
-class Interleaved(Plain):
+def interleaved(module: Any) -> None:
     """Every other element each, of the same memory: neither is dense, and both could be moved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        storage = torch.zeros(20)
-        self.even = nn.Parameter(storage[::2])
-        self.odd = nn.Parameter(storage[1::2])
+    storage = torch.zeros(20)
+    module.even, module.odd = nn.Parameter(storage[::2]), nn.Parameter(storage[1::2])
 
 
-class Adjacent(Plain):
+def adjacent(module: Any) -> None:
     """One storage, as a user's own flat buffer, but no element twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        storage = torch.zeros(20)
-        self.low = nn.Parameter(storage[:10])
-        self.high = nn.Parameter(storage[10:])
+    storage = torch.zeros(20)
+    module.low, module.high = nn.Parameter(storage[:10]), nn.Parameter(storage[10:])
 
 
-class Ignored(Plain):
-    _ddp_params_and_buffers_to_ignore = ("second.bias", "counter", "first.unknown")
+def ignored(module: Any) -> None:
+    module._ddp_params_and_buffers_to_ignore = ("second.bias", "counter", "first.unknown")
 
 
-class Integers(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = nn.Parameter(torch.arange(4), requires_grad=False)
-        self.flags = nn.Parameter(torch.ones(4, dtype=torch.bool), requires_grad=False)
-        self.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+def integers(module: Any) -> None:
+    module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    module.flags = nn.Parameter(torch.ones(4, dtype=torch.bool), requires_grad=False)
+    module.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
 
 
-# Which parameters every rank keeps whole, by name.
-REPLICATED: dict[type[nn.Module], set[str]] = {
-    Plain: set(),
-    Adjacent: set(),
-    Shared: {"first.weight", "other"},
-    PartlyShared: {"long", "inner", "last"},
-    ViewedByBuffer: {"second.bias"},
-    # Their extents overlap though their elements do not: told apart by extents alone, which is safe.
-    Interleaved: {"even", "odd"},
-    Ignored: {"second.bias"},
-    Integers: {"counts", "flags"},
-}
+def plain_and(change: Callable[[Any], object]) -> Plain:
+    module = Plain()
+    change(module)
+    return module
+
+
+def test_parameters_that_cannot_move_are_kept_whole() -> None:
+    for change, names in (
+        (str, set()),
+        (adjacent, set()),
+        (shared, {"first.weight", "other"}),
+        (partly_shared, {"long", "inner", "last"}),
+        (lambda module: module.register_buffer("view", module.second.bias.data[2:3]), {"second.bias"}),
+        # Their extents overlap though their elements do not: told apart by extents alone, which is safe.
+        (interleaved, {"even", "odd"}),
+        (ignored, {"second.bias"}),
+        (integers, {"counts", "flags"}),
+    ):
+        module = plain_and(change)
+        assert names_of(module, replicated_parameters(module, [sgd(module.parameters())])) == names
 
 
 def names_of(module: nn.Module, parameters: set[Tensor]) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in parameters}
 
 
-def test_parameters_that_cannot_move_are_kept_whole() -> None:
-    for cls, expected in REPLICATED.items():
-        module = cls()
-        assert names_of(module, replicated_parameters(module, [sgd(module.parameters())])) == expected, cls
-
-
 def test_only_the_optimizers_parameters_are_of_interest() -> None:
-    module = Shared()
+    module = plain_and(shared)
     assert names_of(module, replicated_parameters(module, [sgd(module.first.parameters())])) == {"first.weight"}
     assert replicated_parameters(module, [sgd([module.frozen])]) == set()
     assert replicated_parameters(module, []) == set()
@@ -687,13 +653,13 @@ def test_a_parameter_of_two_optimizers_does_not_share_memory_with_itself() -> No
 
 def test_what_is_trained_outside_of_sharded_optimizers() -> None:
     # Which parameters get gradients without being sharded, where `first` alone is.
-    for cls, names in (
-        (Plain, {"second.bias", "frozen", "empty"}),
-        (Ignored, {"frozen", "empty"}),
-        (Integers, {"second.bias", "frozen", "empty", "waves"}),
-        (Shared, {"second.bias", "frozen", "empty", "other"}),
+    for change, names in (
+        (str, {"second.bias", "frozen", "empty"}),
+        (ignored, {"frozen", "empty"}),
+        (integers, {"second.bias", "frozen", "empty", "waves"}),
+        (shared, {"second.bias", "frozen", "empty", "other"}),
     ):
-        module = cls()
+        module = plain_and(change)
         found = trained_outside(module, dict.fromkeys(module.first.parameters(), (0,)))
         assert names_of(module, set(found)) == names and len(found) == len(names)
 
