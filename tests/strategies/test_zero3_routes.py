@@ -215,19 +215,6 @@ def test_an_evaluation_may_compute_gradients(pool: RankPool) -> None:
         pool.run(2, evaluate_gradients, "zero3", (1, 2))
 
 
-def evaluate_exactly(strategy: str) -> list[Any]:
-    torch.manual_seed(0)
-    trainer = make_trainer(None if strategy == "single" else zero3(exact_evaluation=True))
-    module, data = Sized(), torch.utils.data.DataLoader(zoo.Samples(13), batch_size=2)
-    return [*trainer.validate(module, data, verbose=False), *trainer.test(module, data, verbose=False)]
-
-
-def test_exact_evaluation_is_that_of_one_process(pool: RankPool) -> None:
-    (expected,) = pool.run(1, evaluate_exactly, "single")
-    for found in pool.run(2, evaluate_exactly, "zero3"):
-        assert_same(found, expected, rtol=1e-4, atol=1e-5)
-
-
 def train_by_turns(order: list[str]) -> list[Tensor]:
     """Of one module that Trainers train, one after the other."""
     torch.manual_seed(0)
