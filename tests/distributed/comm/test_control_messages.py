@@ -17,6 +17,8 @@ from lightning_parstrat.distributed.torch_compat import default_store
 from tests.pool import RankPool
 
 ROUNDS = 5
+WAYS = [(flags, late) for flags in (0, 1, 8, 300) for late in (False, True)]
+"""How many flags a message has, and whether many are on their way at once."""
 
 
 def control_messages() -> ControlMessages:
@@ -27,7 +29,11 @@ def flags_of(rank: int, number: int, flags: int) -> bytes:
     return bytes((place + number) % 7 == rank for place in range(flags))
 
 
-def exchanged(flags: int, late: bool) -> list[Said]:
+def exchanged() -> list[list[Said]]:
+    return [heard_of(flags, late) for flags, late in WAYS]
+
+
+def heard_of(flags: int, late: bool) -> list[Said]:
     messages, rank, heard = control_messages(), dist.get_rank(), []
     for number in range(ROUNDS):
         messages.signal = 1 << rank % 8 if number % 2 else 0
@@ -38,36 +44,27 @@ def exchanged(flags: int, late: bool) -> list[Said]:
             assert messages.latest() is heard[-1] and message.wait() is heard[-1]
         else:
             heard.append(message)
+    assert (messages.launched, messages.control.traffic.small_reductions) == (
+        ROUNDS,
+        ROUNDS * (dist.get_world_size() > 1),
+    )
     return [message.wait() for message in heard] if late else heard
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["one by one", "many on their way"])
-@pytest.mark.parametrize("flags", [0, 1, 8, 300])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
-def test_all_ranks_hear_what_they_have_said_together(pool: RankPool, world_size: int, flags: int, late: bool) -> None:
-    by_rank = pool.run(world_size, exchanged, flags, late)
+def test_all_ranks_hear_what_they_have_said_together(pool: RankPool, world_size: int) -> None:
+    by_rank = pool.run(world_size, exchanged)
     # To the bit: what hosts decide by it must be the same everywhere.
     assert all(heard == by_rank[0] for heard in by_rank)
     ranks = range(world_size)
-    for number, heard in enumerate(by_rank[0]):
-        said = [flags_of(rank, number, flags) for rank in ranks]
-        assert heard.flags == bytes(max(column) for column in zip(*said, strict=True))
-        assert heard.is_alike is (number < 3 or world_size == 1)
-        assert heard.signal == (sum(1 << rank for rank in ranks) if number % 2 else 0)
-        weight = sum(0.1 * (rank + 1) + number for rank in ranks)
-        assert heard.weights == (pytest.approx(weight, rel=1e-15), sum(ranks), number in ranks)
-
-
-def counted() -> tuple[int, int]:
-    messages = control_messages()
-    for _ in range(3):
-        messages.launch(b"\1" * 20).wait()
-    return messages.launched, messages.control.traffic.small_reductions
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_messages_are_counted(pool: RankPool, world_size: int) -> None:
-    assert pool.run(world_size, counted) == [(3, 3 * (world_size > 1))] * world_size
+    for (flags, _), heard_in_order in zip(WAYS, by_rank[0], strict=True):
+        for number, heard in enumerate(heard_in_order):
+            said = [flags_of(rank, number, flags) for rank in ranks]
+            assert heard.flags == bytes(max(column) for column in zip(*said, strict=True))
+            assert heard.is_alike is (number < 3 or world_size == 1)
+            assert heard.signal == (sum(1 << rank for rank in ranks) if number % 2 else 0)
+            weight = sum(0.1 * (rank + 1) + number for rank in ranks)
+            assert heard.weights == (pytest.approx(weight, rel=1e-15), sum(ranks), number in ranks)
 
 
 def goes_on_meanwhile() -> bool:
