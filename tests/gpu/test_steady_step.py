@@ -52,8 +52,10 @@ def compare(ranks: RankPool, training: dict[str, Any], strategy: str, weight: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(name, one) for name in TRAININGS for one in STRATEGIES if one != "zero3" or name in ("clipping", "accumulation")],
+)
 def test_the_host_waits_no_more_than_a_plain_trainers(
     ranks: RankPool, tmp_path: Path, name: str, strategy: str
 ) -> None:
