@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests import devices
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.slow import slow_unless
@@ -141,6 +142,7 @@ class Looks(Callback):
 
     def _note(self) -> None:
         numbers = [str(one) for one in (random.getstate(), numpy.random.get_state())]
+        numbers += [str(torch.cuda.get_rng_state().tolist())] if devices.kind() == "cuda" else []
         self.generators.append([torch.get_rng_state().tolist(), *numbers])
 
 
@@ -149,8 +151,8 @@ Looks.on_train_batch_end.__module__ = "lightning.pytorch.callbacks"
 
 
 def values_of(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, whole."""
-    return [whole(value.detach()).clone() for value in module.state_dict().values()]
+    """Parameters and buffers, whole, on the host."""
+    return [whole(value.detach()).to("cpu", copy=True) for value in module.state_dict().values()]
 
 
 class Trained(NamedTuple):
