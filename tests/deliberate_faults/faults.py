@@ -27,8 +27,8 @@ class Fault(NamedTuple):
     slow: bool = False
 
 
-_REAL = "tests/strategies/test_realistic_trainings.py::test_ends_where_ddp_ends[GPT"
-_OF_ZERO1, _OF_ZERO3 = (f"{_REAL}-zero1_custom-32-true-2]",), (f"{_REAL}-zero3_custom-32-true-2]",)
+_REAL = "tests/strategies/test_realistic_trainings.py::test_ends_where_ddp_ends"
+_OF_ZERO1, _OF_ZERO3 = (f"{_REAL}[GPT-zero1_custom-32-true-2]",), (f"{_REAL}[ResNet-zero3_custom-bf16-mixed-2]",)
 _DURABLE = ("tests/distributed/test_durable_files.py",)
 _NONFINITE = "tests/strategies/gradients/test_nonfinite.py"
 _PARITY = "tests/strategies/test_parity.py::test_trains_as_the_oracle_does"
