@@ -358,3 +358,5 @@ CASES = {
     "Prodigy": third_party(of_others("Prodigy", lr=1.0, eps=1e-4, d0=1e-3)),
     "ScheduleFreeAdamW": third_party(of_others("ScheduleFreeAdamW", lr=0.01, eps=1e-4), odd.Averaging),
 }
+KEPT_WHOLE = {name for name in CASES if "norm of all" in name} | {"Prodigy", "ScheduleFreeAdamW"}
+"""Trainings by optimizers of another package that are not sharded."""

@@ -9,13 +9,12 @@ from lightning_parstrat.distributed.zero1.shardability import decide_sharding
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.cases import CASES, of_others
+from tests.strategies.cases import CASES, KEPT_WHOLE, of_others
 from tests.strategies.parity import ddp, train, zero1
 from tests.strategies.ways import make
 
 # As the table in docs/how_zero1_works.md has them.
 NOT_SHARDED = ("Kron", "DAdaptAdam", "DAdaptSGD", "AdaHessian", "SophiaH", "SAM", "ScheduleFreeSGD", "Prodigy")
-WHOLE = {name for name in CASES if "norm of all" in name} | {"Prodigy", "ScheduleFreeAdamW"}
 
 
 def test_what_is_not_sharded_says_why_and_what_would_be() -> None:
@@ -31,7 +30,7 @@ def test_what_is_not_sharded_says_why_and_what_would_be() -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.needs])
 def test_what_steps_each_parameter_alone_is_sharded(name: str) -> None:
     decision = decide_sharding(CASES[name].optimizer(make(name)().parameters()), "auto")
-    assert (decision.partition is None) is (name in WHOLE)
+    assert (decision.partition is None) is (name in KEPT_WHOLE)
 
 
 def state_dicts(names: list[str]) -> None:

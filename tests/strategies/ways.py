@@ -15,7 +15,7 @@ from lightning_parstrat.distributed.zero1 import replanning
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 from tests.strategies import zoo
-from tests.strategies.cases import CASES, EQUAL, WAITS, Case
+from tests.strategies.cases import CASES, EQUAL, KEPT_WHOLE, WAITS, Case
 from tests.strategies.late import delayed, late, late_zero3
 from tests.strategies.parity import (
     Reference,
@@ -77,6 +77,7 @@ ARRIVE_IN_THE_STEP = {
     "no torch optimizer",
     "replaced step",
     "two heads, many optimizers look",
+    *KEPT_WHOLE,
     # Who holds the memory sees what it holds when the step ends.
     "views are held",
 }
