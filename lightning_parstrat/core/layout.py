@@ -4,12 +4,13 @@ Buffers, collectives, optimizer and checkpoints all consume the plan that :func:
 computes an offset of its own (the idea is Megatron-LM's distributed optimizer's). Offsets count elements.
 """
 
-import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
+
+from lightning_parstrat.core.digests import digest
 
 Partition = Literal["element", "parameter"]
 
@@ -225,12 +226,9 @@ def plan_buckets(
 
 
 def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLayout]) -> int:
-    """A 62-bit number that differs (but for chance) between ranks whose parameters or plans differ."""
+    """A number that differs (but for chance) between ranks whose parameters or plans differ."""
     names = [(spec.name, spec.shape, spec.dtype) for spec in parameters]
-    # Not `hash()`: Python seeds that of strings differently in each process.
-    digest = hashlib.sha256(repr((names, tuple(buckets))).encode()).digest()
-    # 62 bits: ranks compare the number and its negative as int64.
-    return int.from_bytes(digest[:8], "big") >> 2
+    return digest((names, tuple(buckets)))
 
 
 def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:

@@ -232,11 +232,8 @@ def torch_metadata(version: int, tensors: list[Any], cuts: list[Any], groups: Se
 
 
 def _index(version: int, tensors: list[Any], cuts: list[Any], groups: Sequence[Any]) -> CheckpointIndex:
-    if version > FORMAT:
-        raise ValueError(f"It was saved by a newer lightning-parstrat: its format is {version}, not {FORMAT}.")
-    if version == 1:
-        # Then the ranks of one copy wrote.
-        cuts, groups = [(1, cut) for cut in cuts], (groups,)
+    if version != FORMAT:
+        raise ValueError(f"It was saved by another lightning-parstrat: its format is {version}, not {FORMAT}.")
     bounds = [_unpacked(copies, packed) for copies, packed in cuts]
     return CheckpointIndex([StoredTensor(*tensor) for tensor in tensors], bounds, groups)
 

@@ -5,9 +5,9 @@ import io
 import pickle
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,21 +28,6 @@ class Run(NamedTuple):
 
     target: Tensor
     start: int
-
-
-class Index(Protocol):
-    """Where the elements of tensors lie: :class:`CheckpointIndex`, or one that an earlier version has written."""
-
-    def __contains__(self, name: str) -> bool: ...
-
-    def pieces_between(self, name: str, start: int, stop: int) -> Sequence[StoredPiece]:
-        """The pieces with elements of ``[start, stop)`` of a tensor, in order."""
-
-    def numel(self, name: str) -> int:
-        """How many elements a tensor has."""
-
-    def file_sizes(self, first: int = 0, step: int = 1) -> Mapping[str, int]:
-        """How many bytes a file has at least: of all files, or every ``step``-th one from the ``first`` on."""
 
 
 class ShardedCheckpoint:
@@ -97,10 +82,8 @@ class ShardedCheckpoint:
         path = self.folder / file_of(rank)
         self._check_unchanged()
         try:
-            # Earlier versions, whose index is torch's, have written none.
-            begin = self._index.end_of(rank) if isinstance(self._index, CheckpointIndex) else 0
             with open(path, "rb") as file:
-                file.seek(begin)
+                file.seek(self._index.end_of(rank))
                 return torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=self._weights_only)
         except (OSError, RuntimeError, ValueError, EOFError, KeyError) as error:
             raise CheckpointDamagedError(
@@ -242,16 +225,20 @@ class ShardedCheckpoint:
             return False
         return value.shape == cut.shape and value.stride() == tuple(cut.strides)
 
-    def _checked_index(self) -> Index:
+    def _checked_index(self) -> CheckpointIndex:
         missing = [name for name in (METADATA, SKELETON) if not (self.folder / name).exists()]
         self._refuse(missing, "missing")
         self._opened = self._identity()
         try:
             with open(self.folder / METADATA, "rb") as file:
-                found = IndexUnpickler(file).load()
+                index = IndexUnpickler(file).load()
         except (EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError) as error:
             raise CheckpointDamagedError(f"{self.folder / METADATA} is damaged ({error!r}). {_REMEDY}") from error
-        index: Index = found if isinstance(found, CheckpointIndex) else _IndexOfTorch(found)
+        if not isinstance(index, CheckpointIndex):
+            raise CheckpointDamagedError(
+                f"{self.folder / METADATA} holds a {type(index).__name__}, not the index of a sharded checkpoint of"
+                f" lightning-parstrat. {_REMEDY}"
+            )
         # Copies are usually cut short. The index tells how long each file must be, and sizes are checked without
         # reading; of each file by one rank.
         rank, size = (0, 1) if self._group is None else (dist.get_rank(self._group), dist.get_world_size(self._group))
@@ -298,48 +285,6 @@ class ShardedCheckpoint:
 
 
 _REMEDY = "Copy the entire folder again from where it was written, or resume from another checkpoint."
-
-
-class _IndexOfTorch:
-    """What earlier versions have written: torch's index, with an entry for each piece."""
-
-    def __init__(self, metadata: Any) -> None:
-        self._numel: dict[str, int] = {}
-        self._pieces: dict[str, list[StoredPiece]] = {}
-        for name, stored in metadata.state_dict_metadata.items():
-            if not hasattr(stored, "chunks"):
-                raise CheckpointDamagedError(f"{name} is not a tensor in the checkpoint. {_REMEDY}")
-            self._numel[name], self._pieces[name] = stored.size.numel(), []
-        for place, stored in metadata.storage_data.items():
-            start, tensor = place.offset[0], metadata.state_dict_metadata[place.fqn]
-            numel = next(one.sizes[0] for one in tensor.chunks if one.offsets[0] == start)
-            piece = StoredPiece(
-                place.fqn,
-                tensor.properties.dtype,
-                start,
-                numel,
-                stored.relative_path,
-                stored.offset,
-                stored.length,
-            )
-            self._pieces[place.fqn].append(piece)
-        for pieces in self._pieces.values():
-            pieces.sort(key=lambda piece: piece.start)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._numel
-
-    def numel(self, name: str) -> int:
-        return self._numel[name]
-
-    def pieces_between(self, name: str, start: int, stop: int) -> Sequence[StoredPiece]:
-        return [one for one in self._pieces[name] if one.start < stop and one.start + one.numel > start]
-
-    def file_sizes(self, first: int = 0, step: int = 1) -> Mapping[str, int]:
-        sizes: dict[str, int] = {}
-        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
-            sizes[piece.file] = max(sizes.get(piece.file, 0), piece.position + piece.length)
-        return dict(islice(sorted(sizes.items()), first, None, step))
 
 
 class _Part(NamedTuple):

@@ -8,7 +8,7 @@ place of those in the other files. What each rank alone has to say (random numbe
 import io
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.checkpoint.folder import METADATA, SKELETON,
 from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, StoredPiece, file_of
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Named, Placeholders, sources_in
 from lightning_parstrat.distributed.checkpoint.zipped import write_zipped
-from lightning_parstrat.distributed.comm.agreement import all_gather_object, any_rank, broadcast_object
+from lightning_parstrat.distributed.comm.agreement import all_or_none, from_first_rank
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.durable_files import (
@@ -215,19 +215,14 @@ class _Folder:
 
     def _together(self, action: Callable[[], None]) -> None:
         """Does something on all ranks, and fails on all if any has failed. Collective."""
-        failure: Exception | None = None
-        try:
-            action()
-        except Exception as error:
-            failure = error
-        if not any_rank(failure is not None, self.control):
-            return
-        errors = all_gather_object(None if failure is None else repr(failure), self.control.group)
+        all_or_none(action, self.control, self._not_saved)
+
+    def _not_saved(self, failed: Mapping[int, str]) -> CheckpointNotSavedError:
         # The first four: a full disk fails on every rank, with the same words.
-        said = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None][:4]
-        raise CheckpointNotSavedError(
-            f"{self.path} was not saved: {'; '.join(said)}. Checkpoints that were saved before are unchanged."
-        ) from failure
+        said = "; ".join(f"rank {rank}: {error}" for rank, error in list(failed.items())[:4])
+        return CheckpointNotSavedError(
+            f"{self.path} was not saved: {said}. Checkpoints that were saved before are unchanged."
+        )
 
     def _write_own(self, part_of: PartOf, own: bytes) -> None:
         self.temporary.mkdir(parents=True, exist_ok=True)
@@ -263,18 +258,11 @@ def _agree_on_outline(
     checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO, group: dist.ProcessGroup
 ) -> Outline:
     """Rank 0 prepares the save and sends the outline, or its failure: the others wait for either. Collective."""
-    outline, failure = None, None
-    if dist.get_rank(group) == 0:
-        try:
-            outline = _prepare(checkpoint, path, placeholders, skeleton)
-        except Exception as error:
-            failure = error
-    received: tuple[Outline, str | None] = broadcast_object(
-        (outline, None if failure is None else repr(failure)), group
+    return from_first_rank(
+        lambda: _prepare(checkpoint, path, placeholders, skeleton),
+        group,
+        lambda said: CheckpointNotSavedError(f"{path} was not saved: rank 0: {said}"),
     )
-    if received[1] is not None:
-        raise CheckpointNotSavedError(f"{path} was not saved: rank 0: {received[1]}") from failure
-    return received[0]
 
 
 def _prepare(checkpoint: Any, path: Path, placeholders: Placeholders, skeleton: io.BytesIO) -> Outline:

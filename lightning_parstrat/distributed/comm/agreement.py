@@ -1,17 +1,19 @@
 """Agreement between ranks that the host waits for: values of any kind, flags and extremes."""
 
-import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.doubling import DoublingExchange
 from lightning_parstrat.distributed.comm.process_groups import Tag
 from lightning_parstrat.distributed.profiling import marked
+
+T = TypeVar("T")
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
@@ -95,7 +97,7 @@ def topology_of_ranks(node: Node, control: Collectives) -> Topology:
         return in_order
     keys = torch.zeros(control.world_size, dtype=torch.int64)
     # Each rank fills its own place of zeros, so that a sum collects all of them.
-    keys[control.rank] = key_of(*node)
+    keys[control.rank] = digest(node)
     control.all_reduce(keys).wait()
     return Topology.of(keys.tolist())
 
@@ -119,17 +121,12 @@ def topology_in_order(node: Node, control: Collectives) -> Topology | None:
     per_node = max(world_size // nodes, 1)
     number, place = divmod(rank, per_node)
     mate = number * per_node + (place + 1) % per_node
-    multiple = (key_of(rank) - key_of(mate)) * key_of(node.name)
+    multiple = (digest(rank) - digest(mate)) * digest(node.name)
     misplaced = nodes * per_node != world_size or node.number != number
     # int64 wraps around in sums as well.
     found = torch.tensor([int(misplaced), (multiple + 2**63) % 2**64 - 2**63])
     control.all_reduce(found).wait()
     return None if found.any() else Topology.in_order(world_size, per_node)
-
-
-def key_of(*values: object) -> int:
-    """A number of 62 bits for values, the same in all processes, as that of ``hash()`` is not."""
-    return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:8], "big") >> 2
 
 
 def wait_for_all(control: Collectives) -> None:
@@ -143,6 +140,62 @@ def wait_for_all(control: Collectives) -> None:
         DoublingExchange(
             control.point_to_point, control.meetings, here, lambda messages: messages[0], Tag.MEETING
         ).wait()
+
+
+def all_or_none(
+    action: Callable[[], T],
+    control: Collectives | None,
+    error: Callable[[dict[int, str]], Exception],
+    shows_own: bool = False,
+) -> T:
+    """What an action returns, if it succeeds on all ranks; where it fails on one, all raise. Collective.
+
+    A rank that raised alone would leave the others waiting for it in the next collective. One small reduction where
+    nothing fails.
+
+    Args:
+        action: Done by each rank; collective itself only if it succeeds on all ranks or none.
+        control: Of the ranks; None for one process alone, whose own error is raised as it is.
+        error: What is raised, given what has failed on which ranks.
+        shows_own: Whether a rank whose action has failed raises its own error instead.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as own:
+        failure = own
+    said: list[str | None] = []
+    if control is not None and any_rank(failure is not None, control):
+        said = all_gather_object(None if failure is None else repr(failure), control.group)
+    if failure is not None and (control is None or shows_own):
+        raise failure
+    if said:
+        raise error({rank: text for rank, text in enumerate(said) if text is not None}) from failure
+    done: T = result
+    return done
+
+
+def from_first_rank(ask: Callable[[], T], group: dist.ProcessGroup, error: Callable[[str], Exception]) -> T:
+    """What rank 0 returns, on all ranks; where it fails, all raise. Collective.
+
+    Args:
+        ask: Called on rank 0 alone.
+        group: Of the ranks; works on host memory.
+        error: What is raised, given what has failed on rank 0.
+    """
+    answer: Any = None
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            answer = ask()
+        except Exception as own:
+            failure = own
+    answer, said = broadcast_object((answer, None if failure is None else repr(failure)), group)
+    if said is not None:
+        raise error(said) from failure
+    given: T = answer
+    return given
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:

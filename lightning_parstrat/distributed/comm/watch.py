@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_parstrat.distributed.comm.agreement import key_of
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.comm.liveness import (
     Liveness,
@@ -293,7 +293,7 @@ class Watch:
     def _speak(self, still: _Still, where: Sign) -> None:
         line = self._line_of_wait(where, still.known, self._ask(self._read))
         # Whoever waits at the same point would say the same.
-        turn = f"{still.lines}/{key_of(*where.point)}"
+        turn = f"{still.lines}/{digest(tuple(where.point))}"
         is_first = not line or self._ask(lambda client: self._takes(client, turn)) is not False
         still.asked, still.lines = None, still.lines + 1
         # It may have gone on meanwhile.

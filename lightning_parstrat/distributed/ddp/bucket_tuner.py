@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
-from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
+from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_or_none, from_first_rank
 from lightning_parstrat.distributed.comm.clocks import clock_of
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.ddp.plan_cache import Plan, PlanCache
@@ -205,30 +205,16 @@ class BucketTuner:
 
     def _broadcast(self, ask: Callable[[], T]) -> T:
         """Rank 0's result, on all ranks; its failure stops the tuning on all of them."""
-        answer: Any = None
-        failure = None
-        if self._control.rank == 0:
-            try:
-                answer = ask()
-            except Exception as error:
-                failure = repr(error)
-        answer, failure = broadcast_object((answer, failure), self._control.group)
-        if failure is not None:
-            raise TuningFault(f"rank 0: {failure}")
-        result: T = answer
-        return result
+        return from_first_rank(ask, self._control.group, lambda said: TuningFault(f"rank 0: {said}"))
 
     def _everywhere(self, act: Callable[[], None]) -> None:
         """Does something on all ranks; where one fails, the tuning stops on all."""
-        failure = None
-        try:
-            act()
-        except Exception as error:
-            failure = repr(error)
-        failures = all_gather_object(failure, self._control.group)
-        failed = [rank for rank, error in enumerate(failures) if error is not None]
-        if failed:
-            raise TuningFault(f"rank {failed[0]}: {failures[failed[0]]}")
+
+        def fault(failed: dict[int, str]) -> TuningFault:
+            rank, said = next(iter(failed.items()))
+            return TuningFault(f"rank {rank}: {said}")
+
+        all_or_none(act, self._control, fault)
 
     def _give_up(self, error: Exception) -> None:
         known = isinstance(error, (TuningStopped, TuningFault))

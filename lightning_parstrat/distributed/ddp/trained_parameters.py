@@ -6,7 +6,6 @@ within it, but for what is frozen for a forward alone: that counts as unused. Wh
 anew, and gradients travel in buckets again.
 """
 
-import hashlib
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,9 +18,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import (
     all_gather_object,
+    all_or_none,
     any_rank_for_each,
     extremes_over_ranks,
 )
@@ -252,7 +253,7 @@ class TrainedParameters:
         """0 where there is no change."""
         if not change.idle and not change.beside:
             return 0
-        return _digest(
+        return digest(
             [
                 *sorted(f"without {self._label(one)}" for one in change.idle),
                 *(f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in change.beside),
@@ -278,23 +279,18 @@ class TrainedParameters:
         if sends_by_compiled_code(ddp) or getattr(ddp, "mixed_precision", None) is not None:
             # Every step is right all the same, and takes longer.
             return False
-        failure: Exception | None = None
         with trainable(wanted, ddp.module.parameters()):
             parameters, expect_sparse = parameters_for_reducer(ddp)
-            number = _digest([self._label(one) for one in parameters])
+            number = digest([self._label(one) for one in parameters])
             largest, smallest = extremes_over_ranks(number, self._control)
             if largest != smallest or not parameters:
                 return False
-            try:
+
+            def exchange() -> None:
                 names = names_for_reducer(ddp, parameters)
                 exchange_reducer(ddp, parameters, expect_sparse, names, self._caps)
-            except Exception as error:
-                failure = error
-        failures = all_gather_object(None if failure is None else repr(failure), self._control.group)
-        for rank, seen in enumerate(failures):
-            if seen is not None:
-                # Raised on all ranks: they would wait for each other in the next backward.
-                raise RuntimeError(f"Rank {rank} could not make DDP's reducer anew: {seen}") from failure
+
+            all_or_none(exchange, self._control, _not_made)
         forget_buckets(ddp)
         self._note_sent(parameters, expect_sparse)
         self._numbers_before = set()
@@ -335,9 +331,9 @@ def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
     return found
 
 
-def _digest(lines: Sequence[str]) -> int:
-    # Without its two highest bits it and its negative fit int64; `hash()` of a string differs between processes.
-    return int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:8], "big") >> 2
+def _not_made(failed: dict[int, str]) -> RuntimeError:
+    rank, said = next(iter(failed.items()))
+    return RuntimeError(f"Rank {rank} could not make DDP's reducer anew: {said}")
 
 
 def _raise_difference(trained: dict[str, bool], control: Collectives) -> None:

@@ -7,7 +7,6 @@ for which elements they have: one of them says it, unless they disagree.
 """
 
 import copy
-import hashlib
 import pickle
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, broadcast_object
@@ -197,10 +197,10 @@ def _known_to_all(
     kinds = {digest: entries for digest, entries in zip(own, described, strict=True) if digest is not None}
     # The first owner of the first parameter of a kind says what it is: all ranks know who that is.
     speakers: dict[int, list[int]] = defaultdict(list)
-    for digest, (_, move) in dict(zip(reversed(digests), reversed(changing), strict=True)).items():
-        if digest not in (_NOTHING, _DISPUTED):
+    for kind, (_, move) in dict(zip(reversed(digests), reversed(changing), strict=True)).items():
+        if kind not in (_NOTHING, _DISPUTED):
             first = next(move.old.owners_of(slice(0, move.old.place.numel)))
-            speakers[groups.groups[0][first.shard]].append(digest)
+            speakers[groups.groups[0][first.shard]].append(kind)
     for rank, of_rank in sorted(speakers.items()):
         said = broadcast_object([kinds.get(digest, {}) for digest in of_rank], control.group, rank)
         kinds.update(zip(of_rank, said, strict=True))
@@ -242,8 +242,8 @@ def _digest(entries: _Entries) -> int:
     if not entries:
         return _NOTHING
     plain = [(key, str(entry.dtype), _plain(entry.value), entry.on_device) for key, entry in entries.items()]
-    # 61 bits, and never zero.
-    return (int.from_bytes(hashlib.sha256(pickle.dumps(plain)).digest()[:8], "big") >> 3) | 1
+    # Never zero.
+    return digest(pickle.dumps(plain)) | 1
 
 
 def _plain(value: Any) -> Any:

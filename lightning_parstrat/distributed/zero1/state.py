@@ -7,7 +7,6 @@ device never holds more than a shard. Loading takes each rank's part of an unsha
 """
 
 import copy
-import hashlib
 import pickle
 from bisect import bisect_right
 from collections import defaultdict, deque
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, receive_object, send_object
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -379,7 +379,7 @@ def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[b
 def _number_of(entries: Entries) -> int:
     """61 bits that are the same where all entries are: their order, too."""
     said = [(key, str(one.dtype), replace_leaves(one.value, _content)) for key, one in entries.items()]
-    return int.from_bytes(hashlib.sha256(pickle.dumps(said)).digest()[:8], "big") >> 3
+    return digest(pickle.dumps(said))
 
 
 def _content(tensor: Tensor) -> Any:

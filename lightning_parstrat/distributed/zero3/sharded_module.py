@@ -6,7 +6,6 @@ it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when ba
 """
 
 import functools
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
@@ -141,7 +141,7 @@ class ShardedModule:
         self._graph_tasks: set[int] = set()
         self._ran: list[int] = []
         self._evaluated: list[int] = []
-        self._pass = b""
+        self._pass = 0
         self.unit_called = ""
         """The name of the unit that this rank has called last; empty between steps."""
         self._before_gradients: Callable[[], None] | None = None
@@ -382,7 +382,7 @@ class ShardedModule:
             yield
         finally:
             self._before_gradients = None
-            self._pass = _digest((self._pass, self._evaluated))
+            self._pass = digest((self._pass, self._evaluated))
             # Without a backward nothing else would, and code between steps would see what is gathered.
             self.reshard()
 
@@ -397,7 +397,7 @@ class ShardedModule:
             self.units[number].unshard()
             if self._reshards_after_forward:
                 self.units[number].reshard()
-        self._pass = _digest((self._pass, self._evaluated))
+        self._pass = digest((self._pass, self._evaluated))
         self.reshard()
 
     def end_evaluation(self, control: Collectives) -> None:
@@ -411,8 +411,8 @@ class ShardedModule:
         """
         if not self._pass:
             return
-        digest, self._pass = self._pass, b""
-        if not all_have_same(int.from_bytes(digest, "big"), control):
+        called, self._pass = self._pass, 0
+        if not all_have_same(called, control):
             raise DifferentModulesError(
                 "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
                 " module's parameters are gathered from all ranks, which must call the same modules. Call a module on"
@@ -505,7 +505,7 @@ class ShardedModule:
 
     def _place(self) -> int:
         # In another order, ranks would add up gradients of different units.
-        return int.from_bytes(_digest((self._ran, self._graphs.reached)), "big")
+        return digest((self._ran, self._graphs.reached))
 
     @torch.no_grad()
     def _average_whole(self, used: Sequence[int]) -> None:
@@ -561,11 +561,6 @@ class ShardedModule:
 def _wide(tensor: Tensor) -> Tensor:
     """A tensor in a dtype in which gradients are summed: 16 bits become fp32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _digest(value: object) -> bytes:
-    # Fewer bits than a number has that ranks compare.
-    return hashlib.sha256(repr(value).encode()).digest()[:7]
 
 
 def is_sharded_module(module: nn.Module) -> bool:

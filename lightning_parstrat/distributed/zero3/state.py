@@ -1,6 +1,5 @@
 """Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
 
-import hashlib
 import weakref
 from collections.abc import Mapping
 from typing import Any, cast
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -122,8 +122,7 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
         ValueError: Ranks have sharded tensors in different places; raised on all of them.
     """
     names = [leaf.name for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
-    digest = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big")
-    if not all_have_same(digest, control):
+    if not all_have_same(digest(names), control):
         raise ValueError(
             "A hook has put shards of parameters into the checkpoint on some ranks only, or in other places. Put them"
             " in on all ranks, or `full_tensor()` of them, which all ranks call."

@@ -31,11 +31,10 @@ from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, P
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import (
-    all_gather_object,
     all_have_same,
+    all_or_none,
     any_rank,
     any_rank_for_each,
-    broadcast_object,
     gather_object,
 )
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -223,17 +222,14 @@ class CheckpointingStrategy(RanksStrategy):
         )
 
     def _save_full(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
-        failure: Exception | None = None
-        try:
-            super().save_checkpoint(self._as_saved(checkpoint), filepath, storage_options)
-        except Exception as error:
-            failure = error
         # The others wait for rank 0's result: without it they would train on, and hang in the next collective.
-        failure_of_first = broadcast_object(None if failure is None else repr(failure), self._control.group)
-        if failure is not None:
-            raise failure
-        if failure_of_first is not None:
-            raise CheckpointNotSavedError(f"Rank 0 could not save {filepath}: {failure_of_first}")
+        save = super().save_checkpoint
+        all_or_none(
+            lambda: save(self._as_saved(checkpoint), filepath, storage_options),
+            self._control,
+            lambda failed: CheckpointNotSavedError(_who_and_why(failed, f"could not save {filepath}")),
+            shows_own=True,
+        )
 
     def _save_sharded(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None) -> None:
         if storage_options is not None:
@@ -423,29 +419,13 @@ class CheckpointingStrategy(RanksStrategy):
         """What an action returns, if it succeeds on all ranks. Collective."""
         # Connected before: an action that could not connect would be followed by a second try, which waits as long.
         control = self._control if self._has_ranks else None
-        result, failure = None, None
-        try:
-            result = action()
-        except Exception as error:
-            failure = error
-        if control is not None:
-            # A rank that raised alone would leave the others waiting for it in the next collective.
-            self._raise_together(failure, what)
-        elif failure is not None:
-            raise failure
-        return result
-
-    def _raise_together(self, failure: Exception | None, what: str) -> None:
-        """Raises on all ranks if any has failed. Collective; one small reduction where none has."""
-        if not any_rank(failure is not None, self._control):
-            return
-        failures = all_gather_object(None if failure is None else repr(failure), self._control.group)
-        if failure is not None:
-            raise failure
-        failed = [rank for rank, error in enumerate(failures) if error is not None]
-        raise MisconfigurationException(
-            f"{names_of(failed).capitalize()} failed in {what}: {failures[failed[0]]}. All nodes must see the same"
-            " files."
+        return all_or_none(
+            action,
+            control,
+            lambda failed: MisconfigurationException(
+                f"{_who_and_why(failed, f'failed in {what}')}. All nodes must see the same files."
+            ),
+            shows_own=True,
         )
 
     @override
@@ -585,3 +565,7 @@ class CheckpointingStrategy(RanksStrategy):
 
     def _position_of(self, optimizer: Optimizer) -> int:
         return [unwrapped(one) for one in self.optimizers].index(unwrapped(optimizer))
+
+
+def _who_and_why(failed: Mapping[int, str], how: str) -> str:
+    return f"{names_of(list(failed)).capitalize()} {how}: {next(iter(failed.values()))}"

@@ -37,13 +37,13 @@ def own_states(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ranks_of(random: Mapping[str, Any]) -> int:
-    """Of how many ranks a checkpoint has random numbers, whether full or sharded, or sharded by an earlier version."""
+    """Of how many ranks a checkpoint has random numbers, whether full or sharded."""
     return int(random[_COUNT]) if _COUNT in random else len(random["states"])
 
 
 def with_files(own: Mapping[str, Any]) -> range:
-    """The ranks whose files have to be read; none of a checkpoint of an earlier version, which has all in one place."""
-    return range(ranks_of(own[RNG]) if _COUNT in own.get(RNG, {}) else 0)
+    """The ranks whose files have to be read."""
+    return range(own[RNG][_COUNT])
 
 
 def restored_files(own: Mapping[str, Any], rank: int, size: int) -> Sequence[int]:
@@ -52,7 +52,7 @@ def restored_files(own: Mapping[str, Any], rank: int, size: int) -> Sequence[int
     With another number of ranks, after an epoch's end, nothing of them is restored, and none is read.
     """
     ranks = with_files(own)
-    return ranks[rank::size] if len(ranks) == size or (ranks and own[LOADERS]["within_epoch"]) else ()
+    return ranks[rank::size] if len(ranks) == size or own[LOADERS]["within_epoch"] else ()
 
 
 def with_states_of_all(own: Mapping[str, Any], read: Mapping[int, Any], control: Collectives | None) -> dict[str, Any]:
@@ -66,8 +66,6 @@ def with_states_of_all(own: Mapping[str, Any], read: Mapping[int, Any], control:
         read: What ranks have said alone, by the rank: what this process has read of their files.
         control: Of the ranks that load it; None for one process alone.
     """
-    if _COUNT not in own.get(RNG, {}):
-        return dict(own)
     states = {key: {each: of_rank[key] for each, of_rank in read.items()} for key in _OF_RANKS}
     ranks, loaders = ranks_of(own[RNG]), states[LOADERS]
     if control is not None and any_rank(not _go_on_alone(loaders, ranks, control), control):

@@ -27,9 +27,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Sets this process's random number generators."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
-    # Earlier versions have saved the numbers one by one.
-    numbers = _as_array(numbers).tolist() if isinstance(numbers, Tensor) else numbers
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, tuple(_as_array(numbers).tolist()), gauss))
     kind, keys, *others = state["numpy"]
     np.random.set_state((kind, _as_array(keys), *others))
     if state["cuda"] is not None and torch.cuda.is_available():

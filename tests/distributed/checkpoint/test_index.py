@@ -110,10 +110,11 @@ def test_elsewhere_it_is_an_index_of_torchs() -> None:
     assert len(metadata.storage_data) == sum(len(index.in_part(shard)) for shard in range(3))
 
 
-def test_one_of_a_newer_format_is_refused() -> None:
+def test_one_of_another_format_is_refused() -> None:
     function, (version, *others) = index_of("element", 2).__reduce__()
-    with pytest.raises(ValueError, match="newer lightning-parstrat"):
-        function(version + 1, *others)
+    for other in (version - 1, version + 1):
+        with pytest.raises(ValueError, match=f"another lightning-parstrat: its format is {other}"):
+            function(other, *others)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn]

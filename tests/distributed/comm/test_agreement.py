@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.topology import Node, Topology
-from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks, wait_for_all
+from lightning_parstrat.distributed.comm.agreement import (
+    all_or_none,
+    any_rank,
+    from_first_rank,
+    topology_of_ranks,
+    wait_for_all,
+)
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.process_groups import control_group, process_groups
 from tests.pool import RankPool
@@ -87,3 +93,38 @@ def test_all_ranks_learn_what_any_says(pool: RankPool, world_size: int) -> None:
     for who in range(-1, world_size):
         flags = [rank == who for rank in range(world_size)]
         assert pool.run(world_size, one_says, flags) == [(who >= 0, int(world_size > 1))] * world_size
+
+
+def outcomes(failing: list[int], shows_own: bool) -> list[str]:
+    """What comes of an action of all ranks, and of one of rank 0's."""
+    control, rank = make_collectives(control_group(), torch.device("cpu")), dist.get_rank()
+
+    def act() -> int:
+        if rank in failing:
+            raise OSError(f"of {rank}")
+        return rank
+
+    found = []
+    for tried in (
+        lambda: all_or_none(act, control, lambda failed: RuntimeError(failed), shows_own),
+        lambda: from_first_rank(act, control.group, lambda said: RuntimeError(said)),
+    ):
+        try:
+            found.append(str(tried()))
+        except (OSError, RuntimeError) as error:
+            assert (error.__cause__ is not None) == (isinstance(error, RuntimeError) and rank in failing)
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("failing", "shows_own", "expected"),
+    [
+        ([], False, ["0 0", "1 0", "2 0"]),
+        ([1], False, ["{1: \"OSError('of 1')\"} 0"] * 3),
+        ([1], True, ["{1: \"OSError('of 1')\"} 0", "of 1 0", "{1: \"OSError('of 1')\"} 0"]),
+        ([0], True, ["of 0 OSError('of 0')", *["{0: \"OSError('of 0')\"} OSError('of 0')"] * 2]),
+    ],
+)
+def test_all_succeed_or_all_raise(pool: RankPool, failing: list[int], shows_own: bool, expected: list[str]) -> None:
+    assert [" ".join(found) for found in pool.run(3, outcomes, failing, shows_own)] == expected

@@ -1,6 +1,7 @@
 """Incomplete checkpoints are refused before training, with their name and with what to do."""
 
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -108,6 +109,11 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         r"__0_0\.distcp is shorter than when written.*Copy the entire folder again",
     ),
     "no index": ("sharded", lambda p: (p / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
+    "torch's index": (
+        "sharded",
+        lambda p: (p / ".metadata").write_bytes(pickle.dumps(pickle.loads((p / ".metadata").read_bytes()))),
+        r"\.metadata holds a Metadata, not the index of a sharded checkpoint",
+    ),
     "half an index": ("sharded", lambda p: cut(p, ".metadata"), r"\.metadata is damaged"),
     "no skeleton": ("sharded", lambda p: (p / "checkpoint.pt").unlink(), r"incomplete: checkpoint\.pt is missing"),
     "half a skeleton": ("sharded", lambda p: cut(p, "checkpoint.pt"), r"checkpoint\.pt is damaged"),

@@ -18,7 +18,6 @@ import lightning_parstrat
 from tests.comparing import distance
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies.checkpoint.earlier_formats import become_format_2
 from tests.strategies.gradients.big_batch import Regression, loader, samples
 from tests.strategies.parity import make_trainer
 
@@ -179,20 +178,6 @@ def test_buckets_that_are_not_made_anew_after_a_start_round_alike(
     """The sum of more than two numbers depends on their order, and that on the buckets."""
     arguments = arguments | {"find_unused_parameters": True}
     assert pool.run(3, resumed, str(tmp_path), arguments) == [True] * 3
-
-
-def resumed_from_format_2(folder: str, name: str) -> bool:
-    expected, seen = fit(folder, "ZeRO1Strategy", SHARDED, "stateful", None, 0)
-    path = Path(folder) / name
-    if dist.get_rank() == 0:
-        become_format_2(path)
-    dist.barrier()
-    actual, seen_again = fit(folder, "ZeRO1Strategy", {}, "stateful", str(path), 99)
-    return seen[-len(seen_again) :] == seen_again and distance(actual, expected) == 0
-
-
-def test_a_folder_of_the_format_before_is_resumed(pool: RankPool, tmp_path: Path) -> None:
-    assert pool.run(2, resumed_from_format_2, str(tmp_path), "step=14.ckpt") == [True, True]
 
 
 class SaveAfter(Callback):

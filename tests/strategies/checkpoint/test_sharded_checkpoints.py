@@ -1,10 +1,7 @@
 """Checkpoints that all ranks write: the same training state as a full one, at any world size, by any strategy."""
 
 import copy
-import dataclasses
 import os
-import pickle
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,33 +344,6 @@ def test_torchs_own_reader_finds_tensors_by_their_names(pool: RankPool, tmp_path
     found = {name: torch.empty(stored.size, dtype=stored.properties.dtype) for name, stored in known.items()}
     torch_checkpoint.load(found, checkpoint_id=path)
     assert_same(found, elements_of(path))
-
-
-def as_written_earlier(path: Path, target: Path) -> None:
-    """A folder of before the index was computed: torch's own index, and pieces that torch has written."""
-    target.mkdir()
-    shutil.copy(path / "checkpoint.pt", target)
-    metadata = torch_checkpoint.FileSystemReader(path).read_metadata()
-    elements = elements_of(path)
-    for place, stored in metadata.storage_data.items():
-        numel = next(
-            chunk.sizes[0] for chunk in metadata.state_dict_metadata[place.fqn].chunks if chunk.offsets == place.offset
-        )
-        with open(target / stored.relative_path, "ab") as file:
-            begin = file.tell()
-            torch.save(elements[place.fqn][place.offset[0] :][:numel].clone(), file)
-            metadata.storage_data[place] = dataclasses.replace(stored, offset=begin, length=file.tell() - begin)
-    (target / ".metadata").write_bytes(pickle.dumps(metadata))
-
-
-def test_what_earlier_versions_have_written_is_read(pool: RankPool, tmp_path: Path) -> None:
-    path, earlier = tmp_path / "a.ckpt", tmp_path / "earlier.ckpt"
-    pool.run(3, write, "scheduled", "sharded", str(path))
-    as_written_earlier(path, earlier)
-    assert_same(whole(earlier), whole(path), as_stored=True)
-    resaved = tmp_path / "resaved.ckpt"
-    pool.run(2, resave, "scheduled", "full", str(earlier), str(resaved))
-    assert_same(load(resaved)["optimizer_states"], whole(path)["optimizer_states"], as_stored=True)
 
 
 def read_from_disk(path: str, strategy: str) -> tuple[int, int]:
