@@ -95,10 +95,7 @@ def train(arguments: argparse.Namespace) -> None:
     )
     trainer.fit(module, DataLoader(data, batch_size=8))
     if global_rank() == 0:
-        found = {
-            "step_time": times.kept(times.starts),
-            "processor_time": times.kept(times.computed),
-        }
+        found = {"step_time": times.kept(times.starts), "processor_time": times.kept(times.computed)}
         arguments.one_run.write_text(json.dumps(found))
 
 

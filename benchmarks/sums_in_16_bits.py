@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import write_result
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 
 ELEMENTS, RANKS = 20_000, 2
@@ -74,8 +74,7 @@ def main() -> None:
     errors = {name: {n: error(name, n) for n in arguments.micro_batches} for name in STRATEGIES}
     if torch.distributed.get_rank() == 0:
         print(json.dumps(errors, indent=1))
-        if arguments.output:
-            arguments.output.write_text(json.dumps({"machine": describe_machine(), "errors": errors}, indent=1) + "\n")
+        write_result({"errors": errors}, arguments.output)
 
 
 if __name__ == "__main__":

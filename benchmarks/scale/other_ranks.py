@@ -42,10 +42,8 @@ class OtherRanks:
         return broadcast_object_list
 
     def _hear(self, value: Any, size: int) -> Any:
-        outline = _SENT_BY_RANK_0.get(size)
-        if value != (None, None) or outline is None:
-            return value
-        return outline._replace(temporary=str(self.folder)), None
+        outline = _SENT_BY_RANK_0.get(size) if value == (None, None) else None
+        return value if outline is None else (outline._replace(temporary=str(self.folder)), None)
 
     def write_shard(self, original: Callable[..., None]) -> Callable[..., None]:
         """``write_shard`` that has them write theirs."""

@@ -166,8 +166,7 @@ class PlayedStore(dist.Store):
         return any(key in self._known for key in keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        if not all(key in self._known for key in keys):
-            raise RuntimeError(f"Nobody will set any of {', '.join(keys)}.")
+        """They have set all of them."""
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

@@ -1,7 +1,7 @@
 """One process plays one rank of up to 1,024 through a training, and counts what that costs.
 
     python -m benchmarks.scale.run --output benchmarks/results/scale_counts.json       # make scale
-    python -m benchmarks.scale.run --sizes 64 1024 --planes nccl --ways zero1 --no-calls
+    python -m benchmarks.scale.run --sizes 64 1024 --planes nccl --saves none --no-calls
 
 The Trainer, the strategy and everything below are the real ones; process groups are those of ``played_group.py``, which
 send nothing. Writes the counters of every phase as JSON, and prints the tables of the page on scale. Nothing is timed.
@@ -22,17 +22,10 @@ from benchmarks.machine import write_result
 from benchmarks.scale.estimate import table as estimates
 from benchmarks.scale.playing import Plane
 from benchmarks.scale.recorder import Recorder
-from benchmarks.scale.training import Save, StrategyName, Training, play
+from benchmarks.scale.training import Save, play
 from lightning_parstrat.core.layout import Partition
 
 SIZES = (8, 64, 1024)
-WAYS: dict[str, tuple[StrategyName, Save | None]] = {
-    "zero1": ("zero1_custom", None),
-    "full": ("zero1_custom", "full"),
-    "sharded": ("zero1_custom", "sharded"),
-    "ddp": ("ddp", None),
-}
-"""What trains, and how it saves."""
 _PHASES = ("setup", "replan", "step")
 SHOWN = {
     "messages sent": "messages",
@@ -53,28 +46,15 @@ def growth(by_size: Mapping[int, int]) -> float:
     return math.log(many / few) / math.log(sizes[-1] / sizes[0]) if many and len(sizes) > 1 else 0.0
 
 
-def count(training: Training, size: int, rank: int, plane: Plane, counts_calls: bool) -> dict[str, Any]:
-    """Plays a rank, in this process, which must be in no process group, and gives the counters of each phase."""
-    recorder = Recorder()
-    with recorder.counting_calls() if counts_calls else nullcontext():
-        play(training, recorder, rank, size, plane)
-    counters = {phase: counted.as_dict() for phase, counted in recorder.counters.items() if phase != "end"}
-    which = {"strategy": training.strategy, "plane": plane, "save": training.save, "size": size, "rank": rank}
-    return {**which, "counters": counters}
-
-
 def rows(played: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[int, int]]]:
     """What each phase of ``zero1_custom`` costs rank 0: saves and loads over NCCL, as that makes no difference."""
-    for title, plane, phase, save in [
-        *((f"{phase}, {plane.upper()}", plane, phase, None) for phase in _PHASES for plane in get_args(Plane)),
-        *((f"{of} save", "nccl", f"{of} save", of) for of in get_args(Save)),
-        *((f"load, {of}", "nccl", "load", of) for of in get_args(Save)),
-    ]:
+    phases = [(f"{phase}, {plane.upper()}", plane, phase, None) for phase in _PHASES for plane in get_args(Plane)]
+    phases += [(f"{of} save", "nccl", f"{of} save", of) for of in get_args(Save)]
+    for title, plane, phase, save in phases + [(f"load, {of}", "nccl", "load", of) for of in get_args(Save)]:
         found = {
             one["size"]: one["counters"][phase]
             for one in played
-            if (one["strategy"], one["rank"], one["plane"]) == ("zero1_custom", 0, plane)
-            if save in (None, one["save"]) and phase in one["counters"]
+            if (one["rank"], one["plane"]) == (0, plane) and save in (None, one["save"]) and phase in one["counters"]
         }
         for name, counter in SHOWN.items() if found else ():
             yield f"{title}: {name}", {size: found[size][counter] for size in found}
@@ -96,7 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[0], help="which are played; 0 first")
     parser.add_argument("--planes", choices=get_args(Plane), nargs="+", default=get_args(Plane))
-    parser.add_argument("--ways", choices=WAYS, nargs="+", default=["full", "sharded", "ddp"], help="what is trained")
+    parser.add_argument("--saves", choices=("none", *get_args(Save)), nargs="+", default=get_args(Save))
     parser.add_argument("--shard-group", type=int, help="how many ranks share a copy; by default all")
     parser.add_argument("--partition", choices=get_args(Partition), help="of zero1_custom")
     parser.add_argument("--no-calls", action="store_true", help="do not count calls of Python functions: faster")
@@ -114,10 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     of_strategy = {name: value for name, value in given.items() if value is not None}
     played = []
     # In a save, what other ranks hear from rank 0 is known when that has been played.
-    for plane, way, rank, size in itertools.product(asked.planes, asked.ways, asked.ranks, asked.sizes):
+    for plane, save, rank, size in itertools.product(asked.planes, asked.saves, asked.ranks, asked.sizes):
         if rank < size:
-            training = Training(*WAYS[way], of_strategy)
-            played.append(count(training, size, rank, plane, not asked.no_calls))
+            recorder = Recorder()
+            with nullcontext() if asked.no_calls else recorder.counting_calls():
+                play(of_strategy, None if save == "none" else save, recorder, rank, size, plane)
+            counters = {phase: counted.as_dict() for phase, counted in recorder.counters.items() if phase != "end"}
+            played.append({"plane": plane, "save": save, "size": size, "rank": rank, "counters": counters})
     table = list(rows(played))
     if asked.output is not None:
         write_result({"asked": json.loads(json.dumps(vars(asked), default=str)), "played": played}, asked.output)

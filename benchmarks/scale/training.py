@@ -7,12 +7,11 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from unittest import mock
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,7 +20,6 @@ from benchmarks.scale.playing import Plane, playing
 from benchmarks.scale.recorder import Phase, Recorder
 from lightning_parstrat import ZeRO1Strategy
 
-StrategyName = Literal["zero1_custom", "ddp"]
 Save = Literal["full", "sharded"]
 
 TENSORS, ELEMENTS = 60, 4096
@@ -76,29 +74,24 @@ class PlayedModel(LightningModule):
 
 
 class _Phases(Callback):
-    """Tells the recorder where in the training it is; has no hook in which gradients would have to be shown."""
+    """Tells the recorder where in the training it is; no hook of it has gradients shown."""
 
-    def __init__(self, recorder: Recorder, save: Save | None, path: Path | None) -> None:
+    def __init__(self, recorder: Recorder, save: Save | None, path: Path) -> None:
         self.recorder, self.save, self.path = recorder, save, path
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         begins: dict[int, Phase] = {0: "first steps", PLANNED_ANEW: "replan", SETTLED: "step", SETTLED + 1: "end"}
         self.recorder.phase = begins.get(batch_idx, self.recorder.phase)
-        if batch_idx == SETTLED + 1 and self.save is not None and self.path is not None:
+        if batch_idx == SETTLED + 1 and self.save is not None:
             with self.recorder.during("full save" if self.save == "full" else "sharded save"):
                 trainer.save_checkpoint(self.path)
 
 
-class Training(NamedTuple):
-    """What trains, and how it is saved; from what is saved rank 0 goes on, in a second training."""
-
-    strategy: StrategyName
-    save: Save | None
-    arguments: Mapping[str, Any]
-
-
-def play(training: Training, recorder: Recorder, rank: int, size: int, plane: Plane) -> None:
-    """Plays that rank of as many."""
+def play(
+    arguments: Mapping[str, Any], save: Save | None, recorder: Recorder, rank: int, size: int, plane: Plane
+) -> None:
+    """Plays that rank of as many, with those arguments of the strategy; rank 0 goes on from what it saves."""
+    arguments = {"bucket_cap_mb": CAP_MB, "checkpoint_format": save or "full", **arguments}
     per_node = min(size, RANKS_PER_NODE)
     environment = rank_environment(rank // per_node, rank % per_node, size // per_node, per_node, "127.0.0.1", 0)
     with (
@@ -108,34 +101,32 @@ def play(training: Training, recorder: Recorder, rank: int, size: int, plane: Pl
     ):
         path = Path(folder) / "saved.ckpt"
         others.folder = Path(folder) / "temporary"
-        _fit(training, recorder, size, save_as=path)
+        _fit(arguments, _Phases(recorder, save, path), size, None)
         # Only rank 0 has all that is to be read.
-        if training.save is not None and rank == 0:
+        if save is not None and rank == 0:
             recorder.phase = "end"
-            _fit(training, recorder, size, resumed=path)
+            _fit(arguments, _Phases(recorder, None, path), size, path)
 
 
-def _fit(
-    training: Training, recorder: Recorder, size: int, save_as: Path | None = None, resumed: Path | None = None
-) -> None:
+def _fit(arguments: Mapping[str, Any], phases: _Phases, size: int, resumed: Path | None) -> None:
     per_node, batches = min(size, RANKS_PER_NODE), SETTLED + (3 if resumed else 2)
     trainer = Trainer(
         accelerator="cpu",
         devices=per_node,
         num_nodes=size // per_node,
-        strategy=_make_strategy(training, recorder),
+        strategy=_make_strategy(arguments, phases.recorder),
         max_steps=batches,
-        callbacks=[_Phases(recorder, training.save, save_as)],
+        callbacks=[phases],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     loader = DataLoader(TensorDataset(torch.zeros(size * batches, 1)))
-    trainer.fit(PlayedModel(recorder), loader, ckpt_path=resumed)
+    trainer.fit(PlayedModel(phases.recorder), loader, ckpt_path=resumed)
 
 
-def _make_strategy(training: Training, recorder: Recorder) -> DDPStrategy:
+def _make_strategy(arguments: Mapping[str, Any], recorder: Recorder) -> ZeRO1Strategy:
     """What it does to load a checkpoint is counted as such."""
 
     def counted(load: Any) -> Any:
@@ -145,10 +136,7 @@ def _make_strategy(training: Training, recorder: Recorder) -> DDPStrategy:
 
         return loading
 
-    if training.strategy == "ddp":
-        # DDP's own first bucket is of 1 MiB where others are of 25.
-        return DDPStrategy(bucket_cap_mb_list=[CAP_MB / 25, CAP_MB])
-    strategy = ZeRO1Strategy(bucket_cap_mb=CAP_MB, checkpoint_format=training.save or "full", **training.arguments)
+    strategy = ZeRO1Strategy(**arguments)
     for name in ("load_checkpoint", "load_model_state_dict", "load_optimizer_state_dict"):
         setattr(strategy, name, counted(getattr(strategy, name)))
     return strategy

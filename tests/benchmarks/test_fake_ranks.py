@@ -19,9 +19,6 @@ BUCKET_BYTES = max(BUCKETS) * 16 * 2**10
 AGREEMENTS = {"setup": 9, "replan": 3, "step": 1}
 """Whether modules and plans are the same, what can be sharded, who shares a node and so on; in a step, one message."""
 
-Counted = dict[tuple[str, int, int], dict[str, Any]]
-"""The counters of each phase by plane, size and rank."""
-
 
 def counted_by(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     output = folder / "counted.json"
@@ -32,13 +29,14 @@ def counted_by(folder: Path, *arguments: str) -> list[dict[str, Any]]:
     return played
 
 
-def by_rank(played: list[dict[str, Any]]) -> Counted:
+def by_rank(played: list[dict[str, Any]]) -> dict[tuple[str, int, int], dict[str, Any]]:
+    """The counters of each phase by plane, size and rank."""
     return {(one["plane"], one["size"], one["rank"]): one["counters"] for one in played}
 
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    asked = ["--sizes", *map(str, SIZES), "--ranks", "0", "37", "--ways", "zero1"]
+    asked = ["--sizes", *map(str, SIZES), "--ranks", "0", "37", "--saves", "none"]
     return counted_by(tmp_path_factory.mktemp("steps"), *asked)
 
 
@@ -91,13 +89,6 @@ def test_set_up_and_planning_anew_send_no_more_than_some_agreements(steps: list[
         assert counters["replan"]["metadata_bytes"] < 1000 and (rank > 0 or not counters["replan"]["metadata_bytes"])
 
 
-def test_ddp_stands_beside_it(tmp_path: Path) -> None:
-    (played,) = counted_by(tmp_path, "--sizes", "8", "--planes", "nccl", "--ways", "ddp")
-    # Its first bucket holds one tensor here; Lightning asks rank 0 in every step whether to end.
-    buckets = 1 + -(-(sum(BUCKETS) - 1) // 16)
-    assert played["counters"]["step"]["launches"] == {"world all_reduce": buckets, "world broadcast": 1}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "more"),
@@ -108,7 +99,7 @@ def test_ddp_stands_beside_it(tmp_path: Path) -> None:
     ids=["whole parameters", "shard groups"],
 )
 def test_a_step_of_other_layouts(arguments: list[str], more: dict[str, int], tmp_path: Path) -> None:
-    asked = ["--sizes", "64", "512", "--ranks", "0", "37", "--ways", "zero1"]
+    asked = ["--sizes", "64", "512", "--ranks", "0", "37", "--saves", "none"]
     for (plane, size, _), counters in by_rank(counted_by(tmp_path, *asked, *arguments)).items():
         step = counters["step"]
         if plane == "nccl":
@@ -127,17 +118,19 @@ def test_a_step_of_other_layouts(arguments: list[str], more: dict[str, int], tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("save", ["full", "sharded"])
 def test_a_save_and_a_load(save: str, tmp_path: Path) -> None:
-    asked = ["--sizes", "8", "64", "--ranks", "0", "5", "--planes", "nccl", "--ways", save]
+    asked = ["--sizes", "8", "64", "--ranks", "0", "5", "--planes", "nccl", "--saves", save]
     counted = by_rank(counted_by(tmp_path, *asked))
     for (_, size, rank), counters in counted.items():
         saved = counters[f"{save} save"]
-        # All come, twice, and agree on what there is of the state and whether training can go on from it; of a folder,
-        # whether all have written, see each other's files, and it has its name.
-        agreements = 4 + (3 if save == "sharded" else 0)
+        # All come, twice, and agree on what there is of the state and whether training can go on from it; then whether
+        # the file was written, or of a folder, whether all have written, see each other's files, and it has its name.
+        agreements = 4 + (3 if save == "sharded" else 1)
         # In a full save, a rank sends rank 0 a message for each bucket, and its random numbers in two.
         gathered = len(BUCKETS) + 2 if save == "full" and rank else 0
         assert saved["messages"] == agreements * doublings(size) + gathered
-        assert bool(saved["metadata_bytes"]) == (save == "full" and rank == 0)
+        # Rank 0 receives random numbers; of a folder, it says what is in it.
+        assert (saved["metadata_bytes"] > 0) == ((save == "full") == (rank == 0))
+        assert saved["metadata_bytes"] < 20_000 or rank == 0
         if rank == 0:
             # Whether all could open it, what it is, and which save's; of a folder, what it holds, part by part.
             assert counters["load"]["messages"] == (3 if save == "full" else 7) * doublings(size)
