@@ -42,7 +42,7 @@ GROUPS = (
     Group("gpu/test_steady_step.py", 60),
     Group("gpu/test_memory.py", 60),
     Group("strategies/test_realistic_trainings.py", 120),
-    Group("gpu/test_two_ranks.py", 60),
+    Group("gpu/test_two_ranks.py", 100),
     Group("gpu/test_features.py", 60),
     Group("gpu/test_across_devices.py", 100),
     Group("strategies/test_callbacks.py", 90),

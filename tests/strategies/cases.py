@@ -225,10 +225,8 @@ CASES = {
     "compiled and checkpointed": Case(
         odd.CompiledAndCheckpointed, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED
     ),
-    "compiled in the middle": Case(
-        odd.CompilesLater, oracle="ddp", world_sizes=(2, 3), zero3="computed from a weight that is a shard"
-    ),
-    "reentrant checkpoints": Case(odd.ReentrantCheckpoints, trainer=CLIP, zero3="use_reentrant=False"),
+    "compiled in the middle": Case(odd.CompilesLater, oracle="ddp", world_sizes=(2, 3), zero3="which is a shard there"),
+    "reentrant checkpoints": Case(odd.ReentrantCheckpoints, trainer=CLIP),
     "attention by torch's kernels": Case(odd.AttendingBlocks, trainer=CLIP),
     "attention by torch's kernels, bf16 autocast": Case(
         odd.AttendingBlocks, trainer={"precision": "bf16-mixed"}, oracle="ddp", world_sizes=(2, 3)
