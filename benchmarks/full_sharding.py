@@ -21,12 +21,11 @@ from benchmarks.measuring import add_arguments, check_arguments, fit, make_decod
 from benchmarks.peers import FSDP2_BY_HAND
 from benchmarks.ranks import become_ranks, global_rank
 from benchmarks.step_time import summarize
-from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
+from lightning_parstrat.core.footprint import Training, zero3
 
 CONTENDERS = [FSDP2_BY_HAND, "zero3_custom"]
 # The first step makes the optimizer's state.
 SETTLING, COUNTED = 2, 3
-ADAM = 8
 
 
 class Held(Callback):
@@ -66,14 +65,11 @@ def count_bytes(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def formula(decoder: nn.Module, ranks: int) -> dict[str, int]:
-    """What core/full_sharding.py says."""
-    layers = list(decoder.blocks.layers)
-    in_layers = {parameter for layer in layers for parameter in layer.parameters()}
-    rest = [tuple(p.shape) for p in decoder.parameters() if p not in in_layers]
-    units = [GatheredUnit([tuple(p.shape) for p in layer.parameters()]) for layer in layers]
-    sharded = FullySharded(GatheredUnit(rest), units, ranks)
-    held = sharded.held_bytes(0, 4, ADAM)
-    return {"held": held.total, "peak": sharded.peak_bytes(held, ItemSizes(), accumulates=False)}
+    """What core/footprint.py says."""
+    units = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder.blocks.layers]
+    count = sum(parameter.numel() for parameter in decoder.parameters())
+    found = zero3(Training(parameters=count, devices=ranks, root=count - sum(units), unit=max(units)))
+    return {"held": round(found.held), "peak": round(found.peak)}
 
 
 def summarize_bytes(counted: dict[str, dict[str, Any]], decoder: nn.Module, ranks: int) -> dict[str, Any]:

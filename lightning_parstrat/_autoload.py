@@ -40,14 +40,6 @@ def autoload() -> None:
         package = __name__.partition(".")[0]
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             sys.modules.pop(name, None)
-    elif os.environ.get(_SWITCH) != "0" and "SLURM_JOB_ID" in os.environ:
-        try:
-            from lightning_parstrat._torchrun import outlive_requeue_signal
-
-            outlive_requeue_signal()
-        # This runs within every `import torch` on the machine: programs that do not use Lightning must not fail here.
-        except Exception as error:
-            warnings.warn(f"lightning_parstrat could not prepare torchrun for Slurm: {error!r}", stacklevel=2)
 
 
 def register_on_import() -> None:

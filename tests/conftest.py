@@ -29,7 +29,6 @@ LONG_FILES = (
     "test_registration.py",
     "test_examples.py",
     "test_cli.py",
-    "test_job_size.py",
 )
 """One worker would be left alone with them at the end."""
 

@@ -1,253 +1,165 @@
-"""``lightning-parstrat doctor``: shows what a machine or allocation has, and what would go wrong in a training."""
+"""``lightning-parstrat doctor``: checks what a training needs of this machine, or of all ranks of a job."""
 
+import importlib.metadata
 import json
 import os
-import re
-import shutil
+import platform
+import socket
 import subprocess
 import sys
-import uuid
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_parstrat.cli.facts import NodeFacts, facts_from_json, facts_of_this_node
-from lightning_parstrat.cli.known_issues import (
-    KNOWN_ISSUES,
-    Finding,
-    Situation,
-    find_known_issues,
-    program_of,
-    read_job_file,
-)
-from lightning_parstrat.cli.program import Program, read_program
+from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.link_probe import between_two_processes, read_result
-from lightning_parstrat.distributed.comm.open_files import files_needed
+from lightning_parstrat.distributed.comm.first_meeting import backend_here, meet
+from lightning_parstrat.distributed.comm.open_files import files_needed, most_open_files
 
 _DESCRIPTION = """
-Shows what this machine has, measures an all-reduce between two ranks, and looks for known issues in the environment, in
-a Slurm job file, and in the configuration of a program. Within a Slurm job it asks all nodes, and measures between two
-of them. The exit code is 1 if it finds an issue.
+Checks versions, flags, process groups and limits, and lists each check with OK or with what mends it. Alone it starts
+two ranks on this machine. Under srun or torchrun all ranks of the job take part, and rank 0 prints what they found.
+The exit code is 1 if a check fails.
 
   lightning-parstrat doctor
-  lightning-parstrat doctor --job-file train.sbatch
-  lightning-parstrat doctor -- python train.py fit --config c.yaml
+  srun lightning-parstrat doctor
 """
-_SECONDS = 180
-_LONGEST_PART = 400
+_PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "lightning-parstrat")
+_FLAGS = ("ddp_tuned", "zero1_custom", "zero2_custom", "zero3_custom")
+# It does not mention this package: torch's plugin mechanism has to.
+_TELL_FLAGS = """
+try:
+    from lightning.pytorch.strategies import StrategyRegistry
+except ImportError:
+    from pytorch_lightning.strategies import StrategyRegistry
+print(*StrategyRegistry.available_strategies())
+"""
+_SWITCHES = ("LIGHTNING_PARSTRAT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD")
+_SECONDS = 60
+_CONNECT = "see the error; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the network interface"
+
+
+class Check(NamedTuple):
+    """What was looked at, what was found, and what mends it; None where nothing has to be mended."""
+
+    name: str
+    found: str
+    mend: str | None = None
 
 
 def make_parser() -> ArgumentParser:
-    """The command's arguments, without the program."""
+    """The command's arguments."""
     parser = ArgumentParser(description=_DESCRIPTION)
-    add = parser.add_argument
-    add("--job-file", type=str | None, metavar="FILE", help="job file to check, with its program")
-    add("--no-measurement", action="store_true", help="do not measure the all-reduce")
-    add("--this-node", action="store_true", help="within a Slurm job: this node only, without measurement")
-    add("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--rendezvous", type=str | None, metavar="URL", help="where ranks meet (default: MASTER_ADDR)")
     return parser
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints what it finds; the exit code is 1 if that includes an issue.
-
-    Raises:
-        UsageError: A file cannot be read.
-    """
-    here = facts_of_this_node()
-    if arguments.this_node:
-        print(in_short_lines(json.dumps(_node_as_json(here))))
-        return 0
-    everywhere = _in_allocation()
-    nodes, problems = _all_nodes() if everywhere else ([here], [])
-    findings = [
-        *problems,
-        *_differences(nodes),
-        *_too_few_files(nodes),
-        *find_known_issues(_situation(arguments, program, here)),
-    ]
-    measured: dict[str, Any] | None = None
-    if not arguments.no_measurement:
-        try:
-            measured = _between_nodes(nodes) if everywhere and len(nodes) > 1 else between_two_processes()
-        except (RuntimeError, ValueError, KeyError, subprocess.SubprocessError, OSError) as error:
-            what = f"Two ranks could not exchange anything: {error}"
-            findings.append(Finding("no connection", what, "see the message; GLOO_SOCKET_IFNAME chooses an interface"))
-    if arguments.json:
-        print(json.dumps(_as_json(nodes, measured, findings)))
-    else:
-        _print(nodes, measured, findings)
-    return 1 if findings else 0
-
-
-def _situation(arguments: Namespace, command: Sequence[str], here: NodeFacts) -> Situation:
-    job_file = None if arguments.job_file is None else read_job_file(Path(arguments.job_file))
-    program: Program | None = None
-    if command:
-        program = read_program(command, Path.cwd(), strict=False)
-    elif job_file is not None:
-        program = program_of(job_file, Path.cwd())
-    return Situation(os.environ, job_file, program, here.interfaces)
-
-
-def _in_allocation() -> bool:
-    """Whether there are nodes to ask, and this process is the one to ask them."""
-    # Slurm gives a job's script the same variables as its ranks, except for that of a step.
-    return "SLURM_JOB_ID" in os.environ and "SLURM_STEP_ID" not in os.environ and shutil.which("srun") is not None
-
-
-def _srun(*arguments: str) -> str:
-    # `--overlap`: a training may occupy all that the job has, and without it srun would wait for its end.
-    done = subprocess.run(
-        ["srun", "--overlap", *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stderr.strip()[-500:] or f"srun ended with exit code {done.returncode}")
-    return done.stdout
-
-
-def _all_nodes() -> tuple[list[NodeFacts], list[Finding]]:
-    count = os.environ.get("SLURM_NNODES", "1")
-    # By module: on other nodes the console script need not be in PATH.
-    module = "lightning_parstrat.cli.main"
+    """Prints the checks; the exit code is 1 if one of them fails."""
+    if program:
+        raise UsageError("doctor looks at no program: leave out what follows `--`.")
+    rank, size = _place(os.environ)
+    if size == 1:
+        return _as_two_ranks(arguments.json)
+    ranks: list[Any] = [{"host": socket.gethostname(), "versions": _versions()}]
     try:
-        printed = _srun(
-            f"--nodes={count}",
-            f"--ntasks={count}",
-            "--ntasks-per-node=1",
-            sys.executable,
-            "-m",
-            module,
-            "doctor",
-            "--this-node",
-        )
-    except (RuntimeError, subprocess.SubprocessError) as error:
-        what = f"The nodes of this job did not answer: {error}"
-        return [facts_of_this_node()], [Finding("nodes that do not answer", what, "see the message")]
-    nodes = [facts_from_json(json.loads(told)) for told in from_short_lines(printed)] or [facts_of_this_node()]
-    return sorted(nodes, key=lambda node: node.variables.get("SLURM_NODEID", node.host)), []
+        where = arguments.rendezvous or _meeting_place(os.environ)
+        local_rank = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", 0)))
+        ranks = meet(where, rank, size, local_rank, ranks[0], _SECONDS)
+        groups = Check("process groups", f"{counted(size, 'rank')} over {backend_here()}")
+    except Exception as error:
+        groups = Check("process groups", f"{counted(size, 'rank')} could not exchange anything: {error}", _CONNECT)
+    if rank != 0:
+        return int(groups.mend is not None)
+    return _print([_check_versions(ranks), _check_flags(), groups, _check_open_files(size)], arguments.json)
 
 
-def in_short_lines(text: str) -> str:
-    """Splits a text into lines so short that srun does not mix them with those of other nodes."""
-    # Lines of several nodes arrive in any order: a key puts those of one text together.
-    key = uuid.uuid4().hex
-    parts = [text[start : start + _LONGEST_PART] for start in range(0, len(text), _LONGEST_PART)]
-    return "\n".join(f"parstrat:{key}:{number}:{part}:" for number, part in enumerate(parts))
+def _print(checks: list[Check], as_json: bool) -> int:
+    if as_json:
+        print(json.dumps([one._asdict() for one in checks]))
+    else:
+        for one in checks:
+            print(f"{'OK' if one.mend is None else 'NOT OK'}  {one.name}: {one.found}")
+            print(*([] if one.mend is None else [f"  {one.mend}\n"]), end="")
+    return int(any(one.mend for one in checks))
 
 
-def from_short_lines(printed: str) -> list[str]:
-    """Joins the texts of all nodes; srun may put the number of the task before each line (``--label``)."""
-    texts: dict[str, dict[int, str]] = {}
-    for key, number, part in re.findall(r"parstrat:([0-9a-f]{32}):(\d+):(.*):$", printed, re.MULTILINE):
-        texts.setdefault(key, {})[int(number)] = part
-    return ["".join(part for _, part in sorted(parts.items())) for parts in texts.values()]
+def _as_two_ranks(as_json: bool) -> int:
+    """The same command in two processes; this one prints what they did not come to."""
+    command = [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor", *(["--json"] if as_json else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        # A file instead of a port: no other program can have taken it.
+        command.append(f"--rendezvous=file://{Path(folder).resolve()}/rendezvous")
+        ranks = [
+            subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+            for rank in range(2)
+        ]
+        try:
+            return max([rank.wait(3 * _SECONDS) for rank in ranks])
+        except subprocess.TimeoutExpired:
+            found = f"two ranks of this machine did not find each other in {3 * _SECONDS} s"
+            return _print([Check("process groups", found, _CONNECT)], as_json)
+        finally:
+            for one in ranks:
+                one.kill()
 
 
-def _between_nodes(nodes: Sequence[NodeFacts]) -> dict[str, Any]:
-    """Measures between the first two nodes of the job."""
-    hosts = subprocess.run(
-        ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]], capture_output=True, text=True, check=True
-    ).stdout.split()
+def _place(variables: Mapping[str, str]) -> tuple[int, int]:
+    """This process's rank, and how many there are, as torchrun or srun says."""
+    # torchrun's variables win: within a Slurm job, several of its ranks share one task's.
+    if {"RANK", "WORLD_SIZE"} <= variables.keys():
+        return int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    # Slurm gives a job's script the same variables as its ranks, except for that of a step.
+    if "SLURM_STEP_ID" in variables:
+        return int(variables["SLURM_PROCID"]), int(variables["SLURM_NTASKS"])
+    return 0, 1
+
+
+def _meeting_place(variables: Mapping[str, str]) -> str:
+    if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
+        return f"tcp://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
+    shown = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True).stdout
     # Not the port that a job file of `lightning-parstrat slurm` gives the training, which may be running.
-    port = 20000 + (int(os.environ["SLURM_JOB_ID"]) + 7919) % 20000
-    return read_result(
-        _srun(
-            "--nodes=2",
-            "--ntasks=2",
-            "--ntasks-per-node=1",
-            sys.executable,
-            "-m",
-            "lightning_parstrat.distributed.comm.link_probe",
-            f"tcp://{hosts[0]}:{port}",
-            # Both ranks must choose alike; by the weakest node, since GPUs on one side cannot reduce with CPUs on the
-            # other.
-            "cuda" if all(node.devices for node in nodes) else "cpu",
-        )
-    )
+    return f"tcp://{shown.split()[0]}:{20000 + (int(variables['SLURM_JOB_ID']) + 7919) % 20000}"
 
 
-def _differences(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """Findings for nodes that differ in versions or devices."""
-    findings = []
-    for name in nodes[0].versions:
-        by_version: dict[str, list[str]] = {}
-        for node in nodes:
-            by_version.setdefault(node.versions[name], []).append(node.host)
-        if len(by_version) > 1:
-            shown = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in by_version.items())
-            what = f"The nodes have different versions of {name}: {shown}."
-            findings.append(Finding("versions", what, "install the same on all nodes, or in a folder that they share"))
-    counts = {len(node.devices) for node in nodes}
-    if len(counts) > 1:
-        shown = "; ".join(f"{len(node.devices)} on {node.host}" for node in nodes)
-        what = f"The nodes have different numbers of devices: {shown}."
-        findings.append(Finding("devices", what, "#SBATCH --gpus-per-node=<the smallest>, or --exclude nodes"))
-    return findings
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "missing"
+    return found
 
 
-def _too_few_files(nodes: Sequence[NodeFacts]) -> list[Finding]:
-    """A finding where a rank of this job may need more open files than a node allows.
-
-    That is 256 + N + g N for N ranks, where g is 5 between CPUs and 2 between GPUs: see
-    :func:`~lightning_parstrat.distributed.comm.open_files.files_needed`.
-    """
-    told = next((os.environ[name] for name in _NUMBERS_OF_RANKS if os.environ.get(name, "").isdigit()), "1")
-    needed = files_needed(int(told), on_cpu=not all(node.devices for node in nodes))
-    few = [(node.open_files, node.host) for node in nodes if node.open_files is not None and node.open_files < needed]
-    if not few:
-        return []
-    least, host = min(few)
-    what = f"Each of {told} ranks may need {needed} open files, mostly connections, and {host} allows {least}."
-    change = f"-> ulimit -Hn {needed}, which an administrator sets: LimitNOFILE of slurmd, or limits.conf"
-    return [Finding("open files", what, change)]
+def _check_versions(ranks: list[dict[str, Any]]) -> Check:
+    for name in ranks[0]["versions"]:
+        by_host = {rank["host"]: rank["versions"][name] for rank in ranks}
+        if len(set(by_host.values())) > 1:
+            shown = ", ".join(f"{version} on {host}" for host, version in by_host.items())
+            return Check("versions", f"{name} differs: {shown}", "install the same on all nodes, or on a shared disk")
+    shown = ", ".join(f"{name} {version}" for name, version in ranks[0]["versions"].items() if version != "missing")
+    return Check("versions", f"{shown}; on {', '.join(dict.fromkeys(rank['host'] for rank in ranks))}")
 
 
-_NUMBERS_OF_RANKS = ("SLURM_NTASKS", "WORLD_SIZE")
+def _check_flags() -> Check:
+    told = subprocess.run([sys.executable, "-c", _TELL_FLAGS], capture_output=True, text=True, check=False)
+    missing = [flag for flag in _FLAGS if flag not in told.stdout.split()]
+    if not missing:
+        return Check("flags", f"{', '.join(_FLAGS)}")
+    switched = [name for name in _SWITCHES if os.environ.get(name) == "0"]
+    mend = f"unset {' and '.join(switched)}" if switched else "install lightning-parstrat for this python"
+    error = told.stderr.strip().splitlines()[-1:]
+    return Check("flags", f"not registered: {', '.join(error or missing)}", f"{mend}, or `import lightning_parstrat`")
 
 
-def _node_as_json(node: NodeFacts) -> dict[str, Any]:
-    return {**node._asdict(), "interfaces": [list(one) for one in node.interfaces]}
-
-
-def _as_json(
-    nodes: Sequence[NodeFacts], measured: dict[str, Any] | None, findings: Sequence[Finding]
-) -> dict[str, Any]:
-    return {
-        "nodes": [_node_as_json(node) for node in nodes],
-        "all_reduce": measured,
-        "looked_for": list(KNOWN_ISSUES),
-        "findings": [finding._asdict() for finding in findings],
-    }
-
-
-def _print(nodes: Sequence[NodeFacts], measured: dict[str, Any] | None, findings: Sequence[Finding]) -> None:
-    for node in nodes:
-        print(f"{node.host}: {counted(node.cores, 'core')}, {_devices(node)}; {', '.join(node.backends)}")
-        for one in node.interfaces:
-            speed = "" if one.megabits_per_second is None else f", {one.megabits_per_second} Mbit/s"
-            print(f"  interface {one.name}{speed}")
-    print("versions: " + ", ".join(f"{name} {version}" for name, version in nodes[0].versions.items()))
-    for name, value in nodes[0].variables.items():
-        print(f"  {name}={value}")
-    if measured is not None:
-        where = "two nodes" if len(nodes) > 1 else "two processes of this machine"
-        megabytes = 1e-6 / measured["seconds_per_byte"]
-        print(
-            f"all-reduce between {where}, {measured['backend']} on {measured['device']}:"
-            f" {measured['latency_seconds'] * 1e6:.0f} us and {megabytes:.0f} MB/s"
-        )
-    print()
-    for finding in findings:
-        print(f"{finding.issue}: {finding.what}\n  {finding.change}\n")
-    if not findings:
-        print(f"No known issues found, among: {', '.join(KNOWN_ISSUES)}.")
-
-
-def _devices(node: NodeFacts) -> str:
-    if not node.devices:
-        return "no GPU"
-    return ", ".join(f"{node.devices.count(name)} x {name}" for name in dict.fromkeys(node.devices))
+def _check_open_files(ranks: int) -> Check:
+    needed, most = files_needed(ranks, on_cpu=backend_here() == "gloo"), most_open_files()
+    found = f"{counted(ranks, 'rank')} may need {needed} each; allowed are {'any' if most is None else most}"
+    mend = f"ulimit -Hn {needed}, which an administrator sets: LimitNOFILE of slurmd, or limits.conf"
+    return Check("open files", found, None if most is None or most >= needed else mend)

@@ -15,7 +15,7 @@ NEEDED = "jsonargparse[signatures]>=4.39"
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
-    "doctor": "show what this machine or allocation has, and what would go wrong in a training",
+    "doctor": "check what a training needs of this machine, or of all ranks of a job",
     "plan": "show what a training holds and sends under each strategy, and recommend one",
     "inspect": "show what is in a checkpoint, full or sharded",
     "consolidate": "turn a sharded checkpoint into one file, which every strategy reads",
@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Those of the command line; by default the process's own.
 
     Returns:
-        The exit code: 0 for success, 1 if what was checked has a problem, 2 for wrong usage; with ``slurm --wait``, the
-        job's own.
+        The exit code: 0 for success, 1 if what was checked has a problem, 2 for wrong usage.
     """
     if not (needed := RequirementCache(NEEDED)):
         print(f"lightning-parstrat: {needed}", file=sys.stderr)

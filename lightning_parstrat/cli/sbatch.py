@@ -52,7 +52,6 @@ class SlurmJob:
         grace_seconds: How long before the time limit the signal comes.
         runs: Parent of the jobs' folders, each for a job's logs and checkpoints.
         folder_option: The program's option for the folder of checkpoints; None for a program that has no such option.
-        remote_runs: The address of the folder of checkpoints, where it is not on a file system.
         resumes: Whether the program takes ``--ckpt_path``, to resume from what an earlier run of the job has saved.
         has_launcher: Whether the program starts the ranks of a node itself, as torchrun does.
     """
@@ -73,7 +72,6 @@ class SlurmJob:
     grace_seconds: int = 90
     runs: str = RUNS
     folder_option: str | None = None
-    remote_runs: str | None = None
     resumes: bool = False
     has_launcher: bool = False
 
@@ -123,13 +121,9 @@ def seconds_of(time: str) -> int | None:
     # With days, what follows begins with hours; without, a single number is minutes and two are minutes:seconds.
     days, dash, rest = time.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
-    if dash:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-        return int(days) * 86400 + hours * 3600 + minutes * 60 + seconds
-    if len(numbers) == 1:
-        return numbers[0] * 60
-    hours, minutes, seconds = ([0] * (3 - len(numbers)) + numbers)[-3:]
-    return hours * 3600 + minutes * 60 + seconds
+    if not dash:
+        numbers = [0, *numbers, *[0] * (2 - len(numbers))][-3:]
+    return int(days or 0) * 86400 + sum(number * size for number, size in zip(numbers, (3600, 60, 1), strict=False))
 
 
 def render(job: SlurmJob) -> str:
@@ -147,42 +141,22 @@ def render(job: SlurmJob) -> str:
 
 
 def _directives(job: SlurmJob) -> list[str]:
-    lines = [f"#SBATCH --job-name={job.name}", f"#SBATCH --nodes={job.nodes}", *_tasks(job)]
-    for option, value in (
-        ("cpus-per-task", job.cpus_per_task),
-        ("mem", job.mem),
-        ("gres", job.gres),
-        ("partition", job.partition),
-        ("account", job.account),
-        ("time", job.time),
-    ):
-        if value is not None:
-            lines.append(f"#SBATCH --{option}={value}")
+    # Not --ntasks, which counts all nodes' tasks. torchrun starts the ranks of its node itself.
+    tasks = 1 if job.has_launcher else job.devices
+    asked = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": tasks, "cpus-per-task": job.cpus_per_task}
+    asked |= {name: getattr(job, name) for name in ("mem", "gres", "partition", "account", "time")}
+    lines = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value is not None]
     if job.requeue:
         lines += [
-            f"# {counted(job.grace_seconds, 'second')} before the time is up all ranks save after the same batch,"
-            " and the job is",
-            "# requeued.",
+            f"# {counted(job.grace_seconds, 'second')} before the time is up all ranks save after the same batch, and"
+            " the job is requeued.",
             f"#SBATCH --signal={SIGNAL}@{job.grace_seconds}",
             "#SBATCH --requeue",
         ]
     else:
         lines.append("#SBATCH --no-requeue")
-    return [
-        *lines,
-        "# What the job itself says. A requeued run adds to the log of the one before it.",
-        "#SBATCH --output=slurm-%j.log",
-        "#SBATCH --open-mode=append",
-    ]
-
-
-def _tasks(job: SlurmJob) -> list[str]:
-    if job.has_launcher:
-        return ["# One task of a node starts all of its ranks.", "#SBATCH --ntasks-per-node=1"]
-    return [
-        "# A task is a rank, and each node has one for each of its devices. Not --ntasks, which counts all nodes'.",
-        f"#SBATCH --ntasks-per-node={job.devices}",
-    ]
+    # What the job itself says. A requeued run adds to the log of the one before it.
+    return [*lines, "#SBATCH --output=slurm-%j.log", "#SBATCH --open-mode=append"]
 
 
 def _folders(job: SlurmJob) -> list[str]:
@@ -224,11 +198,8 @@ def _environment(job: SlurmJob) -> list[str]:
 def _launch(job: SlurmJob) -> list[str]:
     words = [f"    {shlex.quote(word)}" for word in job.program]
     if job.folder_option is not None:
-        folder = "$run_dir" if job.remote_runs is None else "$remote_runs/slurm-$SLURM_JOB_ID"
-        words.append(f'    "{job.folder_option}={folder}"')
-    remote = [] if job.remote_runs is None else ["", f"remote_runs={shlex.quote(job.remote_runs)}"]
+        words.append(f'    "{job.folder_option}=$run_dir"')
     return [
-        *remote,
         "",
         "program=(",
         *words,

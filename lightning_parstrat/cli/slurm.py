@@ -1,10 +1,10 @@
 """``lightning-parstrat slurm``: writes a job file for a training, and submits it where asked."""
 
 import json
-import sys
+import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
 
 from jsonargparse import ActionYesNo, ArgumentParser, Namespace
 from jsonargparse.typing import PositiveInt
@@ -12,18 +12,18 @@ from jsonargparse.typing import PositiveInt
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.program import Program, read_program
 from lightning_parstrat.cli.sbatch import RUNS, SlurmJob, render
-from lightning_parstrat.cli.submission import Follower, submit, wait_for
 from lightning_parstrat.core.wording import counted
 
 _DESCRIPTION = """
-Writes a Slurm job file that starts a training on all devices of some nodes, and prints it (--dry-run, the default) or
-submits it (--submit). The job saves and requeues itself when its time is up or it is preempted, and resumes from there.
+Writes a Slurm job file that starts a training on all devices of some nodes, and prints it, or submits it (--submit).
+The job saves and requeues itself when its time is up or it is preempted, and resumes from there.
 
   lightning-parstrat slurm --nodes 2 --devices 4 --gres gpu:4 --time 8:00:00 --submit -- python train.py fit -c c.yaml
 
 What follows `--` is the program. If it uses LightningCLI, its arguments and YAML files are read: numbers of nodes and
 devices in them need not be repeated here, contradictions are refused, and missing ones are added to its command line.
 """
+_LAUNCHERS = ("mpirun", "mpiexec", "accelerate", "deepspeed", "srun")
 
 
 def make_parser() -> ArgumentParser:
@@ -43,54 +43,38 @@ def make_parser() -> ArgumentParser:
     add("--setup", type=str | None, metavar="FILE", help="file to source before the program, to load modules, say")
     add("--requeue", action=ActionYesNo(no_prefix="no-"), default=True, help="requeue if preempted or out of time")
     add("--grace-seconds", type=PositiveInt, default=90, help="seconds before the time limit at which to save")
-    add(
-        "--lightning-cli",
-        type=Literal["auto", "yes", "no"],
-        default="auto",
-        help="whether the program uses LightningCLI",
-    )
     add("--submit", action="store_true", help="submit the job, instead of printing its file")
-    add("--dry-run", action="store_true", help="print the job file and do nothing else; the default")
-    add("--wait", action="store_true", help="with --submit: show the job's state and log, and exit with its exit code")
     add("--json", action="store_true", help="print the result as JSON")
     return parser
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints or submits the job; returns the exit code, with ``--wait`` the job's.
+    """Prints or submits the job.
 
     Raises:
         UsageError: The arguments contradict each other, or Slurm refuses.
     """
-    if arguments.submit and arguments.dry_run:
-        raise UsageError("--submit and --dry-run exclude each other.")
-    if arguments.wait and not arguments.submit:
-        raise UsageError("--wait waits for a job that is submitted: add --submit.")
     folder = Path.cwd()
-    found = read_program(program, folder)
-    if arguments.lightning_cli != "auto":
-        found = found._replace(has_lightning_cli=arguments.lightning_cli == "yes")
-    job, notes = plan_job(arguments, found)
+    job, notes = plan_job(arguments, read_program(program, folder))
     text = render(job)
     if not arguments.submit:
-        return _print(arguments.json, text, {"job_file": text, "notes": notes})
-    _check_setup(job, folder)
+        print(json.dumps({"job_file": text, "notes": notes}) if arguments.json else text.rstrip("\n"))
+        return 0
+    if job.setup is not None and not (folder / job.setup).is_file():
+        raise UsageError(f"--setup {job.setup}: there is no such file in {folder}.")
     number = submit(text, folder)
-    log = folder / f"slurm-{number}.log"
-    run_dir = folder / job.runs / f"slurm-{number}"
-    size = f"{counted(job.task_count, 'rank')} on {counted(job.nodes, 'node')}"
-    said = [*notes, f"Submitted job {number}: {size}. Logs: {run_dir}, {log}"]
-    if not arguments.wait:
-        value = {"job": number, "folder": str(run_dir), "log": str(log), "notes": notes}
-        return _print(arguments.json, "\n".join(said), value)
-    _say("\n".join(said))
-    state = wait_for(
-        number, Follower([log, run_dir / "rank-0.log"], sys.stderr if arguments.json else sys.stdout), _say
-    )
+    found = {
+        "job": number,
+        "folder": str(folder / job.runs / f"slurm-{number}"),
+        "log": str(folder / f"slurm-{number}.log"),
+        "notes": notes,
+    }
     if arguments.json:
-        print(json.dumps({"job": number, "folder": str(run_dir), "log": str(log), **state._asdict()}))
-    # A job that was cancelled or timed out has failed, though its script may have exit code 0.
-    return state.exit_code or (0 if state.name == "COMPLETED" else 1)
+        print(json.dumps(found))
+    else:
+        size = f"{counted(job.task_count, 'rank')} on {counted(job.nodes, 'node')}"
+        print(*notes, f"Submitted job {number}: {size}. Logs: {found['folder']}, {found['log']}", sep="\n")
+    return 0
 
 
 def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str]]:
@@ -99,13 +83,14 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
     Raises:
         UsageError: The arguments contradict the program's own.
     """
-    _check_launcher(program)
+    launcher = next((word for word in program.command[:3] if Path(word).name in _LAUNCHERS), None)
+    if launcher is not None:
+        raise UsageError(
+            f"{launcher}: the job's srun starts the ranks itself. Give the program alone: -- python train.py ..."
+        )
     nodes = _agreed("nodes", arguments.nodes, program, "num_nodes")
     devices = _agreed("devices", arguments.devices, program, "devices")
     command, notes = list(program.command), []
-    if program.settings.get("ckpt_path", (None, ""))[0] == "hpc":
-        command = _without_hpc(command, program)
-        notes.append("--ckpt_path=hpc is left out: a requeued job resumes by itself, and a first run has none.")
     if program.has_lightning_cli:
         # Added to its command line, where the Trainer's arguments override those in files.
         for name, number in (("num_nodes", nodes), ("devices", devices)):
@@ -114,36 +99,46 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
     else:
         notes.append(
             f"The program does not seem to use LightningCLI, so it must itself create"
-            f" Trainer(num_nodes={nodes}, devices={devices}, ...). If it does use it, add --lightning-cli yes."
+            f" Trainer(num_nodes={nodes}, devices={devices}, ...)."
         )
-    given = {one.name: arguments[one.name] for one in fields(SlurmJob) if one.name in arguments}
     root = program.settings.get("default_root_dir")
-    runs = RUNS if root is None or root.value is None else str(root.value)
+    if root is not None and "://" in str(root.value):
+        raise UsageError(f"{root.source}: a job's folder must lie on a file system that all nodes share.")
     job = SlurmJob(
         **{
-            **given,
+            **{one.name: arguments[one.name] for one in fields(SlurmJob) if one.name in arguments},
             "nodes": nodes,
             "devices": devices,
             "program": tuple(command),
             "name": arguments.name or _name_of(command),
             "env": _variables(arguments.env),
-            "runs": RUNS if "://" in runs else str(Path(runs).expanduser()),
-            "remote_runs": runs.rstrip("/") if "://" in runs else None,
+            "runs": RUNS if root is None or root.value is None else str(Path(str(root.value)).expanduser()),
             "folder_option": "--trainer.default_root_dir" if program.has_lightning_cli else None,
             "resumes": program.has_lightning_cli and program.subcommand == "fit",
-            "has_launcher": program.launcher is not None,
+            "has_launcher": program.has_launcher,
         }
     )
     return job, notes
 
 
-def _check_launcher(program: Program) -> None:
-    others = ("mpirun", "mpiexec", "accelerate", "deepspeed", "srun")
-    found = next((word for word in program.command[:3] if Path(word).name in others), None)
-    if found is not None:
+def submit(job_file: str, folder: Path) -> int:
+    """Submits a job file, and returns the job's number.
+
+    Raises:
+        UsageError: There is no Slurm here, or it refuses the job.
+    """
+    if shutil.which("sbatch") is None:
         raise UsageError(
-            f"{found}: the job's srun starts the ranks itself. Give the program alone: -- python train.py ..."
+            "`sbatch` was not found on this machine. Run this on a login node of the Slurm cluster, or write the job"
+            " file without --submit, and submit it there."
         )
+    done = subprocess.run(
+        ["sbatch", "--parsable"], cwd=folder, input=job_file, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise UsageError(f"sbatch refuses the job: {done.stderr.strip() or done.stdout.strip()}")
+    # With several clusters, sbatch adds the cluster's name after a semicolon.
+    return int(done.stdout.strip().split(";")[0])
 
 
 def _agreed(option: str, given: int | None, program: Program, name: str) -> int:
@@ -161,20 +156,6 @@ def _agreed(option: str, given: int | None, program: Program, name: str) -> int:
     return given or wanted or 1
 
 
-def _without_hpc(command: list[str], program: Program) -> list[str]:
-    if not program.settings["ckpt_path"].source.startswith("the argument"):
-        raise UsageError(
-            f"{program.settings['ckpt_path'].source}: a first run has no such checkpoint, and Lightning would refuse to"
-            " start. Leave the line out: a requeued job resumes by itself."
-        )
-    kept = [word for word in command if word != "--ckpt_path=hpc"]
-    # From the end, so that what is deleted does not shift what is still to be looked at.
-    for position in range(len(kept) - 1, 0, -1):
-        if kept[position - 1 : position + 1] == ["--ckpt_path", "hpc"]:
-            del kept[position - 1 : position + 1]
-    return kept
-
-
 def _variables(assignments: list[str]) -> dict[str, str]:
     variables = {}
     for assignment in assignments:
@@ -189,17 +170,3 @@ def _name_of(command: list[str]) -> str:
     files = [Path(word).stem for word in command if word.endswith(".py")]
     name = "".join(c if c.isalnum() and c.isascii() else "-" for c in files[0]) if files else ""
     return name.strip("-") or "training"
-
-
-def _check_setup(job: SlurmJob, folder: Path) -> None:
-    if job.setup is not None and not (folder / job.setup).is_file():
-        raise UsageError(f"--setup {job.setup}: there is no such file in {folder}.")
-
-
-def _print(as_json: bool, text: str, value: dict[str, Any]) -> int:
-    print(json.dumps(value) if as_json else text.rstrip("\n"))
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parstrat.core.full_sharding import FullySharded, GatheredUnit, ItemSizes
+from lightning_parstrat.core.footprint import Training
+from lightning_parstrat.core.footprint import zero3 as formula_of
 from tests import devices
 from tests.gpu.trainings import Layers, MostHeld, allocated, fit, fused
 from tests.pool import RankPool
@@ -68,12 +69,9 @@ def measure_zero3(width: int, number: int, precision: str) -> tuple[int, int, in
     let_libraries_allocate()
     measuring = MostHeld(allocated())
     fit(Layers(width, number, make_optimizer=fused), zero3(), callbacks=[measuring], precision=precision)
-    units = [GatheredUnit([(width, width), (width,)])] * number
-    sharded = FullySharded(GatheredUnit([]), units, dist.get_world_size())
-    held = sharded.held_bytes(dist.get_rank(), 4, 8)
-    # Without a second copy of all weights under autocast.
-    sizes = ItemSizes(gathered=2) if precision == "bf16-mixed" else ItemSizes()
-    return held.total, sharded.peak_bytes(held, sizes, accumulates=False), measuring.held, measuring.peak
+    unit, ranks = width * width + width, dist.get_world_size()
+    formula = formula_of(Training(parameters=number * unit, unit=unit, precision=precision, devices=ranks))
+    return round(formula.held), round(formula.peak), measuring.held, measuring.peak
 
 
 @pytest.mark.slow

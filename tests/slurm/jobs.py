@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,26 +87,6 @@ def write_program(folder: Path, steps: int, seconds: float = 0.0, **trainer: Any
     (folder / "c.yaml").write_text(yaml.safe_dump(config))
 
 
-def command(
-    cluster: SlurmCluster,
-    folder: Path,
-    options: Sequence[str],
-    program: Sequence[str],
-    timeout: float = 200.0,
-    variables: Mapping[str, str] | None = None,
-) -> "subprocess.CompletedProcess[str]":
-    """Runs `lightning-parstrat slurm` in a folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "lightning_parstrat.cli.main", "slurm", *options, "--", *program],
-        cwd=folder,
-        env={**cluster.environment, **(variables or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
-
-
 def submit(
     cluster: SlurmCluster,
     folder: Path,
@@ -115,7 +95,10 @@ def submit(
 ) -> Job:
     """Submits the program on two nodes of two ranks."""
     sized = ("--nodes", "2", "--devices", "2", "--time", "10", "--submit", "--json", *options)
-    done = command(cluster, folder, sized, program)
+    command = [sys.executable, "-m", "lightning_parstrat.cli.main", "slurm", *sized, "--", *program]
+    done = subprocess.run(
+        command, cwd=folder, env=cluster.environment, capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     return Job(said["job"], Path(said["folder"]), Path(said["log"]))

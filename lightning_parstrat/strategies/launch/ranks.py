@@ -49,7 +49,6 @@ from lightning_parstrat.strategies.launch.elastic import (
     connect_started,
     started_ranks,
 )
-from lightning_parstrat.strategies.launch.job_size import check_job_size
 from lightning_parstrat.strategies.launch.progress import progress_of
 from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, trainer_of
 
@@ -118,11 +117,10 @@ class RanksStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Checks the job and what torchelastic has started, before anything depends on the number of ranks.
+        """Looks at what torchelastic has started, before anything depends on the number of ranks.
 
         The Trainer calls this within ``Trainer()``, once the numbers of nodes and devices are known.
         """
-        check_job_size(self.cluster_environment, self.num_nodes, self.num_processes)
         started = started_ranks(self.cluster_environment)
         if started is not None:
             believe_started(self, started)
