@@ -7,12 +7,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm import backends
-from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.comm.grouped import GroupedNativeCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
@@ -162,41 +161,3 @@ def test_groups_that_cannot_be_are_refused_before_anything_moves(pool: RankPool)
     ):
         for message, untouched in pool.run(len(nodes), asked_for, nodes, shard_group):
             assert words in message and untouched
-
-
-class Late(nn.Module):
-    """A parameter of its own kind joins an optimizer in training; another is in none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.later, self.outside = nn.Linear(12, 9), nn.Linear(9, 5), nn.Parameter(torch.ones(5))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.later(torch.tanh(self.first(inputs))) * self.outside
-
-
-def with_a_group_added(shard_group: Any) -> tuple[list[Tensor], Tensor, bool]:
-    module = Late()
-    optimizer = adamw(module.first.parameters())
-    policy = ShardingPolicy(bucket_cap_mb=1e-3, shard_group=shard_group)
-    engine = ShardedDataParallel(module, [optimizer], policy, process_groups())
-    for number in range(4):
-        if number == 2:
-            optimizer.add_param_group({"params": list(module.later.parameters()), "lr": 0.02})
-        engine.prepare_forward()
-        take_step(engine, number)
-    engine.gatherer.finish()
-    gradient = module.outside.grad
-    assert gradient is not None
-    parameters = [parameter.detach().clone() for parameter in module.parameters()]
-    alike = len({str([one.tolist() for one in of]) for of in all_gather_object(parameters, dist.group.WORLD)}) == 1
-    return parameters, gradient.clone(), alike
-
-
-def test_parameters_that_join_and_those_in_no_optimizer(pool: RankPool) -> None:
-    (expected, mean, _), *_ = pool.run(4, with_a_group_added, "all")
-    for parameters, gradient, alike in pool.run(4, with_a_group_added, 2):
-        assert distance(parameters, expected) <= 1e-5
-        torch.testing.assert_close(gradient, mean)
-        assert alike
