@@ -55,14 +55,12 @@ def optimal_buckets(
     cost: AlphaBeta,
     *,
     max_bucket_bytes: int | None = None,
-    fewest: bool = False,
 ) -> tuple[int, ...]:
     """The plan whose last bucket arrives earliest, where the cost is a straight line.
 
-    Without ``fewest`` every beginning of the plan arrives as early as it can, which leaves most room for items that are
-    late. With it there is no plan with fewer buckets that arrives as early (up to rounding), and no room: from the last
-    bucket backward, each takes as many items as may still arrive in time. That is optimal since the first i items, in
-    the same buckets without what follows, are always done sooner by at least the time of the bytes left out.
+    There is no plan with fewer buckets that arrives as early (up to rounding). From the last bucket backward, each
+    takes as many items as may still arrive in time. That is optimal since the first i items, in the same buckets
+    without what follows, are always done sooner by at least the time of the bytes left out.
 
     Args:
         nbytes: Bytes of each item, in the order of their readiness.
@@ -70,7 +68,6 @@ def optimal_buckets(
             for it.
         cost: What a bucket takes.
         max_bucket_bytes: No bucket of several items has more bytes; a larger item has its own bucket.
-        fewest: Whether to choose a plan with as few buckets as possible among those that arrive equally early.
 
     Returns:
         Where each bucket ends: bucket k consists of the items ``[stops[k - 1], stops[k])``, the first one of
@@ -82,7 +79,7 @@ def optimal_buckets(
     queue = _queue(nbytes, ready_seconds)
     first_starts = _first_starts(queue, max_bucket_bytes)
     arrivals = _arrivals(queue, first_starts, cost.seconds)
-    return _fewest_stops(queue, arrivals, first_starts, cost.seconds) if fewest else _stops(arrivals)
+    return _fewest_stops(queue, arrivals, first_starts, cost.seconds)
 
 
 def _check_items(nbytes: Sequence[int], seconds: Sequence[float]) -> None:
@@ -140,14 +137,6 @@ def _arrivals(queue: _Queue, first_starts: Sequence[int], cost: Cost) -> _Arriva
         arrivals.seconds.append(seconds)
         arrivals.starts.append(start)
     return arrivals
-
-
-def _stops(arrivals: _Arrivals) -> tuple[int, ...]:
-    stops, stop = [], len(arrivals.starts) - 1
-    while stop:
-        stops.append(stop)
-        stop = arrivals.starts[stop]
-    return tuple(reversed(stops))
 
 
 def _fewest_stops(queue: _Queue, arrivals: _Arrivals, first_starts: Sequence[int], cost: Cost) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
-from typing import NamedTuple
 
 _FEWEST_SIZES = 3
 """A line through two sizes fits whatever was measured."""
@@ -72,19 +71,7 @@ def assumed_wire(ranks: int, device_type: str, copies: int = 1) -> AlphaBeta:
     return AlphaBeta(latency_seconds=float(in_latency * (ranks + between)), seconds_per_byte=1.0)
 
 
-class CostFit(NamedTuple):
-    """A model, and how far its predictions are from what was measured, relative to the latter.
-
-    ``spread`` is the median distance from a sample: the noise that a predicted gain has to beat. ``misfit`` is the
-    largest distance from the median of a size: where it is far above ``spread``, the cost is no straight line.
-    """
-
-    model: AlphaBeta
-    spread: float
-    misfit: float
-
-
-def fit_alpha_beta(samples: Iterable[tuple[int, float]]) -> CostFit:
+def fit_alpha_beta(samples: Iterable[tuple[int, float]]) -> AlphaBeta:
     """The line with the least sum of relative distances from the median time of each size.
 
     Medians per size ignore single slow samples, absolute distances ignore sizes that do not fit. Distances are relative
@@ -100,7 +87,7 @@ def fit_alpha_beta(samples: Iterable[tuple[int, float]]) -> CostFit:
         samples: Pairs of bytes (at least 0) and seconds (positive), in any order; several for each size.
 
     Returns:
-        The model, and its distance from the samples. Cubic in the number of distinct sizes: a few dozen are enough.
+        The model. Cubic in the number of distinct sizes: a few dozen are enough.
 
     Raises:
         ValueError: There are fewer than 3 distinct sizes, or a sample is out of range.
@@ -116,12 +103,7 @@ def fit_alpha_beta(samples: Iterable[tuple[int, float]]) -> CostFit:
         raise ValueError(f"Invalid samples: {len(by_size)} distinct sizes. Must be >= {_FEWEST_SIZES}.")
 
     points = [(nbytes, median(times)) for nbytes, times in sorted(by_size.items())]
-    model = min(_lines_through(points), key=lambda line: _sum_of_distances(line, points))
-    spread = median(
-        _relative_distance(model, nbytes, seconds) for nbytes, times in by_size.items() for seconds in times
-    )
-    misfit = max(_relative_distance(model, nbytes, seconds) for nbytes, seconds in points)
-    return CostFit(model, spread, misfit)
+    return min(_lines_through(points), key=lambda line: _sum_of_distances(line, points))
 
 
 def _lines_through(points: Sequence[tuple[int, float]]) -> Iterator[AlphaBeta]:

@@ -77,7 +77,7 @@ def group_by_readiness(
         sizes = [sum(parameters[index].nbytes for index in indices) for indices in together]
         ready = [ready_seconds[indices[-1]] for indices in together]
         # The fewest: each collective also costs the host time, which the model of the wire does not count.
-        stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes, fewest=True)
+        stops = optimal_buckets(sizes, ready, cost, max_bucket_bytes=cap_bytes)
         for start, stop in zip((0, *stops), stops, strict=False):
             groups.append([index for indices in together[start:stop] for index in indices])
     # Reductions launch in this order, and a bucket can go when its last gradient is ready. Positions break ties, so

@@ -95,32 +95,17 @@ def test_plans_are_optimal() -> None:
     for generator, (nbytes, ready, cost) in draw_many(1, 3000):
         cap = draw_cap(generator)
         best = min(simulate(nbytes, ready, stops, cost.seconds) for stops in allowed_plans(nbytes, cap))
-        for plan in (
-            solve(nbytes, ready, cost, max_bucket_bytes=cap),
-            solve(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True),
-        ):
-            assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost.seconds)
-            assert plan.stops in allowed_plans(nbytes, cap)
+        plan = solve(nbytes, ready, cost, max_bucket_bytes=cap)
+        assert plan.finish_seconds == best == simulate(nbytes, ready, plan.stops, cost.seconds)
+        assert plan.stops in allowed_plans(nbytes, cap)
 
 
 def test_there_are_no_fewer_buckets_that_arrive_as_early() -> None:
-    fewer = 0
     for generator, (nbytes, ready, cost) in draw_many(3, 2000):
         cap = draw_cap(generator)
         outcomes = [(simulate(nbytes, ready, stops, cost.seconds), len(stops)) for stops in allowed_plans(nbytes, cap)]
-        plan = solve(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
+        plan = solve(nbytes, ready, cost, max_bucket_bytes=cap)
         assert (plan.finish_seconds, len(plan.stops)) == min(outcomes)
-        fewer += len(plan.stops) < len(solve(nbytes, ready, cost, max_bucket_bytes=cap).stops)
-    assert fewer > 40
-
-
-def test_unless_fewest_every_beginning_arrives_as_early_as_it_can() -> None:
-    for generator, (nbytes, ready, cost) in draw_many(4, 300, most_items=12):
-        cap = draw_cap(generator)
-        stops = solve(nbytes, ready, cost, max_bucket_bytes=cap).stops
-        for index, stop in enumerate(stops):
-            alone = solve(nbytes[:stop], ready[:stop], cost, max_bucket_bytes=cap)
-            assert simulate(nbytes[:stop], ready[:stop], stops[: index + 1], cost.seconds) == alone.finish_seconds
 
 
 def test_many_items_of_any_size_arrive_as_early_as_they_can() -> None:
@@ -131,10 +116,8 @@ def test_many_items_of_any_size_arrive_as_early_as_they_can() -> None:
         cost = AlphaBeta(latency_seconds=8e-4, seconds_per_byte=generator.uniform(3e-9, 1e-8))
         earliest = earliest_arrival(nbytes, ready, cost.seconds, cap)
         plan = solve(nbytes, ready, cost, max_bucket_bytes=cap)
-        fewest = solve(nbytes, ready, cost, max_bucket_bytes=cap, fewest=True)
         assert plan.finish_seconds == pytest.approx(earliest, rel=1e-12)
-        assert fewest.finish_seconds == pytest.approx(earliest, rel=1e-12)
-        assert 1 < len(fewest.stops) <= len(plan.stops) < len(nbytes)
+        assert 1 < len(plan.stops) < len(nbytes)
 
 
 def test_a_straight_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,9 +131,9 @@ def test_a_straight_line_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(AlphaBeta, "seconds", count)
     nbytes = [1 + index % 7 for index in range(5000)]
-    for cap, fewest in ((None, False), (None, True), (100, False), (100, True)):
+    for cap in (None, 100):
         calls = 0
-        optimal_buckets(nbytes, [4.0 * index for index in range(5000)], UNIT, max_bucket_bytes=cap, fewest=fewest)
+        optimal_buckets(nbytes, [4.0 * index for index in range(5000)], UNIT, max_bucket_bytes=cap)
         # Two candidates for each; then the plan itself, and backward three at most for each of its buckets or items.
         assert calls <= 6 * len(nbytes)
 
@@ -161,7 +144,7 @@ BY_HAND: dict[str, tuple[list[int], list[float], BucketPlan]] = {
     "the channel is free again in time": ([4, 1], [0.0, 6.0], BucketPlan((1, 2), 9.0)),
     "waiting is shorter than a latency": ([4, 1], [0.0, 1.0], BucketPlan((2,), 8.0)),
     "ready before its predecessor": ([4, 1], [3.0, 0.0], BucketPlan((2,), 10.0)),
-    "nothing to send": ([0, 0], [0.0, 9.0], BucketPlan((1, 2), 11.0)),
+    "nothing to send": ([0, 0], [0.0, 9.0], BucketPlan((2,), 11.0)),
 }
 
 
@@ -170,11 +153,10 @@ def test_by_hand() -> None:
         assert solve(nbytes, ready, UNIT) == expected, name
     # Whatever is sent before the last item is ready costs nothing.
     nbytes, ready = [1, 1, 1, 1], [0.0, 10.0, 20.0, 30.0]
-    assert solve(nbytes, ready, UNIT) == BucketPlan((1, 2, 3, 4), 33.0)
-    assert solve(nbytes, ready, UNIT, fewest=True) == BucketPlan((3, 4), 33.0)
+    assert solve(nbytes, ready, UNIT) == BucketPlan((3, 4), 33.0)
     # Every item exceeds the cap, or one does; exactly full; all together.
     for cap, stops in ((1, (1, 2, 3, 4)), (4, (1, 2, 4)), (8, (2, 4)), (12, (4,))):
-        assert solve([3, 5, 2, 2], [0.0] * 4, UNIT, max_bucket_bytes=cap, fewest=True).stops == stops
+        assert solve([3, 5, 2, 2], [0.0] * 4, UNIT, max_bucket_bytes=cap).stops == stops
 
 
 def test_what_is_no_problem_is_refused() -> None:

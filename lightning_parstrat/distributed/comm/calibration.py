@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.core.cost_model import CostFit, fit_alpha_beta
+from lightning_parstrat.core.cost_model import AlphaBeta, fit_alpha_beta
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 
@@ -21,7 +21,7 @@ _REPETITIONS = 3
 
 def reduce_scatter_cost(
     collectives: Collectives, control: Collectives, device: torch.device, model_bytes: int
-) -> CostFit:
+) -> AlphaBeta:
     """Latency and seconds per byte of large reduce-scatters on the slowest rank. Collective.
 
     Sizes grow until one takes some milliseconds: on a slow wire some 20 MB are sent, on a fast one some 250. What NCCL
@@ -57,7 +57,7 @@ def reduce_scatter_cost(
 
 def _cost(
     collective: Callable[[Tensor], object], buffers: Sequence[Tensor], nbytes: Sequence[int], control: Collectives
-) -> CostFit:
+) -> AlphaBeta:
     # Round by round, not size by size: a disturbance then hits all sizes alike. Once more at first, which connects.
     order = [0, *list(range(len(buffers))) * _REPETITIONS]
     slowest = _seconds_on_slowest(collective, [buffers[index] for index in order], control)

@@ -229,7 +229,7 @@ class Replanner:
         if self._model_bytes < _SMALLEST_WORTH_TIMING:
             return None
         device = self._device
-        return reduce_scatter_cost(self._reducer.collectives, self._reducer.control, device, self._model_bytes).model
+        return reduce_scatter_cost(self._reducer.collectives, self._reducer.control, device, self._model_bytes)
 
 
 def _as_planned(wire: AlphaBeta) -> AlphaBeta:
