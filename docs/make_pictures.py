@@ -2,8 +2,7 @@
 
     python docs/make_pictures.py [folder]
 
-Nothing is measured here: a step of a small model is played through by the cost model of ``core/cost_model.py`` (a
-latency and a time per byte).
+Nothing is measured here: a step of a small model is played through by a cost model of a latency and a time per byte.
 """
 
 import sys
@@ -16,10 +15,21 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from lightning_parstrat.core.cost_model import AlphaBeta
-
 MIB = 2**20
-GIGABIT = AlphaBeta(latency_seconds=0.3e-3, seconds_per_byte=8e-9)
+
+
+class Wire(NamedTuple):
+    """What a collective takes."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        """The time of one of so many bytes."""
+        return self.latency_seconds + self.seconds_per_byte * nbytes
+
+
+GIGABIT = Wire(latency_seconds=0.3e-3, seconds_per_byte=8e-9)
 """What an all-reduce between two nodes takes: each sends as many bytes as it has."""
 
 LAYERS = 6
@@ -104,7 +114,7 @@ def ddp_step() -> Timeline:
 
 def zero1_step() -> Timeline:
     """Reduce-scatters beside backward, a step of half of each bucket, all-gathers beside the next forward."""
-    half = AlphaBeta(latency_seconds=GIGABIT.latency_seconds, seconds_per_byte=GIGABIT.seconds_per_byte / 2)
+    half = Wire(latency_seconds=GIGABIT.latency_seconds, seconds_per_byte=GIGABIT.seconds_per_byte / 2)
     bars: list[Bar] = []
     compute, wire = Lane("computes", bars), Lane("wire", bars)
     ready = backward_of(compute)

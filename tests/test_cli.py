@@ -177,7 +177,6 @@ def test_a_value_that_the_strategy_refuses_ends_the_run_before_training(parse: P
     ("name", "value", "allowed"),
     [
         ("partition", "rows", ("auto", "element", "parameter")),
-        ("bucket_order", "size", ("measured", "registration")),
         ("expose_gradients", "maybe", ("auto",)),
         ("master_weights", "maybe", ("auto",)),
         ("reduce_dtype", "fp8", ("bf16",)),

@@ -1,7 +1,6 @@
 """One process plays rank 0 of many: what its host does in a step is real, what collectives bring is not.
 
-They are those of ``benchmarks/scale/played_group.py``, a kernel each in the place of NCCL's. Buckets stay as they were
-planned first: nothing is there that could be measured on a wire.
+They are those of ``benchmarks/scale/played_group.py``, a kernel each in the place of NCCL's.
 """
 
 import os

@@ -98,8 +98,8 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="the file that rows are merged into")
     arguments = parser.parse_args(given)
     models = arguments.model or (["tiny"] if arguments.device == "cpu" else ["124m", "1.3b"])
-    if arguments.warm_up < 3 or arguments.steps < 1 or arguments.turns < 1:
-        parser.error("buckets are planned anew before the third step: --warm-up is 3 or more; --steps and --turns 1")
+    if arguments.warm_up < 1 or arguments.steps < 1 or arguments.turns < 1:
+        parser.error("--warm-up, --steps and --turns are 1 or more")
     try:
         arguments.rows = chosen(all_rows(models), arguments.rows)
     except ValueError as error:

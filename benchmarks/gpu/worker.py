@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     """How a row is measured.
 
     Attributes:
-        warm_up: Steps before the clock starts; ``zero1_custom`` plans its buckets anew before the third.
+        warm_up: Steps before the clock starts.
         steps: Steps on the clock.
         turns: How often the strategies take turns.
         deadline: After which no turn begins that may not end; by ``time.monotonic``.
@@ -134,10 +134,8 @@ class Measurement:
 
     def _fit(self, name: str, steps: int, callback: Any, short: bool = False) -> None:
         fake = self._task.row.setting == "fake"
-        # Nothing could be measured on a wire that is not there.
-        arguments = {"bucket_order": "registration"} if fake else {}
         with fake_world(self._task.row.ranks) if fake else nullcontext():
-            fit(name, self._task, steps, [callback], short, **arguments)
+            fit(name, self._task, steps, [callback], short)
 
     def _step_time(self, name: str) -> None:
         watch = StepTime(self._plan.warm_up, self._plan.steps, self._task.device)

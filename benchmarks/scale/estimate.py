@@ -11,8 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_parstrat.core.cost_model import assumed_wire
-from lightning_parstrat.core.grouping import default_bucket_cap
+from lightning_parstrat.core.bucket_cap import default_bucket_cap
 
 MIB = 2**20
 SIZES = (8, 64, 256, 512, 1024)
@@ -72,7 +71,7 @@ def zero1(model: Model, ranks: int, cap: float | None = None, group: int | None 
     """Of ``zero1_custom``, with the default cap of buckets; in shard groups of so many ranks."""
     sharing = min(group or ranks, ranks)
     copies = ranks // sharing
-    cap = cap or default_bucket_cap(int(model.nbytes), assumed_wire(sharing, "cuda", copies), "cuda")
+    cap = cap or default_bucket_cap(int(model.nbytes), sharing, "cuda", copies)
     buckets = math.ceil(model.nbytes / cap)
     home = ring(model.nbytes / buckets, sharing)
     out = home + between_groups(model.nbytes / buckets / sharing, copies)

@@ -1,8 +1,7 @@
 """Has the package play one rank of many: process groups, nodes and clocks are the laboratory's, all else is real.
 
 What is replaced lies below the package or at its public edges: torch's class of Gloo groups, who shares a node,
-``make_collectives``, the two operations of ``Collectives``, the thread that follows exchanges, and what owners say of
-optimizer state that moves.
+``make_collectives``, the two operations of ``Collectives``, and the thread that follows exchanges.
 """
 
 import sys
@@ -28,7 +27,6 @@ from lightning_parstrat.distributed.comm import agreement, backends, process_gro
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import HostStreams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
-from lightning_parstrat.distributed.zero1 import redistribution
 
 Plane = Literal["gloo", "nccl"]
 
@@ -50,7 +48,6 @@ def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_no
         mock.patch.object(agreement, "topology_in_order", _in_order(agreement.topology_in_order, ranks_per_node)),
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(ExchangeThread, "run", _at_once),
-        mock.patch.object(redistribution, "digests_of_owners", _owners_alike(redistribution.digests_of_owners)),
         *_everywhere(agreement.gather_object, others.gather_object),
         mock.patch.object(writing, "write_shard", others.write_shard(writing.write_shard)),
         mock.patch.object(CheckpointPieces, "index", others.note_index(CheckpointPieces.index)),
@@ -84,16 +81,6 @@ def _in_order(agree: Callable[..., Topology | None], ranks_per_node: int) -> Cal
         return Topology.in_order(control.world_size, min(ranks_per_node, control.world_size))
 
     return topology_in_order
-
-
-def _owners_alike(agree: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    """Has others hold the kind of state that this rank holds, of parameters that it owns nothing of."""
-
-    def digests_of_owners(own: Sequence[int | None], control: Collectives) -> list[int]:
-        kind = next((digest for digest in own if digest), None)
-        return agree([kind if digest is None else digest for digest in own], control)
-
-    return digests_of_owners
 
 
 def _as_one(recorder: Recorder, operation: Callable[..., Any]) -> Callable[..., Any]:

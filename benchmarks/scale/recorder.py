@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-Phase = Literal["setup", "first steps", "replan", "step", "full save", "sharded save", "load", "end"]
+Phase = Literal["setup", "first steps", "step", "full save", "sharded save", "load", "end"]
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier", "send", "recv"]
 
 _LABORATORY = str(Path(__file__).resolve().parent)

@@ -26,7 +26,7 @@ from benchmarks.scale.training import Save, play
 from lightning_parstrat.core.layout import Partition
 
 SIZES = (8, 64, 1024)
-_PHASES = ("setup", "replan", "step")
+_PHASES = ("setup", "step")
 SHOWN = {
     "messages sent": "messages",
     "bytes sent": "sent_bytes",

@@ -23,8 +23,8 @@ from lightning_parstrat import ZeRO1Strategy
 Save = Literal["full", "sharded"]
 
 TENSORS, ELEMENTS = 60, 4096
-PLANNED_ANEW, SETTLED = 2, 4
-"""The batches before which zero1_custom plans anew, and from which on steps are alike."""
+SETTLED = 4
+"""The batch from which on steps are alike."""
 FORWARD_SECONDS_PER_BYTE = 1e-9
 RANKS_PER_NODE = 8
 CAP_MB = 0.25
@@ -36,9 +36,6 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, recorder: Recorder, seconds: float) -> Tensor:
         ctx.recorder, ctx.seconds = recorder, seconds
-        if recorder.phase == "replan":
-            # The first forward of a batch ends the planning before it.
-            recorder.phase = "first steps"
         recorder.seconds += seconds
         return hidden.clone()
 
@@ -49,15 +46,12 @@ class _Turn(torch.autograd.Function):
 
 
 class PlayedModel(LightningModule):
-    """Many tensors of one size, registered in the reverse of the order in which they are read.
-
-    So the first plan of the buckets is as wrong as can be.
-    """
+    """Many tensors of one size."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        made = {f"tensor_{number}": nn.Parameter(torch.zeros(ELEMENTS)) for number in reversed(range(TENSORS))}
+        made = {f"tensor_{number}": nn.Parameter(torch.zeros(ELEMENTS)) for number in range(TENSORS)}
         self.tensors = nn.ParameterDict(made)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -80,7 +74,7 @@ class _Phases(Callback):
         self.recorder, self.save, self.path = recorder, save, path
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        begins: dict[int, Phase] = {0: "first steps", PLANNED_ANEW: "replan", SETTLED: "step", SETTLED + 1: "end"}
+        begins: dict[int, Phase] = {0: "first steps", SETTLED: "step", SETTLED + 1: "end"}
         self.recorder.phase = begins.get(batch_idx, self.recorder.phase)
         if batch_idx == SETTLED + 1 and self.save is not None:
             with self.recorder.during("full save" if self.save == "full" else "sharded save"):

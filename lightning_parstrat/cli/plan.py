@@ -12,7 +12,6 @@ from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning_parstrat.cli.errors import UsageError
 from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import amount, table
-from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups, advised_size
@@ -175,7 +174,7 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
     )
     # Memory is planned for GPUs as a rule, and hardly depends on it.
     model_bytes, policy = training.parameters * training.widths.parameter, ShardingPolicy()
-    cap = policy.bucket_cap_bytes(model_bytes, assumed_wire(groups.size, "cuda", groups.copies), "cuda")
+    cap = policy.bucket_cap_bytes(model_bytes, groups.size, "cuda", groups.copies)
     return replace(training, in_flight=cap * (policy.bound_in_flight("cuda") or 1)), optimizer
 
 

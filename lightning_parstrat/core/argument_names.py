@@ -15,7 +15,7 @@ _CHECKPOINTING = "In your module, call `torch.utils.checkpoint.checkpoint(block,
 _STANDS_FOR = {
     # Of one of our strategies alone.
     "wrap min_num_params reshard_after_forward": "It is an argument of ZeRO3Strategy.",
-    "bucket_order partition expose_gradients master_weights overlap_param_gather max_inflight_buckets shard_group": (
+    "partition expose_gradients master_weights overlap_param_gather max_inflight_buckets shard_group": (
         "It is an argument of ZeRO1Strategy."
     ),
     "tune_steps tune_tolerance plan_cache comm_hook": "It is an argument of TunedDDPStrategy.",

@@ -208,7 +208,7 @@ def plan_buckets(
         parameters: In the order in which their gradients are expected to become ready.
         policy: How to lay them out.
         groups: Which of them share a bucket, by their positions, in the order of the buckets; by default as many as
-            fit under the cap. See :mod:`lightning_parstrat.core.grouping`.
+            fit under the cap. See :func:`group_as_named`.
 
     Returns:
         The buckets in the order of their reductions: that of ``groups``, or by when their last gradient is expected.
@@ -229,6 +229,31 @@ def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLay
     """A number that differs (but for chance) between ranks whose parameters or plans differ."""
     names = [(spec.name, spec.shape, spec.dtype) for spec in parameters]
     return digest((names, tuple(buckets)))
+
+
+def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[str]]) -> list[list[int]] | None:
+    """The grouping of an earlier plan.
+
+    Args:
+        parameters: In any order.
+        plan: Names of parameters per bucket, in the order of the buckets.
+
+    Returns:
+        Positions in ``parameters`` per bucket; None where the plan is of other parameters, or puts together what may
+        not share a bucket.
+    """
+    positions = {spec.name: index for index, spec in enumerate(parameters)}
+    # A name that occurs twice does not identify a parameter.
+    if len(positions) != len(parameters):
+        return None
+    # Names without a parameter are passed over: it may have been frozen since.
+    groups = [[positions[name] for name in bucket if name in positions] for bucket in plan]
+    groups = [bucket for bucket in groups if bucket]
+    if sorted(index for bucket in groups for index in bucket) != list(range(len(parameters))):
+        return None
+    if any(len({parameters[index].group for index in bucket}) > 1 for bucket in groups):
+        return None
+    return groups
 
 
 def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
@@ -323,7 +348,7 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
     weights = [cost / total_cost + spec.numel / total_numel for cost, spec in zip(costs, parameters, strict=True)]
     loads = [(0.0, rank) for rank in range(world_size)]
     owners = [0] * len(parameters)
-    # Ties go by name, not by position: a replanning in another order must leave each parameter with its owner.
+    # Ties go by name, not by position: the order of the parameters must not matter.
     for index in sorted(range(len(parameters)), key=lambda index: (-weights[index], parameters[index].name)):
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + weights[index], owners[index]))

@@ -9,15 +9,13 @@ from typing import Literal, get_args
 import torch
 
 from lightning_parstrat.core.accumulation import PartialWindow
-from lightning_parstrat.core.cost_model import AlphaBeta
-from lightning_parstrat.core.grouping import default_bucket_cap
+from lightning_parstrat.core.bucket_cap import default_bucket_cap
 from lightning_parstrat.core.shard_groups import ShardGroupChoice
 
 BucketCap = float | Literal["auto"]
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
-BucketOrder = Literal["measured", "registration"]
 WireDtype = Literal["bf16"] | None
 BoundInFlight = int | Literal["auto"] | None
 ClipScope = Literal["optimizer", "global"]
@@ -30,11 +28,9 @@ class ShardingPolicy:
     """How parameters are bucketed and owned.
 
     Args:
-        bucket_order: Whether buckets are planned again by the order and the time in which gradients become ready
-            (``"measured"``), or stay in the reverse order of the parameters' registration.
         bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier;
-            larger ones pay the latency of a collective less often. ``"auto"`` follows the number of ranks, the wire and
-            the model, see :func:`~lightning_parstrat.core.grouping.default_bucket_cap`.
+            larger ones pay the latency of a collective less often. ``"auto"`` follows the number of ranks, the device
+            and the model, see :func:`~lightning_parstrat.core.bucket_cap.default_bucket_cap`.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
             rank, which optimizers that work on uncut matrices need; ``"auto"`` chooses by the optimizer.
         expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
@@ -56,7 +52,6 @@ class ShardingPolicy:
     """
 
     bucket_cap_mb: BucketCap = "auto"
-    bucket_order: BucketOrder = "measured"
     partition: PartitionChoice = "auto"
     expose_gradients: ExposeGradients = "auto"
     master_weights: MasterWeights = "auto"
@@ -72,7 +67,7 @@ class ShardingPolicy:
         number = isinstance(cap, (int, float)) and not isinstance(cap, bool) and math.isfinite(cap) and cap > 0
         if not number and cap != "auto":
             raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8, or 'auto'.")
-        _check_choices(self, partition=PartitionChoice, bucket_order=BucketOrder)
+        _check_choices(self, partition=PartitionChoice)
         for name in ("expose_gradients", "master_weights"):
             value = getattr(self, name)
             if value != "auto" and not isinstance(value, bool):
@@ -96,16 +91,17 @@ class ShardingPolicy:
                 " master_weights=False forgoes. Leave master_weights='auto', or gather_dtype=None."
             )
 
-    def bucket_cap_bytes(self, model_bytes: int, wire: AlphaBeta, device_type: str) -> int:
+    def bucket_cap_bytes(self, model_bytes: int, ranks: int, device_type: str, copies: int) -> int:
         """The cap in bytes, at least one.
 
         Args:
             model_bytes: What is reduced in a step.
-            wire: What a reduce-scatter takes, as measured or assumed.
+            ranks: Those that share a copy of what is sharded.
             device_type: Of the gradients.
+            copies: Groups of so many ranks.
         """
         if self.bucket_cap_mb == "auto":
-            return default_bucket_cap(model_bytes, wire, device_type)
+            return default_bucket_cap(model_bytes, ranks, device_type, copies)
         return max(1, int(self.bucket_cap_mb * 2**20))
 
     def bound_in_flight(self, device_type: str) -> int | None:

@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_parstrat.core.policy import (
     BoundInFlight,
     BucketCap,
-    BucketOrder,
     ExposeGradients,
     MasterWeights,
     PartitionChoice,
@@ -52,9 +51,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         bucket_cap_mb: The largest size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready;
             smaller buckets overlap better, larger ones pay latency less often, which grows with the number of ranks.
             ``"auto"`` follows from both, and from the model: 8 MiB on a few CPUs, from 64 to 512 on GPUs.
-        bucket_order: ``"measured"``: after two steps buckets are planned anew, by when each gradient was ready and by
-            what the wire takes. ``"registration"``: they stay in the reverse order of registration and as large as
-            they may be, so that two trainings have the same plan without a checkpoint.
         partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` leaves each uncut on one rank,
             which optimizers that look at whole matrices (Muon, Adafactor, Shampoo) need; ``"auto"`` takes ``"element"``
             for torch's element-wise optimizers and ``"parameter"`` for every other.
@@ -103,7 +99,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     def __init__(
         self,
         bucket_cap_mb: BucketCap = "auto",
-        bucket_order: BucketOrder = "measured",
         partition: PartitionChoice = "auto",
         expose_gradients: ExposeGradients = "auto",
         master_weights: MasterWeights = "auto",
@@ -117,7 +112,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     ) -> None:
         self._policy = ShardingPolicy(
             bucket_cap_mb=bucket_cap_mb,
-            bucket_order=bucket_order,
             partition=partition,
             expose_gradients=expose_gradients,
             master_weights=master_weights,
@@ -293,8 +287,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step."""
-        if self._engine is not None:
-            self._engine.prepare_forward()
         self._broadcast_buffers()
         return super().training_step(*args, **kwargs)
 
@@ -353,7 +345,6 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         return {
             "world_size": self.world_size,
             "bucket_cap_mb": policy.bucket_cap_mb,
-            "bucket_order": policy.bucket_order,
             **grouped,
         }
 

@@ -16,7 +16,7 @@ SIZES = [8, 64, 512]
 BUCKETS = [16, 16, 16, 12]
 """Tensors of 16 KiB in each bucket of 0.25 MiB."""
 BUCKET_BYTES = max(BUCKETS) * 16 * 2**10
-AGREEMENTS = {"setup": 9, "replan": 3, "step": 1}
+AGREEMENTS = {"setup": 9, "step": 1}
 """Whether modules and plans are the same, what can be sharded, who shares a node and so on; in a step, one message."""
 
 
@@ -74,7 +74,7 @@ def test_a_step_sends_what_the_formulas_say_on_whatever_rank(steps: list[dict[st
         assert step["metadata_bytes"] == step["groups"] == 0, where
 
 
-def test_set_up_and_planning_anew_send_no_more_than_some_agreements(steps: list[dict[str, Any]]) -> None:
+def test_set_up_sends_no_more_than_some_agreements(steps: list[dict[str, Any]]) -> None:
     for (plane, size, rank), counters in by_rank(steps).items():
         # To be connected, a byte to each rank that chunks are exchanged with; else within an operation.
         connecting = 2 * (size - 1) if by_pairs(plane, size) else 0
@@ -82,11 +82,6 @@ def test_set_up_and_planning_anew_send_no_more_than_some_agreements(steps: list[
         # What is received is who shares a node, and on other ranks than 0 the first weights.
         weights = sum(BUCKETS) * 2**14 if rank else 0
         assert counters["setup"]["groups"] == 5 and counters["setup"]["largest_receive_bytes"] <= weights + 16
-        # State moves once for each bucket, in a message from an old owner: a shard has been some neighbours'.
-        moved = counters["replan"]["messages"] - AGREEMENTS["replan"] * doublings(size)
-        assert 0 < moved <= 3 * len(BUCKETS)
-        # Rank 0 says of what kind the state is, the others hear it.
-        assert counters["replan"]["metadata_bytes"] < 1000 and (rank > 0 or not counters["replan"]["metadata_bytes"])
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ class Held(Callback):
             traffic = engine.traffic
             total, self.total = self.total, traffic.reduce_scatter_bytes + traffic.all_gather_bytes
             self.sent.nbytes = self.total - total
-        # Buckets are planned anew before the third step.
+        # Adam has its state since the first step.
         if batch_idx >= FIRST:
             for values, value in zip(self.found, (self.live.now, self.live.peak, self.sent.nbytes), strict=True):
                 values.append(value / EVERY)

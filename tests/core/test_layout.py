@@ -17,11 +17,14 @@ from lightning_parstrat.core.layout import (
     ShardSlice,
     even_bounds,
     fingerprint,
+    group_by_cap,
     parts_of,
     plan_buckets,
+    take_small_along,
 )
 from lightning_parstrat.core.update_cost import newton_schulz
 
+MIB = 2**20
 PARTITIONS: tuple[Partition, ...] = ("element", "parameter")
 ITEMSIZES = {"bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
 
@@ -387,3 +390,31 @@ def test_invalid_policies_name_the_value_and_what_is_allowed() -> None:
         with pytest.raises(ValueError) as error:
             LayoutPolicy(**{"world_size": 2, "bucket_cap_bytes": 1024, argument: value})
         assert f"{argument}: {value!r}" in str(error.value) and allowed in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes_in_kib", "expected"),
+    [
+        ([], []),
+        ([1, 2, 3], [[0], [1], [2]]),
+        # Norms between matrices, and one before the first.
+        ([8, 90_000, 8, 90_000, 8, 8], [[0, 1, 2], [3, 4, 5]]),
+        # Not more than a thirty-second: 64 KiB of 2 MiB.
+        ([2048, 60, 4, 1], [[0, 1, 2], [3]]),
+        ([65, 2048], [[0], [1]]),
+        # Nobody takes along what is not small, or has no bucket of its own.
+        ([90_000, 90_000], [[0], [1]]),
+        ([1024, 8, 1024], [[0], [1], [2]]),
+    ],
+)
+def test_large_ones_take_small_ones_along(sizes_in_kib: list[int], expected: list[list[int]]) -> None:
+    assert take_small_along([1024 * size for size in sizes_in_kib], cap_bytes=MIB) == expected
+
+
+def test_what_is_small_in_all_has_buckets_of_its_own() -> None:
+    assert take_small_along([1, 1000, 1], cap_bytes=4) == [[0], [1], [2]]
+
+
+def test_no_norm_between_matrices_travels_alone() -> None:
+    parameters = specs_of(*((256_000 * 16,), (2048,)) * 8)
+    assert group_by_cap(parameters, 8 * MIB) == [[2 * pair, 2 * pair + 1] for pair in range(8)]

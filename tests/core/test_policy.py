@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.policy import GradientPolicy, ShardingPolicy, WaitPolicy
 
 CHOICES = {
@@ -34,7 +33,6 @@ REFUSED: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
         for name in ("reduce_dtype", "gather_dtype")
     ),
     (ShardingPolicy, "max_inflight_buckets", (0, -1, 1.5, True, "2", math.inf), ">= 1, 'auto' or None."),
-    (ShardingPolicy, "bucket_order", ("sorted", None, True, ""), "Must be one of ('measured', 'registration')."),
     *((GradientPolicy, name, NO_CHOICES, f"Must be one of {allowed}.") for name, allowed in CHOICES.items()),
     (
         GradientPolicy,
@@ -89,7 +87,7 @@ def test_the_cap_is_in_mebibytes_and_at_least_a_byte() -> None:
         (2.5, 2621440),
         (1e6, 10**6 * 2**20),
     ):
-        cap = ShardingPolicy(bucket_cap_mb=cap_mb).bucket_cap_bytes(10**12, assumed_wire(1024, "cuda"), "cuda")
+        cap = ShardingPolicy(bucket_cap_mb=cap_mb).bucket_cap_bytes(10**12, 1024, "cuda", 1)
         assert cap == expected and isinstance(cap, int)
 
 

@@ -25,7 +25,7 @@ def marks_of_a_step() -> list[str]:
     """The marks of a step and of the forward after it, in the order in which they begin."""
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(module.parameters())
-    engine = make_engine(module, optimizer, bucket_cap_mb=1.0, bucket_order="registration")
+    engine = make_engine(module, optimizer, bucket_cap_mb=1.0)
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         backward(engine, module(torch.ones(3, 4)).square().sum())
         gradient_norm(step_gradients([optimizer]))

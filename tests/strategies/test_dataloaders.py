@@ -462,7 +462,6 @@ def count_reductions(make: Callable[..., Any], lengths: Lengths) -> tuple[int, l
 
 def test_equal_lengths_cost_nothing_per_batch(pool: RankPool) -> None:
     def per_batch(make: Callable[..., Any]) -> float:
-        # After the third batch, before which buckets are planned anew.
         few, many = (pool.run(2, count_reductions, make, ((n,), (n,)), timeout=TIMEOUT) for n in (4, 8))
         assert make is unsized or few[1][1] == [True]
         return (many[0][0] - few[0][0]) / 4

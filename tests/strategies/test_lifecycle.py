@@ -172,9 +172,6 @@ def test_collectives_bytes_and_state_equal_the_formulas(pool: RankPool, world_si
             full_step = (*counter.formula, several, several)
             silent = (0,) * 6
             expected = [full_step if (index + 1) % accumulate == 0 else silent for index in range(10)]
-            # Before the third step buckets are planned anew: agreed upon are times, the plan, and what state there is.
-            third = expected[2 * accumulate]
-            expected[2 * accumulate] = (*third[:-1], third[-1] + 3 * several)
             # The first backward of all asks whether losses have weights.
             expected[0] = (*expected[0][:-1], expected[0][-1] + several)
             assert counter.steps == expected

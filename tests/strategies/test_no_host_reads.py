@@ -74,7 +74,7 @@ class HostReads(TorchDispatchMode):
 
 
 class Watch(Callback):
-    """From the sixth batch to the tenth: two windows of two, or four steps, after buckets were planned."""
+    """From the sixth batch to the tenth: two windows of two, or four steps."""
 
     def __init__(self) -> None:
         self.reads = HostReads()

@@ -63,7 +63,7 @@ class Held(Callback):
 
 def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) -> list[int]:
     held = Held()
-    # Several buckets, which are planned anew before the third step.
+    # Several buckets.
     chosen = zero1(bucket_cap_mb=0.6, master_weights=masters, shard_gradients=in_shards)
     trainer = make_trainer(
         chosen, callbacks=[held], accumulate_grad_batches=ACCUMULATE, precision=precision, limit_train_batches=9
@@ -201,7 +201,7 @@ class Reductions(Callback):
 def launches(flag: str, accumulate: int) -> tuple[float, float]:
     counted = Reductions()
     entry = StrategyRegistry[flag]
-    chosen = entry["strategy"](**entry["init_params"], bucket_order="registration", bucket_cap_mb=0.001)
+    chosen = entry["strategy"](**entry["init_params"], bucket_cap_mb=0.001)
     trainer = make_trainer(chosen, callbacks=[counted], accumulate_grad_batches=accumulate)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     trainer.fit(zoo.MLP(), zoo.loader(48 * ranks, 4, rank=rank, world_size=ranks))

@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tensor_trees import leaves
-from lightning_parstrat.distributed.zero1 import replanning
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 from tests.strategies import zoo
@@ -92,7 +91,7 @@ POLICIES: tuple[dict[str, Any], ...] = (
     {"overlap_param_gather": False},
     {"bucket_cap_mb": 25},
     {"partition": "parameter"},
-    {"max_inflight_buckets": None, "bucket_order": "registration"},
+    {"max_inflight_buckets": None},
     {"bucket_cap_mb": 1e-6},
 )
 ZERO3_POLICIES: tuple[dict[str, Any], ...] = (
@@ -179,8 +178,6 @@ WAYS: dict[str, Way] = {
         lambda case, number: zero1(**{**case.strategy, "expose_gradients": True}),
         suits=lambda case: "expose_gradients" not in case.strategy,
     ),
-    # By what the wire takes, however small the module is.
-    "planned": Way("zero1", lambda case, number: zero1(**{"bucket_cap_mb": 8.0, **case.strategy}), (2, 3)),
     "late": Way(
         "zero1",
         lambda case, number: late(**case.strategy),
@@ -293,14 +290,7 @@ def compare(name: str, way_name: str) -> Found:
 def train_in(name: str, way: Way) -> tuple[Run, Any]:
     looks = Looks(way.look)
     strategy = way.strategy(CASES[name], number_of(name))
-    smallest = replanning._SMALLEST_WORTH_TIMING
-    if way is WAYS["planned"]:
-        replanning._SMALLEST_WORTH_TIMING = 0
-    try:
-        actual = train(make(name), strategy, callbacks=[looks], **trainer_arguments(name, way.accumulates))
-    finally:
-        replanning._SMALLEST_WORTH_TIMING = smallest
-    return actual, looks.seen
+    return train(make(name), strategy, callbacks=[looks], **trainer_arguments(name, way.accumulates)), looks.seen
 
 
 def error_of(name: str, way_name: str) -> str:

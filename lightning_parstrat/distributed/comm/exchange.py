@@ -4,7 +4,7 @@ Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the
 whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -18,7 +18,7 @@ from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.process_groups import Message, Tag
-from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work, as_work
+from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work
 
 Chunks = Callable[[int], Sequence[Tensor]]
 """The chunks that go to a rank, or come from it; both sides list the same ones in the same order."""
@@ -166,28 +166,6 @@ class SummedChunks:
     def is_completed(self) -> bool:
         """Whether the chunks have arrived, as far as the backend can tell."""
         return self._transfers.is_completed()
-
-
-def exchange_chunks(
-    collectives: Collectives, outgoing: Mapping[int, Sequence[Tensor]], incoming: Mapping[int, Sequence[Tensor]]
-) -> None:
-    """Sends chunks to other ranks and waits for theirs: one-time transfers, which ``traffic`` does not count.
-
-    Collective among the ranks that exchange; nothing else may be in flight between them.
-
-    Args:
-        collectives: Its group is used.
-        outgoing: The chunks for each rank.
-        incoming: Buffers for the chunks from each rank, in the order in which it sends.
-    """
-    operations = [
-        dist.P2POp(direction, real_view(chunk), group=collectives.group, group_peer=peer)
-        for direction, chunks in ((dist.irecv, incoming), (dist.isend, outgoing))
-        for peer, of_peer in chunks.items()
-        for chunk in of_peer
-    ]
-    if operations:
-        Transfers([as_work(work) for work in dist.batch_isend_irecv(operations)]).wait()
 
 
 def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:

@@ -6,7 +6,7 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 """
 
 import socket
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,16 +34,9 @@ from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
 from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
-from lightning_parstrat.distributed.zero1.planning import (
-    BucketPlanner,
-    Grouping,
-    Owners,
-    PlannedBucket,
-    trained_outside,
-)
+from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients
-from lightning_parstrat.distributed.zero1.replanning import Replanner
 from lightning_parstrat.distributed.zero1.shardability import (
     ShardingDecision,
     check_parameters,
@@ -114,10 +107,7 @@ class ShardedDataParallel:
             make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
-        measures = policy.bucket_order == "measured" and self.reducer.collectives.world_size > 1
-        self.replanner = Replanner(
-            self.reducer, self.gatherer, policy, plan, measures, may_move=lambda: not replays_captured_graphs(module)
-        )
+        self._kept_plan = plan
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.sharded_optimizers = [
             optimizer
@@ -177,22 +167,6 @@ class ShardedDataParallel:
         """The names of the parameters in each bucket, in the order of reductions."""
         return self._planner().names(self.buckets)
 
-    def prepare_forward(self) -> None:
-        """Call before the forward of a training step, on all ranks: where buckets are planned anew.
-
-        Once, when a backward has been measured: then it takes a few reductions of small messages and, where the plan
-        changes, moves parameters on this rank (peak: as many buckets more as an old one has become) and optimizer state
-        between ranks.
-        """
-        self.replanner.replan(self._plan_anew, self.sharded_optimizers)
-
-    def _plan_anew(self, parameters: Collection[Tensor], grouping: Grouping) -> list[PlannedBucket] | None:
-        owners = {parameter: numbers for parameter, numbers in self._owners().items() if parameter in parameters}
-        if len(owners) < len(parameters):
-            # A parameter has left its optimizer, and what the optimizer knew of it with it.
-            return None
-        return self._planner().sharded_buckets(owners, self.optimizers, self._partitions, grouping)
-
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
 
@@ -205,8 +179,6 @@ class ShardedDataParallel:
             self._adopt_added_parameters()
         # Backward reads parameters in C++, where nothing waits for them.
         self.gatherer.finish()
-        if self.reducer.synchronize:
-            self.replanner.begin_round()
         self.reducer.prepare_backward(loss, scale)
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
@@ -215,7 +187,6 @@ class ShardedDataParallel:
         Args:
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
-        self.replanner.begin_round()
         self.reducer.reduce_left_over(self.reducer.buckets, scale)
 
     def zero_gradients(self) -> None:
@@ -358,7 +329,7 @@ class ShardedDataParallel:
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
-        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions, self.replanner.kept):
+        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions):
             bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.place)
             self.reducer.add_buckets([bucket])
             for number in planned.owners:
@@ -370,7 +341,7 @@ class ShardedDataParallel:
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
 
     def _planner(self) -> BucketPlanner:
-        return BucketPlanner(self.module, self.policy, self.reducer.control, self.reducer.collectives)
+        return BucketPlanner(self.module, self.policy, self.reducer.control, self.reducer.collectives, self._kept_plan)
 
     @property
     def _partitions(self) -> dict[int, Partition]:

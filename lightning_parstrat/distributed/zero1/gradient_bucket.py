@@ -5,13 +5,13 @@ the shard. In a plain ``GradientBucket`` the parameters stay where they are, eve
 mean gradient is shown to all, as under DDP; in a ``ParameterBucket`` (``parameter_bucket.py``) they live in one buffer.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parstrat.core.layout import BucketLayout, Part, Slot, parts_of
+from lightning_parstrat.core.layout import BucketLayout, Slot
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import copy_all
 
@@ -75,11 +75,6 @@ class ParameterSlot:
         """Whether what this rank steps for it is a copy that is kept in fp32."""
         return self.shard is not None and self.bucket.has_master_weights
 
-    def take_over(self, earlier: "ParameterSlot") -> None:
-        """What is known of the gradient stays known in another bucket."""
-        for name in ("arrived", "fresh", "idle_backwards", "reduced", "trainable", "used"):
-            setattr(self, name, getattr(earlier, name))
-
     def view_into(self, flat: Tensor) -> Tensor:
         """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
         return flat.as_strided(self.parameter.shape, self.strides, flat.storage_offset() + self.place.offset)
@@ -108,12 +103,6 @@ class ParameterSlot:
             raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
         part = self.storage_order(unsharded)[self.shard_slice.elements]
         return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
-
-    def owners_of(self, elements: slice) -> Iterator[Part]:
-        """Who owns which of its elements from ``elements.start`` to ``elements.stop``, in storage order."""
-        first = self.place.offset
-        for part in parts_of(self.bucket.layout.bounds, first + elements.start, first + elements.stop):
-            yield Part(part.shard, part.start - first, part.stop - first)
 
     def elements_of(self, shard: int) -> slice:
         """Which elements of it are in a shard, in storage order, wherever they lie in it; may be none."""

@@ -1,6 +1,6 @@
 """What is known of an optimizer's sharding: its buckets, its shards, and how to step them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -129,13 +129,6 @@ class OptimizerSharding:
     def replicate(self, parameter: Tensor) -> None:
         """Notes that every rank steps all of a parameter."""
         self.replicated.add(parameter)
-        self._known_groups = None
-
-    def exchange_slots(self, slots: Mapping[Tensor, ParameterSlot]) -> None:
-        """Takes charge of other places for the parameters that it has."""
-        self.slots.update(slots)
-        buckets = {slot.bucket for slot in slots.values() if isinstance(slot.bucket, ParameterBucket)}
-        self.buckets = sorted(buckets, key=lambda bucket: bucket.index)
         self._known_groups = None
 
     def has_added_parameters(self, optimizer: Optimizer) -> bool:

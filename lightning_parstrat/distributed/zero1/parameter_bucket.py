@@ -195,27 +195,6 @@ class ParameterBucket(GradientBucket):
         self.shard_gradient = self.unsharded_gradient = None
         self.flat = self.flat.new_empty(0)
 
-    @torch.no_grad()
-    def release_if_left(self) -> None:
-        """Frees the buffer when all parameters have moved to other buckets; master weights stay."""
-        present = sum(slot.place.numel > 0 for slot in self.slots)
-        if not self.flat.numel() or len(self._lying_elsewhere()) < present:
-            return
-        if self.master is None:
-            # Their state is still known by the shards.
-            for slot in self.slots:
-                if slot.shard is not None:
-                    slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
-        self.flat = self.flat.new_empty(0)
-
-    def let_go(self) -> None:
-        """Frees what is left when everything has moved: bucket and slots hold each other until they are collected."""
-        self.shard_gradient = self.unsharded_gradient = self.master = None
-        for slot in self.slots:
-            if slot.shard is not None:
-                slot.shard.grad = None
-                slot.shard = None
-
     # Not `@torch.no_grad()`: that is ten calls, in every step, also where there is nothing to do.
 
     def refresh_master_weights(self) -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.cost_model import assumed_wire
 from lightning_parstrat.core.layout import (
     BucketLayout,
     LayoutPolicy,
     ParameterSpec,
     Partition,
     fingerprint,
+    group_as_named,
     plan_buckets,
 )
 from lightning_parstrat.core.policy import ShardingPolicy
@@ -27,33 +27,6 @@ from lightning_parstrat.distributed.zero1.shardability import update_cost
 
 Owners = tuple[int, ...]
 """The positions of the optimizers that a parameter belongs to."""
-
-
-class Grouping:
-    """Chooses which parameters share a bucket, and which bucket goes first; this one knows no more than their order.
-
-    All ranks choose alike. A bucket of parameters that stay uncut on one rank and one of parameters that are cut are
-    grouped apart, but leave in one order.
-    """
-
-    def groups(self, parameters: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[list[int]] | None:
-        """The positions of the parameters of each bucket; None for as many as fit under the cap.
-
-        Args:
-            parameters: In the reverse order of registration.
-            specs: What the plan knows of each.
-        """
-        return None
-
-    def turn(self, parameter: Tensor, name: str, position: int) -> float:
-        """When a parameter's gradient is expected; a bucket leaves with the last of its own.
-
-        Args:
-            parameter: The parameter.
-            name: Its name.
-            position: Its place in the reverse order of registration.
-        """
-        return position
 
 
 class PlannedBucket(NamedTuple):
@@ -70,11 +43,6 @@ class PlannedBucket(NamedTuple):
     parameters: list[Tensor]
     owners: Owners
     wire: WireFormat
-
-    @property
-    def members(self) -> list[Tensor]:
-        """The parameters that are in the bucket, in their order."""
-        return [self.parameters[slot.parameter] for slot in self.layout.slots]
 
     def make(self, index: int, place: ShardPlace) -> ParameterBucket:
         """Moves the parameters in."""
@@ -96,11 +64,21 @@ class BucketPlanner:
         policy: How to bucket.
         control: Compares plans; its group works on host memory.
         gradients: Will carry gradients to their shards.
+        kept: The plan of an earlier training, by the parameters' names. Where it does not fit, and where it is empty,
+            a bucket holds as many parameters as fit under the cap, in the reverse order of registration.
     """
 
-    def __init__(self, module: nn.Module, policy: ShardingPolicy, control: Collectives, gradients: Collectives) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: ShardingPolicy,
+        control: Collectives,
+        gradients: Collectives,
+        kept: Sequence[Sequence[str]] = (),
+    ) -> None:
         self._policy = policy
         self._control = control
+        self._kept = kept
         self._shards, self._place = gradients.shard_count, gradients.place
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
         self._position = {parameter: index for index, parameter in enumerate(self._names)}
@@ -111,7 +89,6 @@ class BucketPlanner:
         owners: Mapping[Tensor, Owners],
         optimizers: Sequence[Optimizer],
         partitions: Mapping[int, Partition],
-        grouping: Grouping,
     ) -> list[PlannedBucket]:
         """Buckets of parameters whose ranks each step a shard.
 
@@ -119,16 +96,18 @@ class BucketPlanner:
             owners: The parameters, each with its optimizers.
             optimizers: All optimizers.
             partitions: Per position of an optimizer, how its parameters may be cut.
-            grouping: Chooses which share a bucket.
 
         Returns:
             The buckets in the order of their reductions.
         """
-        planned: list[PlannedBucket] = []
+        planned: list[tuple[int, PlannedBucket]] = []
         by_partition: dict[Partition, list[Tensor]] = {"element": [], "parameter": []}
-        turns: dict[Tensor, float] = {}
+        turns: dict[Tensor, int] = {}
+        kept = {name: turn for turn, bucket in enumerate(self._kept) for name in bucket}
+        if any(self._name(parameter) not in kept for parameter in owners):
+            kept = {}
         for position, parameter in enumerate(self._in_order_of_gradients(owners)):
-            turns[parameter] = grouping.turn(parameter, self._name(parameter), position)
+            turns[parameter] = kept.get(self._name(parameter), position)
             uncut = any(partitions[number] == "parameter" for number in owners[parameter])
             by_partition["parameter" if uncut else "element"].append(parameter)
         plans: list[_Plan] = []
@@ -141,13 +120,15 @@ class BucketPlanner:
                 )
                 for parameter in parameters
             ]
-            plans.append(self._plan(specs, partition, grouping.groups(parameters, specs)))
+            plans.append(self._plan(specs, partition, group_as_named(specs, self._kept) if specs else None))
             for layout in plans[-1].layouts:
-                first = parameters[layout.slots[0].parameter]
-                planned.append(PlannedBucket(layout, parameters, owners[first], self._wire_format(first.dtype)))
+                members = [parameters[slot.parameter] for slot in layout.slots]
+                bucket = PlannedBucket(layout, parameters, owners[members[0]], self._wire_format(members[0].dtype))
+                # It leaves with the last gradient of its own.
+                planned.append((max(turns[parameter] for parameter in members), bucket))
         self._check(plans)
-        # Stable: buckets that are due at the same time keep the order of the layout on every rank.
-        return sorted(planned, key=lambda bucket: max(turns[parameter] for parameter in bucket.members))
+        # Stable: buckets of one turn keep the order of the layout on every rank.
+        return [bucket for _, bucket in sorted(planned, key=lambda one: one[0])]
 
     def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
         """The parameters of each bucket by name, for a plan that is kept."""
@@ -185,12 +166,10 @@ class BucketPlanner:
         return _Plan(specs, plan_buckets(specs, policy, groups))
 
     def _cap_bytes(self) -> int:
-        """The cap as long as nothing has been measured."""
         # What is frozen sends nothing, and may be of a layout that has no size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
-        wire = assumed_wire(self._shards, self._device_type, self._place.copies)
         model_bytes = sum(one.numel() * one.element_size() for one in trained)
-        return self._policy.bucket_cap_bytes(model_bytes, wire, self._device_type)
+        return self._policy.bucket_cap_bytes(model_bytes, self._shards, self._device_type, self._place.copies)
 
     def _check(self, plans: Sequence[_Plan]) -> None:
         """Compares plans over all ranks, before anything is moved. Collective."""

@@ -33,7 +33,6 @@ from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
-from lightning_parstrat.distributed.zero1.ready_clock import ReadyClock
 from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
@@ -124,7 +123,6 @@ class GradientReducer:
         self.shards_accumulation = False
         self.collects_unannounced = False
         self.synchronize = True
-        self.clock: ReadyClock | None = None
         self._slots: list[ParameterSlot] = []
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
@@ -208,8 +206,6 @@ class GradientReducer:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
         # Also in a backward that nobody announced: `finish` sends what such backwards have left.
         slot.fresh = True
-        if self.clock is not None:
-            self.clock.note(slot.parameter)
         if self.reductions.arrivals is not None:
             self.reductions.arrivals.note(slot.bucket)
         backward = self._backward
@@ -356,17 +352,6 @@ class GradientReducer:
                 slot.fresh = slot.parameter.grad is not None
                 self._slots.append(slot)
                 self._register_hook(slot)
-
-    def replace_buckets(self, old: Sequence[GradientBucket], new: Sequence[GradientBucket]) -> None:
-        """Puts buckets of the same parameters in the place of others, before all that stay; outside of backward."""
-        known = {slot.parameter: slot for bucket in old for slot in bucket.slots}
-        self.dissolve_buckets(old)
-        stay, self.buckets = self.buckets, []
-        self.add_buckets(new)
-        self.buckets += stay
-        for bucket in new:
-            for slot in bucket.slots:
-                slot.take_over(known[slot.parameter])
 
     def dissolve_buckets(self, buckets: Sequence[GradientBucket]) -> None:
         """Lets go of buckets whose parameters get others; call it outside of backward, on all ranks alike.

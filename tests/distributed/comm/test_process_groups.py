@@ -150,7 +150,6 @@ def sockets_of_first_step() -> int:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = ShardedDataParallel(module, [optimizer], ShardingPolicy(), groups_connected_on_demand(62))
     before = sockets()
-    engine.prepare_forward()
     loss = module(torch.ones(2, 6)).sum()
     engine.prepare_backward(loss)
     loss.backward()

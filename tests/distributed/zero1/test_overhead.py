@@ -29,7 +29,6 @@ def calls_in_a_step(tensors: int, cap: float) -> tuple[int, int]:
             counted["steps"] += frame.f_code is original
 
     def step() -> None:
-        engine.prepare_forward()
         hidden = torch.ones(2, 4)
         for layer in module:
             hidden = layer(hidden)

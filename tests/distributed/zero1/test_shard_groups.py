@@ -28,7 +28,7 @@ STEPS = 5
 
 def make(optimizer: str, nodes: str, dtype: torch.dtype = torch.float32, **policy: Any) -> ShardedDataParallel:
     module = perceptron(dtype)
-    chosen = ShardingPolicy(bucket_cap_mb=1e-3, bucket_order="registration", **policy)
+    chosen = ShardingPolicy(bucket_cap_mb=1e-3, **policy)
     made = [OPTIMIZERS[optimizer](module.parameters())]
     return ShardedDataParallel(module, made, chosen, process_groups(), Node(nodes[dist.get_rank()]))
 

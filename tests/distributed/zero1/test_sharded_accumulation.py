@@ -285,7 +285,6 @@ def at_random(seed: int, in_shards: bool) -> list[Tensor]:
     engine.collect_unannounced_gradients(True)
     engine.accumulate_in_shards(in_shards)
     for step in range(8):
-        engine.prepare_forward()
         if draw.random() < 0.2:
             module.trunk.requires_grad_(draw.random() < 0.5)
         for number in range(draw.randrange(4)):

@@ -82,7 +82,7 @@ class Saves(Callback):
             self.growth.append(status("VmHWM") - before)
 
 
-# On a busy machine buckets that are planned by what was measured may be larger, and messages with them.
+# Messages are as large as buckets.
 BY_BUCKETS = functools.partial(lightning_parstrat.ZeRO1Strategy, bucket_cap_mb=8.0)
 
 
