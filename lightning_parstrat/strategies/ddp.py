@@ -22,6 +22,7 @@ from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.process_groups import connect_for_sums
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook
+from lightning_parstrat.distributed.ddp.ddp_compat import remove_hooks
 from lightning_parstrat.distributed.ddp.plan_cache import PlanCache
 from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
@@ -271,6 +272,8 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         if self._trained is not None:
             self._trained.close()
             self._trained = None
+        if isinstance(self.model, DistributedDataParallel):
+            remove_hooks(self.model)
         super().teardown()
 
     def _stop_tuning(self) -> None:

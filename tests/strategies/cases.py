@@ -226,7 +226,8 @@ CASES = {
         odd.CompiledAndCheckpointed, trainer=CLIP, world_sizes=(2, 3), tolerance=COMPILED
     ),
     "compiled in the middle": Case(odd.CompilesLater, oracle="ddp", world_sizes=(2, 3), zero3="which is a shard there"),
-    "reentrant checkpoints": Case(odd.ReentrantCheckpoints, trainer=CLIP),
+    # No input of theirs needs gradients, so the blocks get none.
+    "reentrant checkpoints": Case(odd.ReentrantCheckpoints, trainer=CLIP, ddp_tuned=WAITS),
     "attention by torch's kernels": Case(odd.AttendingBlocks, trainer=CLIP),
     "attention by torch's kernels, bf16 autocast": Case(
         odd.AttendingBlocks, trainer={"precision": "bf16-mixed"}, oracle="ddp", world_sizes=(2, 3)

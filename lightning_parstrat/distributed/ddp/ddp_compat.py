@@ -138,6 +138,14 @@ def exchange_reducer(
     old._remove_autograd_hooks()
 
 
+def remove_hooks(ddp: DistributedDataParallel) -> None:
+    """Takes the wrapper's reducer off the parameters, after which it reduces nothing. Not collective.
+
+    Else the module cannot be trained by another wrapper while somebody, such as a traceback, still holds this one.
+    """
+    cast(Any, ddp).reducer._remove_autograd_hooks()
+
+
 def _set_bucket_caps(wrapper: Any, caps: BucketCaps) -> None:
     wrapper.bucket_bytes_cap = caps.others
     wrapper.bucket_bytes_cap_list = list(caps.single)
