@@ -82,14 +82,14 @@ class TrainedByFSDP2(Trained):
 _MODULES = {"fsdp2": TrainedByFSDP2, "zero_redundancy": TrainedByZeroRedundancy}
 
 
-def make_strategy(name: str, task: Task, **arguments: Any) -> Any:
-    """What trains under that name, if need be one of Lightning's; ``arguments`` are for ``zero1_custom``."""
+def make_strategy(name: str, task: Task) -> Any:
+    """What trains under that name, if need be one of Lightning's."""
     if name == PLAIN:
         return strategies.SingleDeviceStrategy(device=task.device)
     if name == OURS:
-        return parstrat.ZeRO1Strategy(**arguments)
+        return parstrat.ZeRO1Strategy()
     if name == IN_16_BITS:
-        return parstrat.ZeRO1Strategy(master_weights=False, **arguments)
+        return parstrat.ZeRO1Strategy(master_weights=False)
     if name == "ddp_tuned":
         return parstrat.TunedDDPStrategy()
     if name == "fsdp2":
@@ -98,7 +98,7 @@ def make_strategy(name: str, task: Task, **arguments: Any) -> Any:
     return strategies.DDPStrategy() if name in ("ddp", "zero_redundancy") else name
 
 
-def fit(name: str, task: Task, steps: int, callbacks: Sequence[Any], short: bool = False, **arguments: Any) -> None:
+def fit(name: str, task: Task, steps: int, callbacks: Sequence[Any], short: bool = False) -> None:
     """Trains for so many steps under that strategy, in this process, and leaves nothing of it behind.
 
     Args:
@@ -107,14 +107,13 @@ def fit(name: str, task: Task, steps: int, callbacks: Sequence[Any], short: bool
         steps: How many.
         callbacks: Look on.
         short: Whether batches are next to nothing, so that a device never keeps its host waiting.
-        arguments: For ``zero1_custom``.
     """
     mixed_by_itself = name == "fsdp2" and task.row.precision == "bf16-mixed"
     trainer = lightning.Trainer(
         accelerator=task.device.type,
         devices=1,
         num_nodes=1 if name == PLAIN else task.row.ranks,
-        strategy=make_strategy(name, task, **arguments),
+        strategy=make_strategy(name, task),
         precision="32-true" if mixed_by_itself else task.row.precision,
         max_steps=steps,
         gradient_clip_val=_CLIP,

@@ -16,10 +16,10 @@ from lightning_parstrat.distributed.profiling import marked
 T = TypeVar("T")
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup, source: int = 0) -> Any:
-    """The value of one of the group's ranks, on all of them. Collective; pickled; works on host memory."""
+def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
+    """The value of the group's first rank, on all of them. Collective; pickled; works on host memory."""
     holder = [value]
-    dist.broadcast_object_list(holder, group=group, group_src=source)
+    dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]
 
 
@@ -50,7 +50,7 @@ def send_object(value: Any, destination: int, group: dist.ProcessGroup) -> None:
 def receive_object(source: int, group: dist.ProcessGroup) -> Any:
     """The value that a rank of the group sends to this one: see :func:`send_object`."""
     received: list[Any] = [None]
-    dist.recv_object_list(received, group=group, group_src=source)
+    dist.recv_object_list(received, group=group, group_src=0)
     return received[0]
 
 
