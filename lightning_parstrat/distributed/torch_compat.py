@@ -45,10 +45,6 @@ Used through this file: what for | what happens without it.
         norms of many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
     torch._foreach_mul_
         scales many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
-    torch._foreach_clamp_min_
-        clips many tensors by value, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
-    torch._foreach_clamp_max_
-        clips many tensors by value, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
     torch._foreach_copy_
         copies gradients into a bucket, in few kernels | zero1_custom fails in backward
     torch.distributed._broadcast_coalesced
@@ -408,12 +404,6 @@ def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) ->
 def multiply_all(tensors: list[Tensor], factor: Tensor | float) -> None:
     """Multiplies tensors, of which there is at least one, in place."""
     cast(Any, torch)._foreach_mul_(tensors, factor)
-
-
-def clamp_all(tensors: list[Tensor], low: float, high: float) -> None:
-    """Brings all elements of tensors, of which there is at least one, between two numbers, in place."""
-    torch._foreach_clamp_min_(tensors, low)
-    torch._foreach_clamp_max_(tensors, high)
 
 
 def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:

@@ -15,18 +15,11 @@ Used through this file: what for | what happens without it.
         stands in where a module has no optimizer; it is not sharded | zero1_custom cannot be imported
     lightning.pytorch.core.module.LightningModule._current_fx_name
         the hook that a rank is within, for whoever waits for it | lines about waits do not name it
-    lightning.fabric.utilities.optimizer._optimizer_to_device
-        brings loaded state to the device, as Lightning does | strategies cannot be imported
-    lightning.pytorch.plugins.io.wrapper._WrappingCheckpointIO
-        puts durable writing within a plugin that has none of its own, such as AsyncCheckpointIO | strategies cannot be
-        imported
     lightning.pytorch.callbacks.ModelCheckpoint._last_global_step_saved
         knows whether the last step was saved already, when training is told to end | a training that SIGTERM ends fails
         instead of saving
     lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint
         saves what `ckpt_path='last'` finds | a training that SIGTERM ends fails instead of saving
-    lightning.pytorch.callbacks.ModelCheckpoint._monitor_candidates
-        what that save may be named after | a training that SIGTERM ends fails instead of saving
     lightning.pytorch.callbacks.WeightAveraging._average_model
         the copy that it keeps averages in, which is sharded as the module is | zero3_custom fails with that callback
     lightning.pytorch.callbacks.StochasticWeightAveraging._average_model
@@ -38,8 +31,6 @@ Used through this file: what for | what happens without it.
         takes SIGTERM over from Lightning | a training does not begin: SIGTERM and Slurm's signals could not be handled
     lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._original_handlers
         lets Lightning bring back the user's handler, not ours | an exception when a training has ended
-    lightning.pytorch.trainer.connectors.signal_connector._SignalConnector
-        knows Lightning's handlers | strategies cannot be imported
     lightning.pytorch.trainer.connectors.signal_connector._HandlersCompose
         finds the user's handler among Lightning's | strategies cannot be imported
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor
@@ -61,12 +52,8 @@ Used through this file: what for | what happens without it.
         have called different modules, or waits
     lightning.fabric.utilities.distributed._init_dist_connection
         joins ranks over a given store, with Lightning's messages | strategies cannot be imported
-    lightning.fabric.utilities.distributed._set_num_threads_if_needed
-        gives each rank its share of the threads, as Lightning's launcher does | strategies cannot be imported
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
         is the launcher that ours stands in for under torchrun | strategies cannot be imported
-    lightning.pytorch.strategies.launchers._MultiProcessingLauncher
-        tells that a process waits for the weights of ranks that it has started | strategies cannot be imported
     lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler
         the user's sampler within Lightning's distributed one, whose generator is saved | training does not begin
     lightning.pytorch.loops.fit_loop._FitLoop._combined_loader
@@ -76,12 +63,8 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._on_before_fetch
         the moment before a batch is fetched, when loaders with a state of their own are asked for it | a checkpoint
         within an epoch has their state of a batch too late
-    lightning.fabric.utilities.types._Stateful
-        knows the loaders that Lightning asks for their state | strategies cannot be imported
     lightning.pytorch.utilities.combined_loader.CombinedLoader._iterator
         the iterators of these loaders | a training fails at its begin
-    lightning.pytorch.utilities.combined_loader._MaxSizeCycle
-        knows iterators that begin loaders again | strategies cannot be imported
     lightning.pytorch.utilities.combined_loader._MaxSizeCycle._consumed
         which loaders have come to their end in the epoch | a training that resumes within an epoch fails at its begin
         where loaders begin again
@@ -108,8 +91,6 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
     lightning.pytorch.strategies.ddp.DDPStrategy._configure_launcher
         is overridden: the first moment at which the numbers of nodes and devices are known | under torchrun and Slurm
         another number of ranks than the Trainer was told of is refused late, or not at all
-    lightning.pytorch.strategies.ddp.DDPStrategy._get_process_group_backend
-        the backend to join with | a restart by torchrun fails
     lightning.pytorch.strategies.Strategy._launcher
         is set where torchelastic has started the ranks | under torchrun Lightning refuses another number of ranks than
         it was told of
@@ -136,23 +117,15 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    DistributedSamplerWrapper,
-    _init_dist_connection,
-    _set_num_threads_if_needed,
-)
-from lightning.fabric.utilities.optimizer import _optimizer_to_device
-from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _init_dist_connection
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.loops.evaluation_loop import RestartStage
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose, _SignalConnector
-from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.signal_connector import _HandlersCompose
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -221,10 +194,6 @@ def wrapped(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
 def stands_for_none(optimizer: Any) -> bool:
     """Whether it is what Lightning puts where ``configure_optimizers`` returns None."""
     return isinstance(optimizer, _MockOptimizer)
-
-
-optimizer_to_device: Callable[[Optimizer, torch.device], None] = _optimizer_to_device
-"""Moves an optimizer's state, but for counts of steps."""
 
 
 def trainer_of(module: LightningModule | None) -> Trainer | None:
@@ -304,11 +273,6 @@ def fetches_alone(trainer: Trainer) -> None:
     vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
 
 
-def has_own_state(loader: Any) -> bool:
-    """Whether Lightning asks a loader that is trained on for its state."""
-    return isinstance(loader, _Stateful)
-
-
 def mode_of_loaders(trainer: Trainer) -> str:
     """How the loaders that are trained on are put together: "min_size", "max_size_cycle" or "max_size"."""
     combined = trainer.fit_loop._combined_loader
@@ -319,7 +283,7 @@ def ended_in_epoch(trainer: Trainer) -> Sequence[bool]:
     """Of each loader that is trained on whether it has come to its end in the epoch; empty where none begins again."""
     combined = trainer.fit_loop._combined_loader
     iterator = None if combined is None else combined._iterator
-    return list(iterator._consumed) if isinstance(iterator, _MaxSizeCycle) else []
+    return [] if iterator is None or mode_of_loaders(trainer) != "max_size_cycle" else list(iterator._consumed)
 
 
 def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:
@@ -331,7 +295,7 @@ def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:
     """
     combined = trainer.fit_loop._combined_loader
     iterator = None if combined is None else combined._iterator
-    if isinstance(iterator, _MaxSizeCycle):
+    if iterator is not None and mode_of_loaders(trainer) == "max_size_cycle":
         for number, has_ended in enumerate(ended[: len(iterator._consumed)]):
             iterator._consumed[number] |= has_ended
 
@@ -405,7 +369,8 @@ def count_one_step_less(fit_loop: dict[str, Any]) -> None:
 def lacks_inner_io(io: CheckpointIO) -> bool:
     """Whether a plugin leaves writing to another one, which has not been given to it yet."""
     inner: CheckpointIO | None = io
-    while isinstance(inner, _WrappingCheckpointIO):
+    # As AsyncCheckpointIO does, and whatever a user has made in its manner.
+    while hasattr(inner, "checkpoint_io"):
         inner = inner.checkpoint_io
     return inner is None
 
@@ -413,7 +378,8 @@ def lacks_inner_io(io: CheckpointIO) -> bool:
 def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
     """Saves what the callback calls the last checkpoint, unless it has after this step. Collective."""
     if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
-        callback._save_last_checkpoint(trainer, callback._monitor_candidates(trainer))
+        counts = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
+        callback._save_last_checkpoint(trainer, {**trainer.callback_metrics, **counts})
 
 
 AVERAGING = (WeightAveraging, StochasticWeightAveraging)
@@ -435,8 +401,9 @@ def users_handler(handler: Any) -> Callable[[int, FrameType | None], Any] | None
     """What a program had set for a signal before Lightning, whose handler goes on calling it."""
     if not isinstance(handler, _HandlersCompose):
         return None
-    users = handler.signal_handlers[-1]
-    is_lightnings = isinstance(getattr(users, "__self__", None), _SignalConnector)
+    first, users = handler.signal_handlers[0], handler.signal_handlers[-1]
+    # The first of SIGTERM's is a method of Lightning's.
+    is_lightnings = getattr(users, "__self__", None) is first.__self__
     return users if callable(users) and not is_lightnings else None
 
 
@@ -472,11 +439,7 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 
 def returns_weights(strategy: Strategy) -> bool:
     """Whether ranks were forked or spawned by a process that takes rank 0's ``state_dict`` when a training ends."""
-    return isinstance(strategy.launcher, _MultiProcessingLauncher)
-
-
-share_threads: Callable[[int], None] = _set_num_threads_if_needed
-"""Gives each of so many processes its share of the threads, unless the user has said how many."""
+    return strategy.launcher is not None and not isinstance(strategy.launcher, SubprocessScriptLauncher)
 
 
 def join_over_store(

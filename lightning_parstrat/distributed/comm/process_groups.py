@@ -341,3 +341,8 @@ def world_size() -> int:
 def is_initialized() -> bool:
     """Whether this process is in a default process group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def default_backend(device: torch.device) -> str:
+    """The backend of a process group whose ranks have such devices, if the user has named none."""
+    return dist.get_default_backend_for_device(device)

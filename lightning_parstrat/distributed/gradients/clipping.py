@@ -15,7 +15,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.torch_compat import clamp_all, multiply_all, norms_of
+from lightning_parstrat.distributed.torch_compat import multiply_all, norms_of
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 
 _WIDE = (torch.float32, torch.float64)
@@ -148,8 +148,12 @@ def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
         gradients: See :func:`step_gradients`.
         max_value: The largest absolute value allowed.
     """
-    if gradients.stepped:
-        clamp_all(gradients.stepped, -max_value, max_value)
+    # torch clips what is the gradient of something.
+    owners = [gradient.detach() for gradient in gradients.stepped]
+    for owner, gradient in zip(owners, gradients.stepped, strict=True):
+        owner.grad = gradient
+    if owners:
+        torch.nn.utils.clip_grad_value_(owners, max_value)
 
 
 def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:

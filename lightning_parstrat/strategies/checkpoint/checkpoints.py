@@ -2,13 +2,14 @@
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -75,7 +76,6 @@ from lightning_parstrat.strategies.lightning_compat import (
     fetches_alone,
     iterators_in_training,
     lacks_inner_io,
-    optimizer_to_device,
     trainer_of,
     unwrapped,
 )
@@ -451,7 +451,7 @@ class CheckpointingStrategy(RanksStrategy):
         for optimizer, state in zip(map(unwrapped, self.optimizers), states, strict=False):
             check_shapes(optimizer, state, names)
             optimizer.load_state_dict(self._own_part(optimizer, state))
-            optimizer_to_device(optimizer, self.root_device)
+            _to_device(optimizer, self.root_device)
         self._loaded = None
         trainer = trainer_of(module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
@@ -569,3 +569,12 @@ class CheckpointingStrategy(RanksStrategy):
 
 def _who_and_why(failed: Mapping[int, str], how: str) -> str:
     return f"{names_of(list(failed)).capitalize()} {how}: {next(iter(failed.values()))}"
+
+
+def _to_device(optimizer: Optimizer, device: torch.device) -> None:
+    """Moves an optimizer's state, but for counts of steps, which its ``load_state_dict`` has put where they belong."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state, MutableMapping):
+            state.update({key: move_data_to_device(value, device) for key, value in state.items() if key != "step"})
+        else:
+            optimizer.state[parameter] = move_data_to_device(state, device)

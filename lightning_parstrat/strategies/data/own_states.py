@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
+from lightning_parstrat.strategies.data.orders import is_stateful
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched,
     ended_in_epoch,
-    has_own_state,
     iterators_in_training,
 )
 
@@ -63,7 +63,7 @@ class OwnStates:
             # Not what they say: what a loader was given, it may take up with its first batch only, and one that has
             # ended may stand at its end until then.
             has_ended = number < len(ended) and ended[number]
-            is_own = has_own_state(loader)
+            is_own = is_stateful(loader)
             self._begin.append(OwnState(given.pop(0) if given else None, has_ended) if is_own else None)
 
     def note(self, trainer: Trainer) -> None:
@@ -87,9 +87,7 @@ class OwnStates:
 def _said(trainer: Trainer) -> Sequence[OwnState | None]:
     ended = ended_in_epoch(trainer)
     return [
-        OwnState(_pickled(loader.state_dict()), number < len(ended) and ended[number])
-        if has_own_state(loader)
-        else None
+        OwnState(_pickled(loader.state_dict()), number < len(ended) and ended[number]) if is_stateful(loader) else None
         for number, (loader, _) in enumerate(iterators_in_training(trainer))
     ]
 

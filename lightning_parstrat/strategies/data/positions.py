@@ -41,7 +41,6 @@ from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched_ahead,
     count_as_ended,
     ends_epoch_first,
-    has_own_state,
     iterators_in_training,
     mode_of_loaders,
 )
@@ -122,7 +121,7 @@ class LoaderPositions:
         """
         restore(dataloader)
         states = self._next_saved()
-        self._has_own |= has_own_state(dataloader)
+        self._has_own |= is_stateful(dataloader)
         _set_epoch(dataloader, trainer)
         if not _knows_its_place(dataloader):
             return

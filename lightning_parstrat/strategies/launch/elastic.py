@@ -10,6 +10,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch import Trainer
@@ -21,7 +22,7 @@ from typing_extensions import override
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agent_store import connect_agent_store
 from lightning_parstrat.distributed.comm.process_groups import is_initialized
-from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, join_over_store, share_threads
+from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, join_over_store
 
 _NODES, _LOCAL_RANKS = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -108,5 +109,9 @@ class StartedLauncher(SubprocessScriptLauncher):
         environment = self.cluster_environment
         if type(environment).validate_settings is not TorchElasticEnvironment.validate_settings:
             environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        share_threads(self.num_processes)
+        # As Lightning does; torchrun itself sets it where it starts several on a node.
+        if "OMP_NUM_THREADS" not in os.environ:
+            threads = max(1, torch.get_num_threads() // self.num_processes)
+            torch.set_num_threads(threads)
+            os.environ["OMP_NUM_THREADS"] = str(threads)
         return function(*args, **kwargs)

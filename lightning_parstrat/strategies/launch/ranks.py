@@ -39,6 +39,7 @@ from lightning_parstrat.distributed.comm.process_groups import (
     abort_nccl,
     connections_on_demand,
     control_group,
+    default_backend,
     world_size,
 )
 from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch, explain_wait
@@ -146,7 +147,8 @@ class RanksStrategy(DDPStrategy):
             MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
         """
         allow_open_files(files_needed(self.world_size, self.root_device.type == "cpu"))
-        connect_started(self, self._get_process_group_backend(), self._timeout)
+        backend = self.process_group_backend or default_backend(self.root_device)
+        connect_started(self, backend, self._timeout)
         with connections_on_demand(self.world_size):
             super().setup_distributed()
         joined = world_size()
