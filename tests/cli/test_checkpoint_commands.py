@@ -9,14 +9,14 @@ import torch
 
 from lightning_parstrat.cli.main import main
 from tests.pool import RankPool
-from tests.strategies.checkpoint.test_sharded_checkpoints import write
+from tests.strategies.checkpoint.trainings import write
 
 
 @pytest.fixture(scope="module")
 def checkpoints(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
     for kind in ("full", "sharded"):
-        pool.run(2, write, "gan", kind, str(folder / f"{kind}.ckpt"))
+        pool.run(2, write, "gan", "zero1", kind, str(folder / f"{kind}.ckpt"))
     return folder
 
 

@@ -244,7 +244,7 @@ FAULTS = (
         "distributed/zero1/state.py",
         "place.slot.storage_order(state[place.slot][place.key])[place.elements].copy_(part)",
         "place.slot.storage_order(state[place.slot][place.key])[: part.numel()].copy_(part.flatten())",
-        ("tests/strategies/checkpoint/test_checkpoints.py::test_the_file_is_what_ddp_would_have_written",),
+        ("tests/strategies/checkpoint/test_routes.py::test_a_file_is_what_ddp_writes_and_a_folder_holds_the_same",),
     ),
     Fault(
         "each group of ranks sums the gradients of its own alone",
@@ -265,14 +265,14 @@ FAULTS = (
         "distributed/zero1/gradient_bucket.py",
         "part = self.storage_order(unsharded)[self.shard_slice.elements]",
         "part = self.storage_order(unsharded)[: self.shard_slice.numel]",
-        ("tests/strategies/checkpoint/test_checkpoints.py::test_training_goes_on_elsewhere_as_it_would_have_here",),
+        ("tests/strategies/checkpoint/test_routes.py::test_training_goes_on_as_if_it_had_not_stopped",),
     ),
     Fault(
         "a rank reads the part of another from a sharded checkpoint",
         "distributed/checkpoint/reading.py",
         "runs[name] = Run(target, cut.own.start)",
         "runs[name] = Run(target, 0)",
-        ("tests/strategies/checkpoint/test_sharded_checkpoints.py::test_training_goes_on_at_another_world_size",),
+        ("tests/strategies/checkpoint/test_routes.py::test_training_goes_on_as_if_it_had_not_stopped",),
     ),
     Fault(
         "a rank takes the rows of a sharded parameter for others",

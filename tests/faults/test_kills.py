@@ -3,6 +3,7 @@
 The training that goes on is the one that nobody killed: the same samples in the same steps, and the same parameters.
 """
 
+import datetime
 import json
 import os
 import random
@@ -25,7 +26,16 @@ from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, POINTS, SAVING
 from tests.faults.trainings import MICRO_BATCHES, STEPS, STRATEGIES, EndsAfter, train
 from tests.slow import slow_unless
 
-KILLS = int(os.environ.get("PARSTRAT_KILLS", "10"))
+KILLS = os.environ.get("PARSTRAT_KILLS")
+"""How many, the same each time; by default ten, of which nine are others every day."""
+SEED = int(os.environ.get("PARSTRAT_KILLS_SEED", "1" if KILLS else f"{datetime.date.today().toordinal() * 10}"))
+"""Of the second one. Those of three days in succession hit all named points."""
+
+
+def seeds(first: int, kills: int) -> list[int]:
+    return [0, *range(first, first + kills - 1)]
+
+
 SECONDS = 120.0
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -119,7 +129,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kill], tuple[
     return lambda kill: train_in_part(kill.strategy, kill.saving, kill.world_size)
 
 
-@pytest.mark.parametrize("kill", slow_unless(lambda kill: kill.seed == 0, map(Kill.drawn, range(KILLS))), ids=str)
+@pytest.mark.parametrize(
+    "kill", slow_unless(lambda kill: kill.seed == 0, map(Kill.drawn, seeds(SEED, int(KILLS or 10)))), ids=str
+)
 def test_what_was_saved_is_whole_and_training_goes_on(
     tmp_path: Path,
     expected: Callable[[str, int], Expected],
@@ -170,7 +182,13 @@ def test_what_was_saved_is_whole_and_training_goes_on(
 
 
 def test_fifty_kills_hit_every_point() -> None:
-    assert {Kill.drawn(seed).point for seed in range(50)} == {*POINTS, None}
+    assert {Kill.drawn(seed).point for seed in seeds(1, 50)} == {*POINTS, None}
+
+
+def test_three_days_hit_every_point() -> None:
+    for today in range(739_000, 739_014):
+        days = [seeds(10 * day, 10)[1:] for day in range(today, today + 3)]
+        assert {Kill.drawn(seed).point for of_day in days for seed in of_day} == {*POINTS, None}
 
 
 def samples_of(rank: Ended) -> Samples:

@@ -1,7 +1,6 @@
 """What the jobs train, and where they are killed from inside."""
 
 import os
-import resource
 import signal
 import time
 from collections.abc import Callable
@@ -206,22 +205,6 @@ class SignalledWhileSaving(Callback):
         self.left -= 1
         if self.left == 0 and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.signum)
-
-
-class FillsUp(Callback):
-    """Has saves from a step on hold more than a file may, on a rank whose files may hold only so much.
-
-    Args:
-        step: The last one that is saved as it was.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.global_step > self.step:
-            checkpoint["ballast"] = torch.zeros(10**6)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
 class Vanishes(Callback):

@@ -22,7 +22,7 @@ from lightning_parstrat.distributed import torch_compat
 from lightning_parstrat.distributed.comm import liveness
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.checkpoint.test_sharded_checkpoints import tuned
+from tests.strategies.checkpoint.trainings import tuned
 from tests.strategies.parity import make_trainer, zero1, zero3
 from tests.strategies.test_zero3_trainings import Blocks
 

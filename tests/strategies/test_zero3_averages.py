@@ -16,7 +16,7 @@ from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
-from tests.strategies.checkpoint.test_checkpoints import load
+from tests.strategies.checkpoint.trainings import load
 from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
 
 BATCH = 12

@@ -25,7 +25,7 @@ from tests.comparing import assert_same
 from tests.pool import RankError, RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
-from tests.strategies.checkpoint.test_sharded_checkpoints import tuned
+from tests.strategies.checkpoint.trainings import tuned
 from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
 from tests.strategies.test_zero3_meta import OnMeta, SharesMemory, Within
 from tests.strategies.test_zero3_trainings import (

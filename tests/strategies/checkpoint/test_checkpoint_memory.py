@@ -18,6 +18,8 @@ import lightning_parstrat
 from tests.pool import RankPool
 from tests.strategies.parity import make_trainer
 
+pytestmark = pytest.mark.slow
+
 WIDTH, DEPTH = 1024, 12
 PARAMETER_BYTES = 4 * DEPTH * WIDTH * WIDTH
 TENSOR_BYTES = 4 * WIDTH * WIDTH
@@ -98,15 +100,14 @@ def growth_of_saving(path: str, arguments: dict[str, Any], make: Callable[..., A
     ("arguments", "of_rank_0", "of_others"),
     [
         # The whole state of the optimizer, and messages that are on their way; others what they send.
-        pytest.param({}, 2 * PARAMETER_BYTES + MESSAGES, MESSAGES, marks=pytest.mark.slow),
+        ({}, 2 * PARAMETER_BYTES + MESSAGES, MESSAGES),
         # The elements of one tensor on their way to the file.
         ({"checkpoint_format": "sharded"}, 2 * TENSOR_BYTES, 2 * TENSOR_BYTES),
         # Copies of half of the parameters and of the state.
-        pytest.param(
+        (
             {"checkpoint_format": "sharded", "async_save": True},
             3 / 2 * PARAMETER_BYTES + 2 * TENSOR_BYTES,
             3 / 2 * PARAMETER_BYTES + 2 * TENSOR_BYTES,
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["full", "sharded", "async"],
@@ -124,10 +125,9 @@ def test_the_peak_of_saving(
         # The elements of one shard on their way to the file.
         ({"checkpoint_format": "sharded"}, TENSOR_BYTES),
         # Copies of half of the parameters and of the state.
-        pytest.param(
+        (
             {"checkpoint_format": "sharded", "async_save": True},
             3 / 2 * PARAMETER_BYTES + TENSOR_BYTES,
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["sharded", "async"],

@@ -1,4 +1,4 @@
-"""Ordinary Lightning checkpoints, written and read by any strategy at any world size."""
+"""What is loaded from a checkpoint, what hooks and plugins are given, and what is refused."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,165 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO
 from lightning.pytorch.plugins.io.torch_plugin import TorchCheckpointIO
-from torch import Tensor
 
 import lightning_parstrat
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.cases import adafactor
-from tests.strategies.parity import by_flag, ddp, make_trainer, train, whole, zero1, zero3
-
-
-def tuned_ddp() -> Any:
-    return by_flag(lightning_parstrat.TunedDDPStrategy, find_unused_parameters=True)
-
-
-def grouped(**arguments: Any) -> Any:
-    """In groups of two ranks, each of which holds all of the state."""
-    return zero1(shard_group=2, **arguments)
-
-
-STRATEGIES = {
-    "ddp": ddp,
-    "zero1": zero1,
-    "grouped": grouped,
-    "tuned": tuned_ddp,
-    "single": lambda: None,
-    "zero3": zero3,
-}
-GLOBAL_BATCH = 12
-
-
-MODULES = {
-    "convolutional": lambda: zoo.Convolutional(),
-    "scheduled": lambda: zoo.ScheduledTransformer(),
-    "gan": lambda: zoo.Adversarial(),
-    "tied": lambda: zoo.TiedLanguageModel(),
-    "adafactor": lambda: zoo.Convolutional(adafactor),
-}
-
-
-def write(module: str, strategy: str, path: str) -> None:
-    batch = GLOBAL_BATCH // dist.get_world_size()
-    callback = ModelCheckpoint(dirpath=Path(path).parent, filename=Path(path).stem, save_top_k=-1)
-    train(
-        MODULES[module],
-        STRATEGIES[strategy](),
-        samples_per_rank=4 * batch,
-        batch_size=batch,
-        callbacks=[callback],
-        enable_checkpointing=True,
-    )
-
-
-def resume(module: str, strategy: str, path: str) -> tuple[list[Tensor], int]:
-    """Parameters after a further epoch on the same global batches, and the step reached."""
-    batch = GLOBAL_BATCH // dist.get_world_size()
-    torch.manual_seed(1)
-    fresh = MODULES[module]()
-    trainer = make_trainer(STRATEGIES[strategy](), max_epochs=2)
-    data = zoo.loader(4 * GLOBAL_BATCH, batch, rank=dist.get_rank(), world_size=dist.get_world_size())
-    trainer.fit(fresh, data, ckpt_path=path, weights_only=False)
-    return [whole(parameter.detach()) for parameter in fresh.parameters()], trainer.global_step
-
-
-def load(path: Path) -> dict[str, Any]:
-    return torch.load(path, weights_only=True)
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_the_file_is_what_ddp_would_have_written(pool: RankPool, tmp_path: Path, module: str) -> None:
-    for strategy in ("ddp", "zero1"):
-        pool.run(2, write, module, strategy, str(tmp_path / f"{strategy}.ckpt"))
-    expected, actual = load(tmp_path / "ddp.ckpt"), load(tmp_path / "zero1.ckpt")
-    own = check_like(actual, expected)
-    planned = [name for bucket in own["bucket_plan"] for name in bucket]
-    # Neither buffers nor second names of tied parameters are in a bucket.
-    assert len(set(planned)) == len(planned) and set(planned) <= actual["state_dict"].keys()
-    # A view of a bucket would bring the whole bucket along, and each bucket once for each of its parameters.
-    torch.save(actual, tmp_path / "without_own_key.ckpt")
-    assert (tmp_path / "without_own_key.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
-
-
-@pytest.mark.parametrize("module", ["scheduled", "gan", "tied", "adafactor"])
-def test_the_file_of_sharded_parameters_is_what_ddp_would_have_written(
-    pool: RankPool, tmp_path: Path, module: str
-) -> None:
-    for strategy in ("ddp", "zero3"):
-        pool.run(2, write, module, strategy, str(tmp_path / f"{strategy}.ckpt"))
-    expected, actual = load(tmp_path / "ddp.ckpt"), load(tmp_path / "zero3.ckpt")
-    check_like(actual, expected)
-    torch.save(actual, tmp_path / "without_own_key.ckpt")
-    assert (tmp_path / "without_own_key.ckpt").stat().st_size < 1.1 * (tmp_path / "ddp.ckpt").stat().st_size
-
-
-def check_like(actual: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
-    """Takes this package's entries out of a checkpoint, which must then be the same as another."""
-    own = actual.pop(CHECKPOINT_KEY)
-    assert actual.keys() == expected.keys()
-    assert actual["state_dict"].keys() == expected["state_dict"].keys()
-    for key, value in expected["state_dict"].items():
-        assert actual["state_dict"][key].stride() == value.stride()
-        torch.testing.assert_close(actual["state_dict"][key], value)
-    for ours, theirs in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
-        assert ours["param_groups"] == theirs["param_groups"]
-        assert list(ours["state"]) == list(theirs["state"])
-        for index, entries in theirs["state"].items():
-            assert ours["state"][index].keys() == entries.keys()
-            for key, value in entries.items():
-                torch.testing.assert_close(ours["state"][index][key], value, msg=f"{index} {key}")
-    return own
-
-
-ROUTES = [
-    (("zero1", 2), ("ddp", 2)),
-    (("zero1", 2), ("zero1", 3)),
-    (("zero1", 2), ("zero1", 1)),
-    (("zero1", 3), ("single", 1)),
-    (("ddp", 2), ("zero1", 3)),
-    (("single", 1), ("zero1", 2)),
-    (("grouped", 4), ("single", 1)),
-    (("grouped", 4), ("zero1", 3)),
-    (("zero1", 3), ("grouped", 4)),
-    (("ddp", 2), ("grouped", 4)),
-]
-
-
-ROUTES_OF_SHARDED_PARAMETERS = [
-    (("zero3", 2), ("ddp", 2)),
-    (("zero3", 3), ("zero1", 2)),
-    (("zero3", 2), ("zero3", 3)),
-    (("zero3", 3), ("single", 1)),
-    (("ddp", 2), ("zero3", 3)),
-    (("zero1", 3), ("zero3", 2)),
-    (("single", 1), ("zero3", 2)),
-]
-
-
-# By turns both modules take each route.
-@pytest.mark.parametrize(
-    ("module", "source", "target"),
-    [(("scheduled", "adafactor")[number % 2], *route) for number, route in enumerate(ROUTES)]
-    + [("scheduled", *route) for route in ROUTES_OF_SHARDED_PARAMETERS]
-    + [("adafactor", *route) for route in ROUTES_OF_SHARDED_PARAMETERS],
-)
-def test_training_goes_on_elsewhere_as_it_would_have_here(
-    pool: RankPool, tmp_path: Path, module: str, source: tuple[str, int], target: tuple[str, int]
-) -> None:
-    path = tmp_path / "a.ckpt"
-    pool.run(source[1], write, module, source[0], str(path))
-    # What counts is that the state arrived: the reference goes on from the same file on a single device.
-    expected, expected_step = pool.run(1, resume, module, "single", str(path))[0]
-    for parameters, step in pool.run(target[1], resume, module, target[0], str(path)):
-        assert step == expected_step
-        for actual, reference in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(actual, reference, rtol=1e-4, atol=1e-5)
+from tests.strategies.checkpoint.trainings import load, make, write
+from tests.strategies.parity import make_trainer, train, zero1
 
 
 def save_after_fit(path: str) -> None:
@@ -195,7 +46,7 @@ def load_wrong_groups(path: str) -> str:
 
 def test_state_of_another_optimizer_is_refused(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    pool.run(1, write, "convolutional", "single", str(path))
+    pool.run(1, write, "convolutional", "single", "full", str(path))
     checkpoint = load(path)
     bare = zoo.BareParameters()
     checkpoint["state_dict"] = bare.state_dict()
@@ -221,7 +72,7 @@ def plans_after_resuming(path: str, caps: Sequence[float]) -> list[list[list[str
 
 def test_the_plan_of_a_checkpoint_is_kept_unless_it_was_made_for_something_else(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    pool.run(2, write, "convolutional", "zero1", str(path))
+    pool.run(2, write, "convolutional", "zero1", "full", str(path))
     checkpoint = load(path)
     own = checkpoint[CHECKPOINT_KEY]
     # One that no planner would come to.
@@ -257,7 +108,7 @@ def test_hooks_are_given_what_stock_strategies_would_give_them(pool: RankPool, t
 
 def resume_without_states(path: str, strategy: str) -> tuple[list[str], int]:
     """Warnings, and the step from which training went on."""
-    trainer = make_trainer(STRATEGIES[strategy](), max_epochs=2)
+    trainer = make_trainer(make(strategy), max_epochs=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(zoo.MLP(), zoo.loader(8, 4), ckpt_path=path)
@@ -276,7 +127,7 @@ def test_weights_without_the_state_of_optimizers_are_loaded(pool: RankPool, tmp_
 
 def load_after_fit(strategy: str, path: str) -> int:
     """How many parameters have a state, loaded into the optimizers of a training that is over."""
-    run = train(lambda: zoo.MLP(), STRATEGIES[strategy]())
+    run = train(lambda: zoo.MLP(), make(strategy))
     run.module._trainer = None
     run.trainer.strategy.load_optimizer_state_dict(load(Path(path)))
     return len(run.trainer.strategy.optimizers[0].state_dict()["state"])
@@ -326,3 +177,26 @@ def test_wrappers_within_wrappers_are_given_an_innermost_one(
     io.teardown()
     io.checkpoint_io.teardown()
     assert load(tmp_path / "saved.ckpt") == {"one": 1}
+
+
+class CountsLoads(zoo.MLP):
+    loads = 0
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loads += 1
+
+
+def count_loads(path: str, form: str) -> list[int]:
+    """How often a checkpoint is loaded: into a module as it was made, in a second training of it, in an evaluation."""
+    train(zoo.MLP, make("zero3", form)).trainer.save_checkpoint(path)
+    module, counted = CountsLoads(), []
+    for _ in range(2):
+        make_trainer(make("zero3", form), max_epochs=2).fit(module, zoo.loader(40, 4), ckpt_path=path)
+        counted.append(module.loads)
+    make_trainer(make("zero3", form)).validate(module, zoo.loader(8, 4), ckpt_path=path, verbose=False)
+    return [*counted, module.loads]
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_it_is_loaded_once(pool: RankPool, tmp_path: Path, form: str) -> None:
+    assert pool.run(2, count_loads, str(tmp_path / "a.ckpt"), form) == [[1, 2, 3]] * 2

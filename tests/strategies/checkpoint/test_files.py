@@ -1,0 +1,142 @@
+"""What lies in the ranks' files of a sharded checkpoint, and who reads which part of it."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+
+from lightning_parstrat.cli.main import main
+from lightning_parstrat.distributed.checkpoint import reading
+from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler
+from tests.comparing import assert_same
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.checkpoint.trainings import FORMATS, MODULES, elements_of, make, write
+from tests.strategies.parity import make_trainer, train, whole, zero1
+
+
+def index_of(path: Path) -> CheckpointIndex:
+    with open(path / ".metadata", "rb") as file:
+        found: CheckpointIndex = IndexUnpickler(file).load()
+    return found
+
+
+def test_each_rank_writes_its_own_rows(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(3, write, "gan", "zero3", "sharded", str(path))
+    index = index_of(path)
+    pieces = [{p.name: (p.start, p.numel) for p in index.of_rank(rank)} for rank in range(3)]
+    # 12 rows of 10 columns over three ranks, and one row, of which the last two have nothing.
+    for name in ("state_dict/generator.2.weight", "optimizer_states/0/state/2/exp_avg"):
+        assert [of_rank.get(name) for of_rank in pieces] == [(0, 40), (40, 40), (80, 40)]
+    assert [of_rank.get("state_dict/discriminator.2.weight") for of_rank in pieces] == [(0, 10), None, None]
+    assert main(["inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "generator.2.weight" in said and "3 ranks" in said
+
+
+@pytest.mark.parametrize("module", ["scheduled", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_groups_that_hold_the_same_share_it_out(pool: RankPool, tmp_path: Path, module: str) -> None:
+    paths = [tmp_path / f"{strategy}.ckpt" for strategy in ("zero1", "grouped")]
+    for path in paths:
+        pool.run(4, write, module, path.stem, "sharded", str(path))
+        assert sorted(file.name for file in path.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(4)]
+    nbytes = [sum(tensor.nbytes for tensor in elements_of(path).values()) for path in paths]
+    assert nbytes[0] == nbytes[1] > 0
+    index = index_of(paths[1])
+    # Of what the two groups hold, each rank writes about a quarter; each element is there once.
+    written = [sum(piece.numel for piece in index.of_rank(rank)) for rank in range(4)]
+    assert sum(written) == sum(tensor.numel for tensor in index.tensors.values())
+    assert max(written) < 0.4 * sum(written)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "tuned"])
+def test_torchs_own_reader_finds_tensors_by_their_names(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(3, write, "scheduled", strategy, "sharded", str(path))
+    known = torch_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {name: torch.empty(stored.size, dtype=stored.properties.dtype) for name, stored in known.items()}
+    torch_checkpoint.load(found, checkpoint_id=path)
+    assert_same(found, elements_of(path))
+
+
+class OnMeta(zoo.Zoo):
+    """Weights are loaded when they are sharded already."""
+
+    def build(self) -> None:
+        pass
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = nn.Sequential(nn.Linear(zoo.FEATURES, 40), nn.Tanh(), nn.Linear(40, 24))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.net(batch).pow(2).mean()
+
+
+READERS = {"zero1": MODULES["scheduled"], "tuned": MODULES["scheduled"], "zero3": OnMeta}
+
+
+def save(strategy: str, path: str) -> None:
+    train(READERS[strategy], make(strategy, "sharded")).trainer.save_checkpoint(path)
+
+
+def read_from_disk(path: str, strategy: str) -> tuple[int, int, list[Tensor]]:
+    """Bytes of elements that this rank reads, files whose sizes it asks for, and the weights it goes on from."""
+    nbytes, sizes = [0], [0]
+    read_part, size = reading._read_part, reading._size
+
+    def count_read(file: Any, part: Any) -> None:
+        nbytes[0] += part.target.nbytes
+        read_part(file, part)
+
+    def count_size(file: Path) -> Any:
+        sizes[0] += 1
+        return size(file)
+
+    module = READERS[strategy]()
+    with mock.patch.object(reading, "_read_part", count_read), mock.patch.object(reading, "_size", count_size):
+        trainer = make_trainer(make(strategy), max_epochs=1, min_epochs=0)
+        trainer.fit(module, zoo.loader(16, 4), ckpt_path=path, weights_only=True)
+    return nbytes[0], sizes[0], [whole(parameter.detach()) for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("tuned", 4), ("zero3", 2)])
+def test_the_ranks_together_read_a_checkpoint_once(pool: RankPool, tmp_path: Path, ranks: int, strategy: str) -> None:
+    path = tmp_path / "a.ckpt"
+    pool.run(3, save, strategy, str(path))
+    of_ranks = pool.run(ranks, read_from_disk, str(path), strategy)
+    elements = elements_of(path)
+    total = sum(tensor.nbytes for tensor in elements.values())
+    assert sum(nbytes for nbytes, *_ in of_ranks) == total
+    # Each looks at the size of its share of the files.
+    assert [sizes for _, sizes, _ in of_ranks] == [len(range(rank, 3, ranks)) for rank in range(ranks)]
+    if strategy == "zero3":
+        stored = [elements[f"state_dict/net.{name}"] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+        for nbytes, _, weights in of_ranks:
+            assert 0.4 * total < nbytes < 0.6 * total
+            assert_same([weight.reshape(-1) for weight in weights], stored)
+
+
+def save_after_fit(path: str, form: str, arguments: dict[str, Any]) -> None:
+    train(zoo.MLP, zero1(**FORMATS[form], **arguments)).trainer.save_checkpoint(path)
+
+
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"partition": "parameter"}, marks=pytest.mark.slow)], ids=str)
+def test_a_checkpoint_saved_after_training_has_the_whole_state(
+    pool: RankPool, tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    states = []
+    for size in (4, 2, 1):
+        path = tmp_path / f"{size}.ckpt"
+        pool.run(4, save_after_fit, str(path), "sharded", {"shard_group": size, **arguments})
+        states.append(elements_of(path))
+    for of_groups in states[1:]:
+        assert_same(of_groups, states[0], rtol=1e-4, atol=1e-5)
+    moments = [found for name, found in states[0].items() if "exp_avg" in name]
+    assert moments and all(found.any() for found in moments)

@@ -1,0 +1,300 @@
+"""Checkpoints go from any strategy to any other, on any number of ranks: training goes on as if it had not stopped."""
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_parstrat.cli.main import main
+from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
+from tests.comparing import assert_same, distance, tensors_in
+from tests.pool import RankPool
+from tests.slow import slow_unless
+from tests.strategies import odd, zoo
+from tests.strategies.cases import adafactor, muon
+from tests.strategies.checkpoint.trainings import (
+    GLOBAL_BATCH,
+    MODULES,
+    STEPS,
+    STRATEGIES,
+    batches,
+    load,
+    make,
+    without_own,
+    write,
+)
+from tests.strategies.parity import Recorder, make_trainer, train, whole
+
+
+class Route(NamedTuple):
+    """Who saves what in which form, and who goes on from it; ``consolidated`` is sharded first."""
+
+    module: str
+    source: str
+    form: str
+    target: str
+    ranks: tuple[int, int]
+
+    @property
+    def exists(self) -> bool:
+        stock = {"ddp", "single"}
+        if self.source in stock and (self.form != "full" or self.target in stock):
+            return False
+        if self.target in stock and self.form not in ("full", "consolidated"):
+            return False
+        # DDP does not average what was frozen when it began.
+        if self.module == "unfrozen" and "ddp" in (self.source, self.target):
+            return False
+        sides = zip((self.source, self.target), self.ranks, strict=True)
+        return all((ranks == 1) if name == "single" else (ranks == 4 or name != "grouped") for name, ranks in sides)
+
+    def __str__(self) -> str:
+        return f"{self.module}-{self.source}-{self.ranks[0]}-{self.form}-{self.target}-{self.ranks[1]}"
+
+
+def cover(rows: Sequence[tuple[Any, ...]], together: int, begun: Iterable[tuple[Any, ...]] = ()) -> Iterator[Any]:
+    """Few rows in which all values that occur together in some row, so many at a time, occur together.
+
+    Args:
+        rows: All that are possible.
+        together: How many values at a time.
+        begun: Rows that are there already.
+    """
+
+    def combined(row: tuple[Any, ...]) -> set[Any]:
+        return set(combinations(enumerate(row), together))
+
+    left = set().union(*map(combined, rows)) - set().union(*map(combined, begun))
+    for enough in range(10, 0, -1):
+        for row in rows:
+            if len(found := combined(row) & left) >= enough:
+                left -= found
+                yield row
+
+
+RANKS = ((2, 2), (2, 3), (3, 2), (3, 1), (1, 2), (4, 3), (3, 4), (4, 1), (1, 4), (4, 4))
+TRAINED_AS_ONE_DEVICE = [name for name in MODULES if name != "normalised"]
+"""Batches of several ranks are not normalised as one."""
+# Shuffled, so that rows that are taken one after the other differ in much.
+POSSIBLE = [
+    route
+    for route in map(
+        Route._make,
+        product(TRAINED_AS_ONE_DEVICE, STRATEGIES, ("full", "sharded", "async", "consolidated"), STRATEGIES, RANKS),
+    )
+    if route.exists
+]
+random.Random(0).shuffle(POSSIBLE)
+QUICK = [
+    Route("convolutional", "ddp", "full", "zero1", (2, 3)),
+    Route("scheduled", "zero1", "sharded", "zero2", (3, 2)),
+    Route("gan", "zero2", "async", "zero3", (3, 4)),
+    Route("tied", "zero3", "sharded", "zero3 whole", (2, 3)),
+    Route("frozen", "tuned", "sharded", "grouped", (4, 4)),
+    Route("unfrozen", "single", "full", "zero3", (1, 4)),
+    Route("adafactor", "grouped", "consolidated", "single", (4, 1)),
+    Route("unused", "zero3 whole", "async", "tuned", (4, 3)),
+    Route("convolutional", "zero3", "consolidated", "ddp", (1, 2)),
+    Route("tied", "zero3", "full", "zero1", (3, 1)),
+    Route("scheduled", "zero1", "full", "zero1", (2, 2)),
+]
+ROUTES = [*QUICK, *cover(POSSIBLE, 2, begun=QUICK)]
+
+
+class Outcome(NamedTuple):
+    """Of each step of the second epoch: all parameters, and the mean of the ranks' losses; and the last step."""
+
+    parameters: list[Any]
+    losses: torch.Tensor
+    step: int
+
+
+def go_on(module: str, strategy: str, path: str | None, saved: str) -> Outcome:
+    """Trains until two epochs are done, from a checkpoint or without a stop, and saves what came of it."""
+    torch.manual_seed(0 if path is None else 1)
+    recorder, ranks = Recorder(), dist.get_world_size()
+    trainer = make_trainer(make(strategy), max_epochs=2, callbacks=[recorder])
+    data = zoo.loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH // ranks, rank=dist.get_rank(), world_size=ranks)
+    trainer.fit(MODULES[module](), data, ckpt_path=path, weights_only=False)
+    trainer.save_checkpoint(saved)
+    losses = torch.stack(recorder.losses[-STEPS:])
+    dist.all_reduce(losses)
+    return Outcome(recorder.parameters[-STEPS:], losses / ranks, trainer.global_step)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Outcome, dict[str, Any]]]:
+    """By module: what a single device comes to without a stop."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+
+    @cache
+    def trained(module: str) -> tuple[Outcome, dict[str, Any]]:
+        saved = folder / f"{module}.ckpt"
+        return pool.run(1, go_on, module, "single", None, str(saved))[0], load(saved)
+
+    return trained
+
+
+@pytest.mark.parametrize("route", slow_unless(lambda route: route in QUICK, ROUTES), ids=str)
+def test_training_goes_on_as_if_it_had_not_stopped(
+    pool: RankPool, tmp_path: Path, uninterrupted: Callable[[str], tuple[Outcome, dict[str, Any]]], route: Route
+) -> None:
+    path, end = tmp_path / "a.ckpt", tmp_path / "end.ckpt"
+    written = "sharded" if route.form == "consolidated" else route.form
+    pool.run(route.ranks[0], write, route.module, route.source, written, str(path))
+    if route.form == "consolidated":
+        folder, path = path, tmp_path / "b.ckpt"
+        assert main(["consolidate", str(folder), str(path)]) == 0
+    expected, state = uninterrupted(route.module)
+    for found in pool.run(route.ranks[1], go_on, route.module, route.target, str(path), str(end)):
+        assert_same(found, expected, rtol=1e-4, atol=1e-5)
+    saved = load(end)
+    assert_same(saved["lr_schedulers"], state["lr_schedulers"], rtol=1e-6)
+    for ours, theirs in zip(saved["optimizer_states"], state["optimizer_states"], strict=True):
+        assert ours["state"].keys() == theirs["state"].keys()
+        in_order = [[of["state"][index] for index in sorted(of["state"])] for of in (ours, theirs)]
+        for one, other in zip(*map(tensors_in, in_order), strict=True):
+            assert distance(one, other) <= 1e-3 * float(other.abs().max())
+
+
+def test_every_pair_is_in_a_route() -> None:
+    """Strategies, forms, modules and numbers of ranks, wherever both can be in one route."""
+    tried = {pair for route in ROUTES for pair in combinations(enumerate(route), 2)}
+    assert tried == {pair for route in POSSIBLE for pair in combinations(enumerate(route), 2)}
+    assert {value for route in QUICK for value in enumerate(route)} == {
+        v for route in POSSIBLE for v in enumerate(route)
+    }
+
+
+FILES = [
+    (module, strategy, (2, 3, 4, 1)[(number + turn) % 4])
+    for number, module in enumerate(MODULES)
+    for turn, strategy in enumerate(("zero1", "zero3", "tuned"))
+]
+QUICK_FILES = [("convolutional", "zero1"), ("scheduled", "zero3"), ("gan", "tuned"), ("tied", "zero1")]
+
+
+@pytest.mark.parametrize(
+    ("module", "strategy", "ranks"), slow_unless(lambda module, name, ranks: (module, name) in QUICK_FILES, FILES)
+)
+def test_a_file_is_what_ddp_writes_and_a_folder_holds_the_same(
+    pool: RankPool, tmp_path: Path, module: str, strategy: str, ranks: int
+) -> None:
+    paths = {form: tmp_path / f"{form}.ckpt" for form in ("full", "sharded", "async", "made", "ddp")}
+    for form in ("full", "sharded", "async"):
+        pool.run(ranks, write, module, strategy, form, str(paths[form]))
+    full = load(paths["full"])
+    for form in ("sharded", "async"):
+        files = {path.name for path in paths[form].iterdir()}
+        assert files == {".metadata", "checkpoint.pt", *(f"__{rank}_0.distcp" for rank in range(ranks))}
+        assert_same(without_own(load(paths[form])), without_own(full), as_stored=True)
+    assert main(["consolidate", str(paths["sharded"]), str(paths["made"])]) == 0
+    made = load(paths["made"])
+    assert_same(without_own(made), without_own(full), as_stored=True)
+    # Each rank has its random numbers in its own file; here they are of all ranks.
+    assert len(full[CHECKPOINT_KEY]["rng"]["states"]) == ranks
+    assert_same(made[CHECKPOINT_KEY]["rng"], full[CHECKPOINT_KEY]["rng"], as_stored=True)
+    # Tied weights are written once.
+    assert paths["made"].stat().st_size < 1.05 * paths["full"].stat().st_size
+    assert main(["consolidate", str(paths["sharded"]), str(paths["made"])]) == 2
+    if module not in ("unfrozen", "normalised"):
+        pool.run(ranks, write, module, "ddp", "full", str(paths["ddp"]))
+        check_like(full, load(paths["ddp"]))
+        # A view of a bucket would bring the whole bucket along, and each bucket once for each of its parameters.
+        torch.save(full, paths["made"])
+        assert paths["made"].stat().st_size < 1.1 * paths["ddp"].stat().st_size
+
+
+def check_like(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Takes this package's entries out of a checkpoint, which must then be the same as another."""
+    own = actual.pop(CHECKPOINT_KEY)
+    assert actual.keys() == expected.keys()
+    assert_same(actual["state_dict"], expected["state_dict"], rtol=1e-5, atol=1e-6, as_stored=True)
+    for ours, theirs in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
+        assert ours["param_groups"] == theirs["param_groups"] and list(ours["state"]) == list(theirs["state"])
+        assert_same(ours["state"], theirs["state"], rtol=1e-4, atol=1e-6)
+    planned = [name for bucket in own.get("bucket_plan", ()) for name in bucket]
+    # Neither buffers nor second names of tied parameters are in a bucket.
+    assert len(set(planned)) == len(planned) and set(planned) <= actual["state_dict"].keys()
+
+
+class SavesAtOnce(Callback):
+    """What was loaded is saved before anything is trained."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
+def resave(module: str, strategy: str, form: str, source: str, target: str) -> None:
+    trainer = make_trainer(make(strategy, form), max_epochs=2, min_epochs=0, callbacks=[SavesAtOnce(target)])
+    ranks = dist.get_world_size()
+    data = zoo.loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH // ranks, rank=dist.get_rank(), world_size=ranks)
+    trainer.fit(MODULES[module](), data, ckpt_path=source, weights_only=True)
+
+
+JOURNEYS = {
+    "full": "zero1 full 2, ddp full 2, zero1 full 3, ddp full 4, zero1 full 1, single full 1, zero1 full 2",
+    "sharded": "zero1 sharded 2, zero1 sharded 4, zero1 full 1, zero1 async 3, tuned sharded 2, zero3 sharded 3",
+    "groups": "grouped sharded 4, zero1 sharded 3, grouped full 4, zero1 full 1, grouped sharded 6, grouped full 2",
+}
+"""Strategies, formats and numbers of ranks, one after the other."""
+
+
+@pytest.mark.parametrize(
+    ("module", "journey"),
+    slow_unless(
+        lambda *case: case == ("adafactor", "sharded"),
+        [("gan", "full"), ("adafactor", "sharded"), ("scheduled", "groups"), *(("tied", name) for name in JOURNEYS)],
+    ),
+)
+def test_the_state_is_the_same_key_by_key_wherever_it_goes(
+    pool: RankPool, tmp_path: Path, module: str, journey: str
+) -> None:
+    (strategy, form, ranks), *others = [stage.split() for stage in JOURNEYS[journey].split(", ")]
+    source = tmp_path / "0.ckpt"
+    pool.run(int(ranks), write, module, strategy, form, str(source))
+    expected = load(source)
+    for number, (strategy, form, ranks) in enumerate(others, 1):
+        target = tmp_path / f"{number}.ckpt"
+        pool.run(int(ranks), resave, module, strategy, form, str(source), str(target))
+        found = load(target)
+        for key in ("state_dict", "optimizer_states", "lr_schedulers"):
+            assert_same({(strategy, ranks, key): found[key]}, {(strategy, ranks, key): expected[key]}, as_stored=True)
+        source = target
+
+
+STEPPED_WHOLE: dict[str, Callable[[], Any]] = {
+    "adafactor": lambda: zoo.Convolutional(adafactor),
+    "muon": lambda: odd.Matrices(muon),
+}
+
+
+def go_on_to_the_bit(optimizer: str, form: str, folder: str) -> bool:
+    """Two epochs of sharded parameters that are stepped whole, without a stop, and with one after the first."""
+    module = STEPPED_WHOLE[optimizer]()
+    through = train(STEPPED_WHOLE[optimizer], make("zero3", form), max_epochs=2, **batches())
+    train(STEPPED_WHOLE[optimizer], make("zero3", form), **batches()).trainer.save_checkpoint(f"{folder}/a.ckpt")
+    trainer, ranks = make_trainer(make("zero3", form), max_epochs=2), dist.get_world_size()
+    data = zoo.loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH // ranks, rank=dist.get_rank(), world_size=ranks)
+    trainer.fit(module, data, ckpt_path=f"{folder}/a.ckpt", weights_only=False)
+    return distance([whole(parameter) for parameter in module.parameters()], through.parameters[-1]) == 0
+
+
+@pytest.mark.parametrize(("optimizer", "form"), [("muon", "full"), ("adafactor", "sharded")])
+def test_what_steps_whole_parameters_goes_on_to_the_bit(
+    pool: RankPool, tmp_path: Path, optimizer: str, form: str
+) -> None:
+    assert pool.run(2, go_on_to_the_bit, optimizer, form, str(tmp_path)) == [True] * 2
