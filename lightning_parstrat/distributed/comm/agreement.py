@@ -50,7 +50,7 @@ def send_object(value: Any, destination: int, group: dist.ProcessGroup) -> None:
 def receive_object(source: int, group: dist.ProcessGroup) -> Any:
     """The value that a rank of the group sends to this one: see :func:`send_object`."""
     received: list[Any] = [None]
-    dist.recv_object_list(received, group=group, group_src=0)
+    dist.recv_object_list(received, group=group, group_src=source)
     return received[0]
 
 
