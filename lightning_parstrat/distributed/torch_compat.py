@@ -47,8 +47,6 @@ Used through this file: what for | what happens without it.
         scales many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
     torch._foreach_copy_
         copies gradients into a bucket, in few kernels | zero1_custom fails in backward
-    torch.distributed._broadcast_coalesced
-        sends rank 0's parameters and buffers as DDP does | zero1_custom does not begin
     torch.distributed.distributed_c10d._get_default_store
         a place where ranks report when collectives do not work | no strategy begins
     torch.distributed.distributed_c10d._world
@@ -436,11 +434,6 @@ def offset_in_file(tensor: Tensor) -> int:
 
 
 # Processes.
-
-
-def broadcast_coalesced(group: dist.ProcessGroup, tensors: Sequence[Tensor], nbytes: int, source: int) -> None:
-    """Copies tensors from one rank to all, as many at once as fit into ``nbytes``. Collective."""
-    cast(Any, dist)._broadcast_coalesced(group, tensors, nbytes, source)
 
 
 def default_store() -> Store:

@@ -99,6 +99,9 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
                 f"bucket_cap_mb={bucket_cap_mb!r} and bucket_cap_mb_list were both given. Give one of them."
             )
         self._comm_hook = comm_hook
+        self._users_hook, self._users_hook_state, self._wraps_hook = (
+            kwargs.get(name) for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+        )
         self._gradient_as_bucket_view = gradient_as_bucket_view
         self._tuner: BucketTuner | None = None
         self._report: TuningReport | None = None
@@ -163,7 +166,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         """Why buckets are left alone though they were to be tuned, if they are."""
         if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
             return None
-        if self._comm_hook == "powersgd" or self._ddp_comm_hook is not None:
+        if self._comm_hook == "powersgd" or self._users_hook is not None:
             return "what the communication hook keeps belongs to buckets as they are"
         if self._ddp.static_graph and not self._training_module.automatic_optimization:
             return "static_graph and manual optimization do not go together with other buckets than the first"
@@ -208,10 +211,9 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         """Registers communication hooks on every device; Lightning leaves them out on CPUs without a word."""
         if self._comm_hook is not None:
             register_comm_hook(self._ddp, self._comm_hook)
-        elif self._ddp_comm_hook is not None:
-            wrap = self._ddp_comm_wrapper
-            hook = self._ddp_comm_hook if wrap is None else wrap(self._ddp_comm_hook)
-            self._ddp.register_comm_hook(self._ddp_comm_state, hook)
+        elif self._users_hook is not None:
+            hook = self._users_hook if self._wraps_hook is None else self._wraps_hook(self._users_hook)
+            self._ddp.register_comm_hook(self._users_hook_state, hook)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

@@ -77,12 +77,6 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
         how long a collective may take | a training does not begin
     lightning.pytorch.strategies.ddp.DDPStrategy._ddp_kwargs
         what the user has told DDP | ddp_tuned does not begin
-    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_comm_hook
-        the user's communication hook | ddp_tuned does not begin
-    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_comm_state
-        its state | ddp_tuned does not begin with a hook
-    lightning.pytorch.strategies.ddp.DDPStrategy._ddp_comm_wrapper
-        what wraps it | ddp_tuned does not begin with a hook
     lightning.pytorch.strategies.ddp.DDPStrategy._register_ddp_hooks
         is overridden: hooks are registered on every device | ddp_tuned: `comm_hook` has no effect
     lightning.pytorch.strategies.ddp.DDPStrategy._pl_static_graph_delay_done

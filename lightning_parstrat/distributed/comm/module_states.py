@@ -1,6 +1,7 @@
 """Makes modules equal on all ranks: compares them, then copies rank 0's tensors whenever DDP would."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,17 +12,40 @@ from lightning_parstrat.core.layout import ParameterSpec, fingerprint
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.torch_compat import broadcast_coalesced, names_ignored_by_ddp
+from lightning_parstrat.distributed.torch_compat import copy_all, names_ignored_by_ddp
+
+_TOGETHER_BYTES = 250 * 2**20
+"""What travels in one broadcast, of several tensors; what DDP itself uses for this."""
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Copies rank 0's tensors to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
-    detached = [tensor.detach() for tensor in tensors]
+    detached = [tensor.detach() for tensor in tensors if tensor.numel()]
     if detached and dist.get_world_size(group) > 1:
         with marked("lightning_parstrat: broadcast tensors of the module"):
-            # 250 MiB is what DDP itself uses for this.
-            broadcast_coalesced(group, detached, 250 * 2**20, 0)
+            for together in _travel_together(detached):
+                parts = [tensor.reshape(-1) for tensor in together]
+                flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+                dist.broadcast(flat, group=group, group_src=0)
+                pieces = torch.split(flat, [part.numel() for part in parts])
+                copy_all(together, [piece.view_as(tensor) for piece, tensor in zip(pieces, together, strict=True)])
+
+
+def _travel_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device, as many at once as fit."""
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_kind[tensor.dtype, tensor.device].append(tensor)
+    for alike in by_kind.values():
+        together, nbytes = list[Tensor](), 0
+        for tensor in alike:
+            if together and nbytes + tensor.nbytes > _TOGETHER_BYTES:
+                yield together
+                together, nbytes = [], 0
+            together.append(tensor)
+            nbytes += tensor.nbytes
+        yield together
 
 
 def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:

@@ -7,8 +7,6 @@ Used through this file: what for | what happens without it.
     torch.nn.parallel.distributed.DistributedDataParallel._build_params_for_reducer
         what DDP sends, in its order | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a
         number
-    torch.nn.parallel.distributed.DistributedDataParallel._build_debug_param_to_name_mapping
-        a reducer wants names | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
     torch.nn.parallel.distributed.DistributedDataParallel._bucket_config
         since torch 2.13: the caps of buckets, beside DDP's attributes | ddp_tuned cannot change buckets: adapt this
         file, or give `bucket_cap_mb` a number
@@ -73,9 +71,9 @@ def parameters_for_reducer(ddp: DistributedDataParallel) -> tuple[list[Tensor], 
 
 
 def names_for_reducer(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> dict[int, str]:
-    """The names by which a reducer knows ``parameters``. Refused where some were unfrozen or added since."""
-    names: dict[int, str] = cast(Any, ddp)._build_debug_param_to_name_mapping(parameters)
-    return names
+    """The names by which a reducer knows ``parameters``."""
+    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    return {position: names[parameter] for position, parameter in enumerate(parameters)}
 
 
 def bucket_caps(ddp: DistributedDataParallel) -> BucketCaps:
