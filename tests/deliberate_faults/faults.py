@@ -88,7 +88,7 @@ FAULTS = (
         "distributed/zero1/reductions.py",
         "if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:",
         "if bucket.shard_gradient is None:",
-        (f"{_PARITY}[two heads-small buckets-2]",),
+        (f"{_PARITY}[two heads-late-2]",),
     ),
     Fault(
         "sums of float16 overflow before they are divided",
