@@ -436,11 +436,11 @@ def messages(name: str, trainer: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize(
     ("name", "trainer", "expected"),
     [
-        # The first asks whether losses have weights. One more where gradients are averaged beside the reducer, and
-        # where it is made anew.
-        ("unfrozen before a batch", {}, [2, 1, 1, 2, 2, 2, 1, 1, 1, 1]),
-        ("unfrozen before a batch, unused are found", {}, [2, 1, 1, 2, 2, 1, 1, 1, 1, 1]),
-        ("frozen", {}, [2, 1, 1, 1, 1, 2, 1, 1, 1, 1]),
+        # The first asks whether losses have weights. One more where gradients are averaged beside the reducer. Two more
+        # where it is made anew: on all ranks, or on none.
+        ("unfrozen before a batch", {}, [2, 1, 1, 2, 2, 3, 1, 1, 1, 1]),
+        ("unfrozen before a batch, unused are found", {}, [2, 1, 1, 2, 3, 1, 1, 1, 1, 1]),
+        ("frozen", {}, [2, 1, 1, 1, 1, 3, 1, 1, 1, 1]),
         ("a teacher", {}, [2] + [1] * 9),
         ("a teacher", BY_TWO, [1, 1] + [0, 1] * 4),
     ],

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies import test_compiled, zoo
+from tests.strategies import odd, zoo
 from tests.strategies.cases import FP32, FP64
 from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, reference, train, whole, zero3
 from tests.torch_versions import needs_torch
@@ -513,12 +513,12 @@ def test_norms_of_weights_are_logged_as_under_ddp(pool: RankPool) -> None:
 
 def compare_compiled() -> list[tuple[float, int, int]]:
     """How far from the same without a compiler; graphs that were made by one; and where a graph had to be broken."""
-    found, expected = [], train(test_compiled.Blocks, ddp(), validate=True)
+    found, expected = [], train(lambda: odd.Blocks(zoo.adamw), ddp(), validate=True)
     counters = torch._dynamo.utils.counters
-    for make, wrap in ((test_compiled.InPlace, None), (test_compiled.Wrapped, ["Block"])):
+    for module, wrap in ((odd.CompiledBlocks, None), (odd.WrappedBlocks, ["Block"])):
         torch._dynamo.reset()
         counters.clear()
-        actual = train(make, zero3(wrap=wrap), validate=True)
+        actual = train(lambda module=module: module(zoo.adamw), zero3(wrap=wrap), validate=True)
         graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
         found.append((largest_difference(actual, expected), graphs, breaks))
     torch._dynamo.reset()
