@@ -41,7 +41,15 @@ def storages() -> dict[int, int]:
     # Autograd's are no objects of Python before somebody asks.
     tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
     held = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in held}
+    return {address: storage.nbytes() for storage in held if (address := address_of(storage)) is not None}
+
+
+def address_of(storage: torch.UntypedStorage) -> int | None:
+    """Where the storage lies; None if it lies nowhere, as one that an earlier test has taken away."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return None
 
 
 class Held(Callback):
