@@ -44,6 +44,15 @@ class Finetuned(zoo.MLP):
         return self.make_optimizer([parameter for parameter in self.parameters() if parameter.requires_grad])
 
 
+class SameOptimizer(zoo.MLP):
+    """Returns the optimizer of its first training again, whose state goes on."""
+
+    def configure_optimizers(self) -> Any:
+        if not hasattr(self, "kept"):
+            self.kept = [zoo.adamw(self.parameters())]
+        return self.kept[0]
+
+
 class Tunable(zoo.MLP):
     """Has the attributes that finders look for."""
 
@@ -206,6 +215,16 @@ def validate_then_fit(setting: Setting) -> zoo.Zoo:
     return setting.module
 
 
+def all_entry_points(setting: Setting) -> zoo.Zoo:
+    trainer = setting.trainer()
+    trainer.validate(setting.module, setting.data[1], verbose=False)
+    trainer.fit(setting.module, *setting.data)
+    trainer.test(setting.module, setting.data[1], verbose=False)
+    predicted = trainer.predict(setting.module, setting.data[1])
+    callback_of(Watch, trainer).keep(*trainer.callback_metrics.values(), *predicted)
+    return setting.module
+
+
 def fit_twice(setting: Setting) -> zoo.Zoo:
     return fit(setting) and fit(setting)
 
@@ -218,11 +237,11 @@ def fit_on_with_the_same_trainer(setting: Setting) -> zoo.Zoo:
     return setting.module
 
 
-def resume_from(name: str) -> Script:
+def resume_from(name: str, by_the_same_callbacks: bool = False) -> Script:
     def script(setting: Setting) -> zoo.Zoo:
         fit(setting)
         fresh = setting.make_module()
-        trainer = setting.trainer(callbacks=[])
+        trainer = setting.trainer(**({} if by_the_same_callbacks else {"callbacks": []}))
         trainer.fit(fresh, *setting.data, ckpt_path=str(setting.folder / name), weights_only=False)
         return fresh
 

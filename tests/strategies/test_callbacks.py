@@ -43,10 +43,12 @@ from tests.strategies.callback_scripts import (
     KeepsOptimizer,
     OverflowsOnOneRank,
     Plateau,
+    SameOptimizer,
     Script,
     Setting,
     Tunable,
     Watch,
+    all_entry_points,
     check_ordinary_storage,
     fail_and_fit,
     fail_and_resume,
@@ -142,7 +144,7 @@ CASES = {
     "stochastic weight averaging, batch norm": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
         zoo.BatchNormalised,
-        trainer={"max_epochs": 3},
+        trainer={"max_epochs": 3, "accumulate_grad_batches": 2},
     ),
     # The pass over the data that renews the statistics ends with a step, by gradients that validation may have freed.
     "stochastic weight averaging, batch norm, validated seldom": Case(
@@ -159,6 +161,16 @@ CASES = {
         lambda _: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01)],
         Finetuned,
         trainer={"max_epochs": 3},
+        oracle="whole batch",
+    ),
+    "backbone finetuning, resumed": Case(
+        lambda folder: [
+            BackboneFinetuning(unfreeze_backbone_at_epoch=1, backbone_initial_lr=0.01),
+            ModelCheckpoint(folder, "{epoch}", every_n_epochs=1, save_top_k=-1),
+        ],
+        Finetuned,
+        trainer={**SAVED, "max_epochs": 3},
+        script=resume_from("epoch=1.ckpt", by_the_same_callbacks=True),
         oracle="whole batch",
     ),
     "pruning": Case(
@@ -224,9 +236,10 @@ CASES = {
     "fast dev run": Case(trainer={"fast_dev_run": 3}),
     "inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": True, "val_check_interval": 2}),
     "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
-    "validated before": Case(module=zoo.BatchNormalised, script=validate_then_fit),
+    "all entry points": Case(module=zoo.BatchNormalised, script=all_entry_points),
     "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
     "fit twice": Case(module=zoo.BatchNormalised, script=fit_twice),
+    "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
     "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
     # Copies of the module made in training.
     "deep copies on one rank": Case(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_parstrat import ZeRO1Strategy
+from lightning_parstrat import GradNormMonitor, ZeRO1Strategy
 from lightning_parstrat.distributed.comm.backends import NativeCollectives
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -138,6 +138,7 @@ CASES: dict[str, tuple[type[zoo.Zoo], dict[str, Any], dict[str, Any]]] = {
     "bf16-true, master weights": (Sixteen, {**CLIP, "precision": "bf16-true"}, {"master_weights": True}),
     "token weights": (Weighted, {**CLIP, "accumulate_grad_batches": 2}, {}),
     "whole parameters": (zoo.MLP, CLIP, {"partition": "parameter"}),
+    "norms are monitored": (zoo.MLP, {"callbacks": [GradNormMonitor]}, {}),
 }
 
 
@@ -146,7 +147,8 @@ def host_reads(make: type[zoo.Zoo], trainer: dict[str, Any], strategy: dict[str,
     watch, ranks = Watch(), dist.get_world_size()
     chosen = zero1(Native, bucket_cap_mb=1e-3, max_inflight_buckets=4, **strategy)
     module = make()
-    make_trainer(chosen, callbacks=[watch], **trainer).fit(
+    callbacks = [watch, *(callback() for callback in trainer.pop("callbacks", []))]
+    make_trainer(chosen, callbacks=callbacks, **trainer).fit(
         module, zoo.loader(40 * ranks, 4, rank=dist.get_rank(), world_size=ranks)
     )
     assert all(parameter.isfinite().all() for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""What ranks wait for together."""
+"""Values, flags, nodes and failures that ranks agree on while the host waits."""
 
 import time
 from pathlib import Path
@@ -16,45 +16,42 @@ from lightning_parstrat.distributed.comm.agreement import (
     wait_for_all,
 )
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.process_groups import control_group, process_groups
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.process_groups import control_group
 from tests.pool import RankPool
 
 
-def meets(folder: str, late: int) -> list[int]:
-    """Three times: whether the last had come when this rank went on; and a sum that the last began before it came."""
-    control = make_collectives(control_group(), torch.device("cpu"))
-    is_late = dist.get_rank() == late
-    found: list[int] = []
+def control() -> Collectives:
+    return make_collectives(control_group(), torch.device("cpu"))
+
+
+def barriers(folder: str, last: int) -> list[bool]:
+    """Three barriers, to which one rank comes last, after it has begun a sum: whether it was there when others left."""
+    collectives, found = control(), []
     for number in range(3):
-        come, total = Path(folder) / str(number), torch.ones(1, dtype=torch.int64)
-        if is_late:
-            work = control.all_reduce(total)
-            # So that whoever does not wait is found out.
+        arrived, total = Path(folder) / f"{last}-{number}", torch.ones(1, dtype=torch.int64)
+        if dist.get_rank() == last:
+            work = collectives.all_reduce(total)
+            # So that a rank that does not wait is found.
             time.sleep(0.05)
-            come.touch()
-            wait_for_all(control)
-            work.wait()
+            arrived.touch()
+            wait_for_all(collectives)
         else:
-            wait_for_all(control)
-            found.append(come.exists())
-            control.all_reduce(total).wait()
-        found.append(int(total))
+            wait_for_all(collectives)
+            found.append(arrived.exists())
+            work = collectives.all_reduce(total)
+        work.wait()
+        found.append(int(total) == dist.get_world_size())
     return found
 
 
-@pytest.mark.parametrize(("world_size", "late"), [(2, 0), (3, 2), (4, 1), (5, 4), (6, 0)])
-def test_nobody_goes_on_before_the_last_has_come(pool: RankPool, tmp_path: Path, world_size: int, late: int) -> None:
-    for rank, found in enumerate(pool.run(world_size, meets, str(tmp_path), late)):
-        assert found == ([world_size] * 3 if rank == late else [True, world_size] * 3)
+@pytest.mark.parametrize("world_size", [2, 3, 6])
+def test_no_rank_leaves_a_barrier_before_the_last_has_come(pool: RankPool, tmp_path: Path, world_size: int) -> None:
+    for last in {0, world_size - 1}:
+        assert all(map(all, pool.run(world_size, barriers, str(tmp_path), last)))
 
 
-def nodes_by_rank(names: str, numbers: str) -> tuple[Topology, int]:
-    """Who shares a node, and how many small reductions it took to know."""
-    rank, control = dist.get_rank(), make_collectives(control_group(), torch.device("cpu"))
-    found = topology_of_ranks(Node(names[rank], int(numbers[rank])), control)
-    return found, control.traffic.small_reductions
-
-
+# Names and numbers of the ranks' nodes, their topology, and how many small reductions find it.
 PLACED = {
     "one node": ("aaaa", "0000", (0, 0, 0, 0), 2),
     "in order": ("aabb", "0011", (0, 0, 1, 1), 2),
@@ -62,11 +59,9 @@ PLACED = {
     "of one name": ("aaaa", "0011", (0, 0, 1, 1), 2),
     "without numbers": ("aabb", "0000", (0, 0, 1, 1), 3),
     "without numbers, one another": ("aaab", "0000", (0, 0, 0, 1), 3),
-    "by turns": ("abab", "0101", (0, 1, 0, 1), 3),
-    "by turns, without numbers": ("abab", "0000", (0, 1, 0, 1), 3),
-    "as it comes": ("baab", "1001", (0, 1, 1, 0), 3),
+    "alternating": ("abab", "0101", (0, 1, 0, 1), 3),
+    "alternating, without numbers": ("abab", "0000", (0, 1, 0, 1), 3),
     "against their order": ("bbaa", "1100", (0, 0, 1, 1), 3),
-    "unequal": ("aaab", "0001", (0, 0, 0, 1), 3),
     "of several names": ("abcc", "0011", (0, 1, 2, 2), 3),
     "names crosswise": ("abab", "0011", (0, 1, 2, 3), 3),
     "numbers that begin at 1": ("aabb", "1122", (0, 0, 1, 1), 3),
@@ -76,28 +71,31 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize("world_size", [3, 4, 5])
-def test_ranks_agree_on_who_shares_a_node(pool: RankPool, world_size: int) -> None:
-    for names, numbers, nodes, reductions in PLACED.values():
-        if len(names) == world_size:
-            assert pool.run(world_size, nodes_by_rank, names, numbers) == [(Topology(nodes), reductions)] * world_size
+def agreed(rows: list[tuple[str, str]]) -> tuple[list[tuple[Topology, int]], list[tuple[bool, int]]]:
+    """Topologies, and whether any rank has a flag that each has in turn, or none; with small reductions of each."""
+    rank, topologies, flags = dist.get_rank(), [], []
+    for names, numbers in rows:
+        collectives = control()
+        found = topology_of_ranks(Node(names[rank], int(numbers[rank])), collectives)
+        topologies.append((found, collectives.traffic.small_reductions))
+    for holder in range(-1, dist.get_world_size()):
+        collectives = control()
+        flags.append((any_rank(rank == holder, collectives), collectives.traffic.small_reductions))
+    return topologies, flags
 
 
-def one_says(flags: list[bool]) -> tuple[bool, int]:
-    collectives = make_collectives(process_groups().control, torch.device("cpu"))
-    return any_rank(flags[dist.get_rank()], collectives), collectives.traffic.small_reductions
+@pytest.mark.parametrize("world_size", [1, 3, 4, 5])
+def test_ranks_agree_on_nodes_and_flags(pool: RankPool, world_size: int) -> None:
+    rows = [row for row in PLACED.values() if len(row[0]) == world_size]
+    for topologies, flags in pool.run(world_size, agreed, [row[:2] for row in rows]):
+        assert topologies == [(Topology(nodes), reductions) for _, _, nodes, reductions in rows]
+        several = int(world_size > 1)
+        assert flags == [(False, several)] + [(True, several)] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_all_ranks_learn_what_any_says(pool: RankPool, world_size: int) -> None:
-    for who in range(-1, world_size):
-        flags = [rank == who for rank in range(world_size)]
-        assert pool.run(world_size, one_says, flags) == [(who >= 0, int(world_size > 1))] * world_size
-
-
-def outcomes(failing: list[int], shows_own: bool) -> list[str]:
-    """What comes of an action of all ranks, and of one of rank 0's."""
-    control, rank = make_collectives(control_group(), torch.device("cpu")), dist.get_rank()
+def outcomes(failing: list[int], shows_own: bool) -> str:
+    """Results of an action of all ranks, and of one of rank 0's; or the error."""
+    collectives, rank = control(), dist.get_rank()
 
     def act() -> int:
         if rank in failing:
@@ -106,25 +104,23 @@ def outcomes(failing: list[int], shows_own: bool) -> list[str]:
 
     found = []
     for tried in (
-        lambda: all_or_none(act, control, lambda failed: RuntimeError(failed), shows_own),
-        lambda: from_first_rank(act, control.group, lambda said: RuntimeError(said)),
+        lambda: all_or_none(act, collectives, lambda failed: RuntimeError(failed), shows_own),
+        lambda: from_first_rank(act, collectives.group, lambda failure: RuntimeError(failure)),
     ):
         try:
             found.append(str(tried()))
         except (OSError, RuntimeError) as error:
             assert (error.__cause__ is not None) == (isinstance(error, RuntimeError) and rank in failing)
             found.append(str(error))
-    return found
+    return " ".join(found)
 
 
-@pytest.mark.parametrize(
-    ("failing", "shows_own", "expected"),
-    [
+def test_all_succeed_or_all_raise(pool: RankPool) -> None:
+    of_0, of_1 = "{0: \"OSError('of 0')\"} OSError('of 0')", "{1: \"OSError('of 1')\"} 0"
+    for failing, shows_own, expected in (
         ([], False, ["0 0", "1 0", "2 0"]),
-        ([1], False, ["{1: \"OSError('of 1')\"} 0"] * 3),
-        ([1], True, ["{1: \"OSError('of 1')\"} 0", "of 1 0", "{1: \"OSError('of 1')\"} 0"]),
-        ([0], True, ["of 0 OSError('of 0')", *["{0: \"OSError('of 0')\"} OSError('of 0')"] * 2]),
-    ],
-)
-def test_all_succeed_or_all_raise(pool: RankPool, failing: list[int], shows_own: bool, expected: list[str]) -> None:
-    assert [" ".join(found) for found in pool.run(3, outcomes, failing, shows_own)] == expected
+        ([1], False, [of_1] * 3),
+        ([1], True, [of_1, "of 1 0", of_1]),
+        ([0], True, ["of 0 OSError('of 0')", of_0, of_0]),
+    ):
+        assert pool.run(3, outcomes, failing, shows_own) == expected

@@ -1,6 +1,6 @@
-"""Sums and gathers are right, whoever carries them: between any ranks, of any parts and dtypes, many under way at once.
+"""Sums and gathers are right for any carrier, topology, bounds and dtype, with many in flight at once.
 
-What is drawn is drawn from a seed, which a failure names beside the number of the exchange.
+Exchanges are drawn from a seed. A failure names the seed and the number of the exchange.
 """
 
 import os
@@ -33,23 +33,22 @@ from tests.accounting import StepTraffic, step_traffic, traffic_of
 from tests.comparing import assert_same, distance
 from tests.distributed.engines import adamw, backward, perceptron
 from tests.pool import RankPool
-from tests.slow import slow_unless
 
 CPU = torch.device("cpu")
 EXCHANGES = 12
 MANY = mock.patch.object(backends, "MOST_BY_PAIRS", 4)
-"""Within it five ranks are many."""
+"""Within it, five ranks take the collectives of many."""
 
 
 class Carrier(NamedTuple):
-    """Who carries chunks between which ranks.
+    """Collectives, and the ranks between which they are tried.
 
     Attributes:
-        kind: What carries equal parts.
+        kind: The class that carries equal parts.
         nodes: The node of every rank.
-        choice: Who shares a copy of what is sharded.
-        is_chosen: Whether CPU ranks have it carry equal parts, and messages bring unequal ones to their owners. Else it
-            carries all parts by itself, as on GPUs.
+        choice: The ``shard_group``.
+        is_chosen: Whether CPU ranks get it by default, with messages for unequal parts. Else it carries all parts by
+            itself, as on GPUs.
     """
 
     kind: type[Collectives]
@@ -71,26 +70,23 @@ class Carrier(NamedTuple):
 
     @property
     def sums_by_node(self) -> bool:
-        """Whether the sum of a node travels to others, in the dtype of gradients."""
+        """Whether the sum of a node is sent to others, in the dtype of gradients."""
         return self.kind is TwoLevelCollectives
 
     @property
     def sums_in_rank_order(self) -> bool:
-        """Whether sums are, to the last bit, those in the order of the ranks, however a buffer is cut."""
+        """Whether sums are made in the order of the ranks, to the last bit, for any bounds."""
         return self.kind in (LocalCollectives, PairwiseCollectives)
 
-    def made(self, group: dist.ProcessGroup) -> Collectives:
-        if self.is_chosen:
-            return self.chosen(group)
-        if self.kind is GroupedNativeCollectives:
-            return backends._grouped_native(group, CPU, self.topology, self.groups)
-        return self.kind(group, self.topology)
-
-    def chosen(self, group: dist.ProcessGroup) -> Collectives:
+    def make(self, group: dist.ProcessGroup) -> Collectives:
+        if not self.is_chosen:
+            if self.kind is GroupedNativeCollectives:
+                return backends._grouped_native(group, CPU, self.topology, self.groups)
+            return self.kind(group, self.topology)
         with MANY if self.kind is WideningCollectives else nullcontext():
-            made = backends.make_collectives(group, CPU, self.topology, self.groups)
-        assert type(getattr(made, "even", made)) is self.kind
-        return made
+            chosen = backends.make_collectives(group, CPU, self.topology, self.groups)
+        assert type(getattr(chosen, "even", chosen)) is self.kind
+        return chosen
 
 
 GROUPED: list[tuple[str, Any]] = [("aaaa", 2), ("abab", 1), ("abba", "node"), ("aaabbb", 2), ("ababab", "node")]
@@ -124,18 +120,18 @@ DTYPES = [
     (torch.complex64, torch.complex64),
     (torch.complex64, torch.complex128),
 ]
-"""What travels, and what it is summed in."""
+"""The dtype of the buffer, and that of the sum."""
 
 
 class Exchange(NamedTuple):
-    """One exchange, as all ranks have drawn it."""
+    """One exchange, the same on all ranks."""
 
     number: int
     bounds: Sequence[int]
     narrow: torch.dtype
     wide: torch.dtype
     is_exact: bool
-    """Whether sums are the same in whatever order they are made."""
+    """Whether sums do not depend on their order."""
 
     @classmethod
     def drawn(cls, draw: random.Random, number: int, shards: int) -> "Exchange":
@@ -148,10 +144,9 @@ class Exchange(NamedTuple):
         return cls(number, bounds, *draw.choice(DTYPES), draw.random() < 0.7)
 
     def given(self, rank: int, seed: int) -> Tensor:
-        """What a rank gives to a sum.
+        """The buffer of a rank: small integers, or real numbers if sums may depend on their order.
 
-        Small integers; where sums are made in another dtype, rank 0 gives a number to which they cannot be added in the
-        dtype that travels. Where sums may depend on their order, real numbers.
+        If sums are made in a wider dtype, rank 0 gives a number to which integers cannot be added in the narrow one.
         """
         generator = torch.Generator().manual_seed(10_000 * seed + 100 * self.number + rank)
         numel = self.bounds[-1]
@@ -163,11 +158,11 @@ class Exchange(NamedTuple):
         return (values * (1 + 0.5j) if self.narrow.is_complex else values).to(self.narrow)
 
     def total(self, carrier: Carrier, seed: int) -> Tensor:
-        """What the sum of all ranks is to be."""
+        """The expected sum over all ranks."""
         wide = [self.given(rank, seed).to(self.wide) for rank in range(len(carrier.nodes))]
         if not carrier.sums_by_node:
             return sum_of(wide)
-        # Each rank sums up an equal part. Those of its own node come unrounded.
+        # Each rank sums an equal part. The sum of its own node is not rounded.
         by_rank = [torch.tensor_split(one, len(carrier.nodes)) for one in wide]
         return torch.cat([self._total_of_part(carrier, rank, by_rank) for rank in range(len(carrier.nodes))])
 
@@ -191,7 +186,7 @@ def exchanged(carrier: Carrier, seed: int, groups: ProcessGroups | None = None) 
     """Checks what comes of some exchanges; returns this rank's sums by number where their order may matter."""
     groups, rank = groups or process_groups(), dist.get_rank()
     draw, of_rank = random.Random(seed), random.Random(1000 * seed + rank)
-    by_gradients, by_parameters = carrier.made(groups.gradients), carrier.made(groups.parameters)
+    by_gradients, by_parameters = carrier.make(groups.gradients), carrier.make(groups.parameters)
     by_gradients.connect(CPU)
     by_parameters.connect(CPU, reduces=False)
     place, under_way = by_gradients.place, []
@@ -247,36 +242,39 @@ def traffic(carrier: Carrier, exchanges: Sequence[Exchange]) -> StepTraffic:
     return step_traffic(leaving, rank, carrier.topology, narrow, wide, carrier.groups, carrier.is_native)
 
 
-def exchanged_and_alike(pool: RankPool, name: str, seed: int, function: Any = exchanged) -> None:
-    carrier = CARRIERS[name]
-    sums = pool.run(len(carrier.nodes), function, carrier, seed)
+def exchanged_by(names: Sequence[str], seeds: Sequence[int], on_demand: bool = False) -> dict[Any, dict[int, Tensor]]:
+    found = {}
+    for name in names:
+        groups = None
+        if on_demand:
+            # As in a large world: two ranks are connected at their first message. No other test has this timeout.
+            with mock.patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
+                groups = process_groups(timedelta(seconds=100 + list(CARRIERS).index(name)))
+        found |= {(name, seed): exchanged(CARRIERS[name], seed, groups) for seed in seeds}
+    return found
+
+
+def check_exchanges(pool: RankPool, names: Sequence[str], seeds: Sequence[int], on_demand: bool = False) -> None:
+    sums = pool.run(len(CARRIERS[names[0]].nodes), exchanged_by, names, seeds, on_demand)
     for rank, found in enumerate(sums):
-        # To the last bit: what is stepped by it must stay the same in all groups.
-        assert_same(found, sums[carrier.groups.holders(rank)[0]])
+        for name, seed in found:
+            # To the last bit: copies of the state must stay the same in all groups.
+            holder = CARRIERS[name].groups.holders(rank)[0]
+            assert_same(found[name, seed], sums[holder][name, seed])
 
 
-@pytest.mark.parametrize("seed", slow_unless(lambda seed: seed == 0, range(6)))
-@pytest.mark.parametrize(("name", "world_size"), [(name, len(carrier.nodes)) for name, carrier in CARRIERS.items()])
-def test_sums_and_gathers_are_right_and_sent_as_counted(pool: RankPool, name: str, world_size: int, seed: int) -> None:
-    exchanged_and_alike(pool, name, seed)
+@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=["one", "more"])
+@pytest.mark.parametrize("world_size", range(1, 7))
+def test_sums_and_gathers_are_right_and_sent_as_counted(
+    pool: RankPool, world_size: int, seeds: tuple[int, ...]
+) -> None:
+    check_exchanges(pool, [name for name, one in CARRIERS.items() if len(one.nodes) == world_size], seeds)
 
 
-def exchanged_on_demand(carrier: Carrier, seed: int) -> dict[int, Tensor]:
-    """As in a large world: ranks are connected when they first have something to say to each other."""
-    with mock.patch.dict(os.environ, {"TORCH_GLOO_LAZY_INIT": "1"}):
-        # No other test has groups of this timeout.
-        groups = process_groups(timedelta(seconds=100 + list(CARRIERS.values()).index(carrier)))
-    return exchanged(carrier, seed, groups)
-
-
-QUICK_ON_DEMAND = ("groups of 2 aaabbb", "Gloo's, of 5")
-
-
-@pytest.mark.parametrize(
-    "name", slow_unless(QUICK_ON_DEMAND.__contains__, [name for name in CARRIERS if "native" not in name])
-)
-def test_ranks_that_connect_on_demand_do_not_wait_for_each_other(pool: RankPool, name: str) -> None:
-    exchanged_and_alike(pool, name, 0, exchanged_on_demand)
+@pytest.mark.parametrize("world_size", [5, pytest.param(6, marks=pytest.mark.slow)])
+def test_ranks_that_connect_on_demand_do_not_wait_for_each_other(pool: RankPool, world_size: int) -> None:
+    names = [name for name, one in CARRIERS.items() if len(one.nodes) == world_size and "native" not in name]
+    check_exchanges(pool, names, (0,), on_demand=True)
 
 
 def trained(carrier: Carrier, steps: int = 4) -> list[Tensor]:
@@ -303,14 +301,14 @@ def trained(carrier: Carrier, steps: int = 4) -> list[Tensor]:
     return parameters
 
 
-@pytest.mark.parametrize("name", ["pairs on unequal nodes", "two levels ababab", "Gloo's, of 6 on nodes"])
-def test_trainings_are_the_same_up_to_rounding(pool: RankPool, name: str) -> None:
-    carrier = CARRIERS[name]
+def test_trainings_are_the_same_up_to_rounding(pool: RankPool) -> None:
     expected = pool.run(6, trained, Carrier(PairwiseCollectives, "aaaaaa"))[0]
-    found = pool.run(6, trained, carrier)
-    for parameters in found:
-        assert distance(parameters, expected) <= (0 if carrier.sums_in_rank_order else 1e-5)
-        assert distance(parameters, found[0]) == 0
+    for name in ("pairs on unequal nodes", "two levels ababab", "Gloo's, of 6 on nodes"):
+        carrier = CARRIERS[name]
+        found = pool.run(6, trained, carrier)
+        for parameters in found:
+            assert distance(parameters, expected) <= (0 if carrier.sums_in_rank_order else 1e-5)
+            assert distance(parameters, found[0]) == 0
 
 
 def on_a_gpu() -> str:
@@ -324,14 +322,10 @@ def test_a_group_that_sends_from_the_host_is_refused_on_a_gpu(pool: RankPool) ->
         assert "process_group_backend='gloo'" in message and "`ddp`" in message
 
 
-@pytest.mark.parametrize(
-    ("nodes", "a_node", "choice", "widens"),
-    [(8, 8, "all", True), (8, 8, 32, True), (8, 8, "node", False), (1, 8, "all", False), (64, 1, "all", False)],
-)
-def test_gradients_in_16_bits_are_widened_where_rings_cross_nodes_of_several_gpus(
-    nodes: int, a_node: int, choice: Any, widens: bool
-) -> None:
-    topology = Topology.of([node for node in range(nodes) for _ in range(a_node)])
-    groups = ShardGroups.chosen(choice, topology)
-    assert backends._native(groups, topology).widens is widens
-    assert backends._native(groups, None).widens is False
+def test_gradients_in_16_bits_are_widened_if_rings_cross_nodes_of_several_gpus() -> None:
+    rows = ((8, 8, "all", True), (8, 8, 32, True), (8, 8, "node", False), (1, 8, "all", False), (64, 1, "all", False))
+    for nodes, on_node, choice, widens in rows:
+        topology = Topology(tuple(rank // on_node for rank in range(nodes * on_node)))
+        groups = ShardGroups.chosen(choice, topology)
+        assert backends._native(groups, topology).widens is widens
+        assert backends._native(groups, None).widens is False

@@ -1,4 +1,4 @@
-"""Who is missing, as told by the store of the process group."""
+"""Ranks that are missing, found by the store of the process group."""
 
 import time
 from datetime import timedelta
@@ -15,25 +15,24 @@ from lightning_parstrat.distributed.comm.liveness import (
 from tests.pool import RankPool
 
 SHORT, LONG = timedelta(seconds=1.5), timedelta(seconds=60)
-"""How long ranks wait for one that does not come; and for one that does, which a busy machine may hold up."""
+"""How long ranks wait for one that does not come, and for one that does, on a busy machine."""
 
 
-def who_is_missing(name: str, comes: list[str]) -> list[int] | None:
-    """Each rank comes soon, a little later, never, or when nobody waits for it any more."""
-    liveness = Liveness(name)
-    when = comes[dist.get_rank()]
+def missing(name: str, when: list[str]) -> list[int] | None:
+    """Each rank comes soon, a little later, never, or after the others have given up."""
+    liveness, own = Liveness(name), when[dist.get_rank()]
     dist.barrier()
-    if when == "never":
+    if own == "never":
         return None
-    if when == "later":
+    if own == "later":
         time.sleep(0.1)
-    if when == "too late":
+    if own == "too late":
         liveness._store.wait(["test/1/missing"], LONG)
-    return liveness.missing("test", LONG if "later" in comes else SHORT)
+    return liveness.missing("test", LONG if "later" in when else SHORT)
 
 
 @pytest.mark.parametrize(
-    ("comes", "expected"),
+    ("when", "expected"),
     [
         (["soon", "later", "soon"], [[], [], []]),
         (["soon", "never", "soon"], [[1], None, [1]]),
@@ -42,12 +41,12 @@ def who_is_missing(name: str, comes: list[str]) -> list[int] | None:
     ],
 )
 def test_those_that_do_not_come_are_missing(
-    pool: RankPool, comes: list[str], expected: list[list[int] | None], request: pytest.FixtureRequest
+    pool: RankPool, when: list[str], expected: list[list[int] | None], request: pytest.FixtureRequest
 ) -> None:
-    assert pool.run(3, who_is_missing, request.node.name, comes) == expected
+    assert pool.run(3, missing, request.node.name, when) == expected
 
 
-def meets_twice(name: str) -> list[list[int]]:
+def called_several_times(name: str) -> list[list[int]]:
     found = [Liveness(f"{name} {attempt}").missing("test", LONG) for attempt in range(2)]
     liveness = Liveness(name)
     if dist.get_rank() == 0:
@@ -55,16 +54,15 @@ def meets_twice(name: str) -> list[list[int]]:
     return [*found, liveness.missing("test", LONG), liveness.missing("test", LONG)]
 
 
-def test_calls_are_told_apart(pool: RankPool) -> None:
-    assert pool.run(2, meets_twice, "twice") == [[[], [], [], []]] * 2
+def test_calls_of_different_occasions_are_not_mixed_up(pool: RankPool) -> None:
+    assert pool.run(2, called_several_times, "several") == [[[], [], [], []]] * 2
 
 
 def failing(name: str, absent: int | None) -> str:
-    liveness = Liveness(name)
     if dist.get_rank() == absent:
         return "absent"
     try:
-        with missing_ranks_named(liveness, "Saving a.ckpt"):
+        with missing_ranks_named(Liveness(name), "Saving a.ckpt"):
             raise RuntimeError("Connection closed by peer")
     except MissingRanksError as error:
         return f"{error} <- {error.__cause__}"
@@ -73,25 +71,20 @@ def failing(name: str, absent: int | None) -> str:
 
 
 @pytest.mark.slow
-def test_an_error_names_who_is_missing(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    everybody = pool.run(2, failing, "nobody", None)
-    assert everybody == ["Connection closed by peer"] * 2
+def test_an_error_names_who_is_missing(pool: RankPool) -> None:
+    assert pool.run(2, failing, "nobody", None) == ["Connection closed by peer"] * 2
     found, _ = pool.run(2, failing, "one", 1)
-    assert found.startswith("Saving a.ckpt: rank 1 did not take part.") and found.endswith(
-        "<- Connection closed by peer"
-    )
+    assert found.startswith("Saving a.ckpt: rank 1 did not take part.")
+    assert found.endswith("<- Connection closed by peer")
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
+def test_errors_of_collectives_are_known() -> None:
+    for error, expected in (
         (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:35512"), True),
         (RuntimeError("Timed out waiting 15000ms for recv operation to complete"), True),
         (dist.DistBackendError("NCCL error"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("timed out"), False),
         (MissingRanksError("barrier"), False),
-    ],
-)
-def test_errors_of_collectives_are_known(error: Exception, expected: bool) -> None:
-    assert is_of_a_collective(error) is expected
+    ):
+        assert is_of_a_collective(error) is expected, error

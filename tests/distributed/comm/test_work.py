@@ -1,4 +1,4 @@
-"""What is in flight: who completes it, and who learns of its failure."""
+"""Work in flight: which thread completes it, and which thread learns of its failure."""
 
 import gc
 import subprocess
@@ -18,21 +18,21 @@ from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThre
 from tests.pool import RankPool
 
 
-@pytest.mark.parametrize("how", ["waits", "asks", "hands over"])
-def test_who_waits_completes_it_and_a_thread_what_nobody_waits_for(how: str) -> None:
-    by: list[str] = []
-    work = SeenThrough(lambda: by.append(threading.current_thread().name), ExchangeThread("sees through"))
-    while how == "asks" and not work.is_completed():
-        pass
-    if how == "hands over":
-        work.hand_over()
-    for _ in range(2):
-        work.wait()
-        assert work.is_completed()
-    assert by == [threading.current_thread().name if how == "waits" else "sees through"]
+def test_the_waiting_thread_completes_work_unless_it_was_handed_over() -> None:
+    for how, expected in (("waits", "MainThread"), ("asks", "test"), ("hands over", "test")):
+        completed_by: list[str] = []
+        work = SeenThrough(lambda by=completed_by: by.append(threading.current_thread().name), ExchangeThread("test"))
+        while how == "asks" and not work.is_completed():
+            pass
+        if how == "hands over":
+            work.hand_over()
+        for _ in range(2):
+            work.wait()
+            assert work.is_completed()
+        assert completed_by == [expected]
 
 
-def test_who_waits_learns_of_the_failure_in_the_thread() -> None:
+def test_every_wait_raises_what_failed_in_the_thread() -> None:
     def fail() -> None:
         raise OSError("connection closed by peer")
 
@@ -48,7 +48,7 @@ def test_who_waits_learns_of_the_failure_in_the_thread() -> None:
 
 
 def wait_for_a_rank_that_is_gone(parts_differ: bool) -> tuple[list[str], float]:
-    """What a rank is told that waits twice, and how long the second time takes."""
+    """Errors of a rank that waits twice, and how long the second wait takes."""
     rank, launched = dist.get_rank(), torch.zeros(1)
     group = process_groups().gradients
     collectives = make_collectives(group, torch.device("cpu")) if parts_differ else PairwiseCollectives(group)
@@ -76,7 +76,7 @@ def wait_for_a_rank_that_is_gone(parts_differ: bool) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("parts_differ", [False, True])
-def test_waiting_again_for_a_rank_that_is_gone_fails_at_once(own_pool: RankPool, parts_differ: bool) -> None:
+def test_a_second_wait_for_a_rank_that_is_gone_fails_at_once(own_pool: RankPool, parts_differ: bool) -> None:
     for errors, seconds in own_pool.run(3, wait_for_a_rank_that_is_gone, parts_differ)[:2]:
         assert len(errors) == 2 and errors[0] in errors[1] and seconds < 5.0
 
@@ -98,7 +98,7 @@ del parts
 
 @pytest.mark.slow
 def test_a_program_that_ends_right_after_a_collective_succeeds(tmp_path: Path) -> None:
-    """Without our care about a fifth of such programs abort, so that a few tries show it."""
+    """Without the pause at exit about a fifth of such programs abort, so that a few attempts show it."""
     script = tmp_path / "program.py"
     script.write_text(ENDS_WITH_A_COLLECTIVE)
     for attempt in range(4):

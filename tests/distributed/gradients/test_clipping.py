@@ -153,7 +153,7 @@ def assert_gradients(trained: Trained, expected: list[nn.Parameter], tolerance: 
 
 
 def clips_as_torch(arrangement: str) -> list[float]:
-    """The norms as this rank has them."""
+    """The norms on this rank."""
     norms = []
     for norm_type in NORM_TYPES:
         trained = ARRANGEMENTS[arrangement]()
@@ -169,7 +169,7 @@ def clips_as_torch(arrangement: str) -> list[float]:
         with_elements = [parameter for parameter in expected if parameter.numel()]
         max_norm = 0.6 * float(norm)
         reference = nn.utils.clip_grad_norm_(with_elements, max_norm, norm_type)
-        # The mean over ranks is rounded to bfloat16 where shards are.
+        # The mean over ranks is rounded to bfloat16 if shards are.
         tolerance = 1e-3 if "no master" in arrangement else 1e-5
         torch.testing.assert_close(norm.double(), reference, rtol=tolerance, atol=0)
         coefficient = scale_to_norm(gradients, norm, max_norm)
@@ -184,9 +184,9 @@ def clips_as_torch(arrangement: str) -> list[float]:
     return norms
 
 
-def spoiled(arrangement: str) -> None:
-    """What is not finite on one rank shows on all, and scales as torch's: it makes all gradients NaN, or 0."""
-    for norm_type, value in product(NORM_TYPES, (math.nan, math.inf, -math.inf)):
+def check_not_finite(arrangement: str) -> None:
+    """A gradient of one rank that is not finite shows on all, and scales all gradients to NaN or 0, as in torch."""
+    for norm_type, value in product(NORM_TYPES, (math.nan, -math.inf)):
         trained = ARRANGEMENTS[arrangement]()
         gradients = step_gradients(trained.optimizers)
         # On the last rank that counts any.
@@ -201,51 +201,21 @@ def spoiled(arrangement: str) -> None:
         assert coefficient.isnan() if math.isnan(value) else coefficient == 0.0
 
 
-@pytest.mark.parametrize(
-    ("arrangement", "world_size"),
-    [
-        *((name, (4 if "groups" in name else 3) if name in IN_SHARDS else 2) for name in ARRANGEMENTS),
-        ("shards", 1),
-        ("shards", 2),
-        ("shard groups", 3),
-    ],
-)
-def test_wherever_gradients_are_they_are_clipped_as_torch_clips_the_whole(
-    pool: RankPool, world_size: int, arrangement: str
-) -> None:
-    norms = pool.run(world_size, clips_as_torch, arrangement)
-    if arrangement in IN_SHARDS:
-        # To the last bit: what ranks clip by different factors would drift apart.
-        assert norms == [norms[0]] * world_size
-    pool.run(world_size, spoiled, arrangement)
+def norms_of_all(arrangements: Sequence[str]) -> dict[str, list[float]]:
+    for name in arrangements:
+        check_not_finite(name)
+    return {name: clips_as_torch(name) for name in arrangements}
 
 
-def clips_each_alone() -> None:
-    """By the norm of one optimizer's gradients, whoever else has some; those below the limit are not touched."""
-    trained = in_shards(slice(3), slice(3, None))
-    expected = whole(trained.module)
-    # One of the first three has no gradient.
-    parts = (expected[:2], expected[2:])
-    for optimizer, parameters, max_norm in zip(trained.optimizers, parts, (0.5, 1e9), strict=True):
-        norm = clip_gradients_by_norm(optimizer, max_norm, 1.0)
-        assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(parameters, max_norm, 1.0)), rel=1e-5)
-    assert_gradients(trained, expected)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_optimizers_gradients_can_be_clipped_by_themselves(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, clips_each_alone)
-
-
-def measures_on_one_rank() -> None:
-    if dist.get_rank() == 1:
-        trained = on_every_rank(ALL)
-        reference = nn.utils.get_total_norm([parameter.grad for parameter in whole(trained.module)])
-        assert float(clip_gradients_by_norm(trained.optimizers[0], 1.0)) == pytest.approx(float(reference))
-
-
-def test_a_rank_that_has_everything_asks_nobody(pool: RankPool) -> None:
-    pool.run(2, measures_on_one_rank, timeout=20.0)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_wherever_gradients_are_they_are_clipped_as_torch_clips_the_whole(pool: RankPool, world_size: int) -> None:
+    groups = [name for name in IN_SHARDS if "groups" in name]
+    others = [name for name in IN_SHARDS if "groups" not in name]
+    arrangements = {1: ["shards"], 2: ["shards", *ON_EVERY_RANK], 3: [*others, "shard groups"], 4: groups}[world_size]
+    by_rank = pool.run(world_size, norms_of_all, arrangements)
+    for norms in by_rank:
+        # To the last bit: parameters that ranks clip by different factors would differ.
+        assert all(norms[name] == by_rank[0][name] for name in arrangements if name in IN_SHARDS)
 
 
 class Passes(TorchDispatchMode):
@@ -278,7 +248,7 @@ def passes() -> list[list[str]]:
     found = []
     for arrangement, norm_type in product(LARGE, (1.0, 2.0, math.inf)):
         trained = LARGE[arrangement]()
-        # Waits for the reductions, and scales what they have left.
+        # Waits for the reductions, and scales their results.
         gradients = step_gradients(trained.optimizers)
         with Passes(sum(gradient.numel() for gradient in gradients.stepped)) as mode:
             clip_gradients_by_norm(trained.optimizers[0], 0.5, norm_type)
@@ -286,12 +256,20 @@ def passes() -> list[list[str]]:
     return found
 
 
-def test_clipping_reads_gradients_once_and_writes_them_once(pool: RankPool) -> None:
-    for found in pool.run(2, passes):
-        assert found == [["aten._foreach_norm", "aten._foreach_mul_"]] * 12
-
-
-def who_has_gradients() -> list[list[bool]]:
+def check_single_optimizers() -> list[list[bool]]:
+    """Clips each optimizer by itself; a rank with whole gradients alone; returns which optimizers have gradients."""
+    trained = in_shards(slice(3), slice(3, None))
+    expected = whole(trained.module)
+    # One of the first three has no gradient. Below the limit nothing changes.
+    parts = (expected[:2], expected[2:])
+    for optimizer, parameters, max_norm in zip(trained.optimizers, parts, (0.5, 1e9), strict=True):
+        norm = clip_gradients_by_norm(optimizer, max_norm, 1.0)
+        assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(parameters, max_norm, 1.0)), rel=1e-5)
+    assert_gradients(trained, expected)
+    if dist.get_rank() == 0:
+        alone = on_every_rank(ALL)
+        reference = nn.utils.get_total_norm([parameter.grad for parameter in whole(alone.module)])
+        assert float(clip_gradients_by_norm(alone.optimizers[0], 1.0)) == pytest.approx(float(reference))
     module = network()
     # All of the second optimizer's gradients fit one rank.
     optimizers = [sgd(list(module)[:2]), sgd(list(module)[2:3]), sgd([nn.Parameter(torch.ones(2))])]
@@ -308,6 +286,10 @@ def who_has_gradients() -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_all_ranks_know_whether_an_optimizer_has_gradients(pool: RankPool, world_size: int) -> None:
+def test_each_optimizer_is_clipped_by_itself_in_two_passes(pool: RankPool, world_size: int) -> None:
     expected = [[False, False, False], [True, True, False], [False, True, True]]
-    assert pool.run(world_size, who_has_gradients) == [expected] * world_size
+    # Ranks that wait for one that asks nothing are found soon.
+    assert pool.run(world_size, check_single_optimizers, timeout=40.0) == [expected] * world_size
+    if world_size > 1:
+        for found in pool.run(world_size, passes):
+            assert found == [["aten._foreach_norm", "aten._foreach_mul_"]] * 12

@@ -1,9 +1,9 @@
-"""Weights of micro-batches: the mean they make, what ranks ask of each other for it, and errors that none waits for."""
+"""Weights of micro-batches: their total over ranks, the messages that it takes, and errors that come on all ranks."""
 
 import copy
 import math
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.process_groups import process_groups
@@ -47,15 +46,8 @@ class Weighed:
         return self.weights.total()
 
 
-class Step(NamedTuple):
-    """What micro-batches' losses are multiplied by, and the total; messages after every micro-batch and the total."""
-
-    factors: list[Any]
-    total: tuple[float, float]
-    sent: list[int]
-
-
-def weigh(steps: Steps) -> list[Step]:
+def weigh(steps: Steps) -> list[tuple[list[Any], tuple[float, float], list[int]]]:
+    """Of each step: the factors of losses, the total, and the messages sent after every micro-batch and the total."""
     weighed, found = Weighed(), []
     weights, rank = weighed.weights, dist.get_rank()
     for step in steps:
@@ -65,48 +57,25 @@ def weigh(steps: Steps) -> list[Step]:
             factors.append(weights.add(number, micro_batch[rank]))
             sent.append(weighed.sent)
         total = tuple(weighed.total())
-        found.append(Step(factors, total, [*sent, weighed.sent]))
+        found.append((factors, total, [*sent, weighed.sent]))
     assert weights.used
     return found
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_factors_are_weights_over_a_shared_reference_and_the_total_is_over_all_ranks(
-    pool: RankPool, world_size: int
-) -> None:
-    generator = torch.Generator().manual_seed(world_size)
-    steps = [
-        (torch.rand(micro_batches, world_size, generator=generator, dtype=torch.float64) * size).tolist()
-        for micro_batches, size in ((3, 10.0), (3, 4000.0), (1, 0.01), (2, 1.0))
-    ]
-    per_step = [[weight for micro_batch in step for weight in micro_batch] for step in steps]
-    # The first step goes by what the ranks' first micro-batches weigh, others by the step before.
-    means = [sum(steps[0][0]) / world_size, *(sum(weights) / len(weights) for weights in per_step[:-1])]
-    for rank, found in enumerate(pool.run(world_size, weigh, steps)):
-        sent = 0
-        for number, (step, taken) in enumerate(zip(steps, found, strict=True)):
-            reference = reference_weight(means[number])
-            assert taken.factors == [micro_batch[rank] / reference for micro_batch in step]
-            assert taken.total == (pytest.approx(sum(per_step[number]), rel=1e-14), reference)
-            first = sent + int(number == 0 and world_size > 1)
-            sent = first + int(world_size > 1)
-            assert taken.sent == [first] * len(step) + [sent]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_reference_is_agreed_on_as_soon_as_anything_weighs(pool: RankPool, world_size: int) -> None:
+def test_the_reference_is_agreed_on_once_and_then_follows_the_totals(pool: RankPool, world_size: int) -> None:
     nothing, something = [0] * world_size, [0] * (world_size - 1) + [48 * world_size]
     # Nothing in the first step, and not at first in the second.
     steps = [[nothing, nothing], [nothing, something, something], [something]]
     for rank, (first, second, third) in enumerate(pool.run(world_size, weigh, steps)):
         own = something[rank]
-        assert (first.factors, first.total[0]) == ([0.0, 0.0], 0.0)
-        assert (second.factors, second.total) == ([0.0, own / 64, own / 64], (96 * world_size, 64.0))
+        assert (first[0], first[1][0]) == ([0.0, 0.0], 0.0)
+        assert second[:2] == ([0.0, own / 64, own / 64], (96 * world_size, 64.0))
         # What two of three micro-batches weigh on average.
-        assert (third.factors, third.total) == ([own / 32], (48 * world_size, 32.0))
+        assert third[:2] == ([own / 32], (48 * world_size, 32.0))
         if world_size > 1:
-            # It is asked for by every micro-batch until it is known, and by none after that.
-            assert [first.sent, second.sent, third.sent] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
+            # Each micro-batch asks for it until it is known, and none after that.
+            assert [first[2], second[2], third[2]] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
 
 
 KINDS = (
@@ -123,28 +92,27 @@ KINDS = (
 )
 
 
-def weigh_all_kinds() -> list[Step]:
-    return [step for weight in KINDS for step in weigh([[[weight, 5], [5, weight]]])]
+def weigh_all_kinds() -> list[tuple[list[Any], tuple[float, float]]]:
+    return [step[:2] for weight in KINDS for step in weigh([[[weight, 5], [5, weight]]])]
 
 
 def test_whatever_is_a_number_is_a_weight(pool: RankPool) -> None:
     for rank, steps in enumerate(pool.run(2, weigh_all_kinds)):
-        for weight, step in zip(KINDS, steps, strict=True):
-            value = float(weight)
-            reference = reference_weight((value + 5) / 2)
-            assert step.factors == [value / reference, 5 / reference][:: 1 - 2 * rank], weight
+        for weight, (factors, total) in zip(KINDS, steps, strict=True):
+            # The reference of means of 3 and 4 is 4.
+            assert factors == [float(weight) / 4, 5 / 4][:: 1 - 2 * rank], weight
             # Nothing of the user's is kept, nor multiplied into the loss.
-            assert {type(factor) for factor in step.factors} == {float}, weight
-            assert step.total == (2 * (value + 5), reference), weight
+            assert {type(factor) for factor in factors} == {float}, weight
+            assert total[0] == 2 * (float(weight) + 5), weight
 
 
-def replaced_and_forgotten() -> None:
+def check_windows() -> None:
     weighed = Weighed()
     weights, ranks, rank = weighed.weights, dist.get_world_size(), dist.get_rank()
     assert not weights.used
     assert weights.add(1, 4) == 1.0
     assert weights.used
-    # A closure evaluated again, with another batch even.
+    # A closure evaluated again, even with another batch, replaces its weight.
     assert weights.add(2, 100 * rank) == 25 * rank
     assert weights.add(2, 12) == 3.0
     assert weighed.total() == (16 * ranks, 4.0)
@@ -153,10 +121,10 @@ def replaced_and_forgotten() -> None:
     assert weights.add(1, 2) == 0.25
     assert weighed.total() == (2 * ranks, 8.0)
     weights.begin_window()
-    # A step to which this rank adds nothing, nor another.
+    # A step without a weight on any rank.
     assert weighed.total() == (0.0, 2.0)
     assert weights.reference == 2.0
-    # A weight that is later than the message, or that no message has told of, is told by the total.
+    # A weight that comes after the message, or without one, has the total send another.
     for launches in (True, False):
         weights.begin_window()
         weights.add(0, 1.0)
@@ -168,7 +136,7 @@ def replaced_and_forgotten() -> None:
         assert weighed.messages.launched == before + 1 + launches
 
 
-def never_weighed() -> None:
+def check_no_weights() -> None:
     weighed = Weighed()
     for number in range(5):
         weighed.weights.begin_window()
@@ -176,7 +144,7 @@ def never_weighed() -> None:
         assert not weighed.weights.used
         # Asked once and never again.
         assert weighed.sent == int(dist.get_world_size() > 1)
-    # One that appears later is an error where it does, and nobody waits.
+    # One that appears later is an error there, and no rank waits.
     if dist.get_rank() == 0:
         with pytest.raises(InconsistentWeightsError, match="returned a `loss_weight` now and none before"):
             weighed.weights.add(1, 1.0)
@@ -185,8 +153,8 @@ def never_weighed() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_windows_by_hand(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, replaced_and_forgotten)
-    pool.run(world_size, never_weighed, timeout=SOON)
+    pool.run(world_size, check_windows)
+    pool.run(world_size, check_no_weights, timeout=SOON)
 
 
 def failure(steps: Steps) -> tuple[str, str]:
@@ -215,7 +183,7 @@ BEFORE = "`training_step` returned a `loss_weight` before and none now. Return i
 INVALID = "rank 1: Invalid loss_weight: "
 # Weights, where the error comes, and how it begins on both ranks, or a part of it on each.
 FAILURES: list[tuple[Steps, str, tuple[str, str]]] = [
-    # The ranks meet at the very first micro-batch, and then once per step.
+    # Ranks agree at the very first micro-batch, and then once per step.
     *(([[[2, bad], [2, 2]]], "step 0, micro-batch 0", (INVALID, INVALID)) for bad in NO_WEIGHTS),
     *(([[[2, 2], [2, 2]], [[2, bad], [2, 2]]], "step 1, total", (INVALID, INVALID)) for bad in NO_WEIGHTS),
     *(
@@ -300,18 +268,19 @@ def test_gradients_without_weight_must_be_finite(pool: RankPool, world_size: int
             assert ("`mask.sum().clamp(min=1)`" in message) == wrong == bool(message), case
 
 
-def waits_for_gradients(weight: Any) -> int:
-    weighed = Weighed()
-    parameter = nn.Parameter(torch.ones(3))
-    read = (lambda self, weight: OnDevice(weight, self)) if weight is None else LossWeights._read
-    with mock.patch.object(LossWeights, "_read", read), mock.patch.object(_Look, "is_finite") as asked:
-        for number in range(2):
-            weighed.weights.add(number, weight or 2.0, lambda: [parameter])
-            weighed.weights.end_backward()
-        weighed.total()
-    return asked.call_count
+def host_waits() -> list[int]:
+    """How often the host asks whether gradients are finite if all weights are positive, known to the host or not."""
+    found = []
+    for read in (LossWeights._read, lambda self, weight: OnDevice(weight, self)):
+        weighed, parameter = Weighed(), nn.Parameter(torch.ones(3))
+        with mock.patch.object(LossWeights, "_read", read), mock.patch.object(_Look, "is_finite") as asked:
+            for number in range(2):
+                weighed.weights.add(number, 3.0, lambda parameter=parameter: [parameter])
+                weighed.weights.end_backward()
+            weighed.total()
+        found.append(asked.call_count)
+    return found
 
 
-def test_nobody_waits_for_gradients_where_everything_weighs(pool: RankPool) -> None:
-    for weight in (3.0, None):
-        assert pool.run(2, waits_for_gradients, weight) == [0, 0]
+def test_the_host_does_not_wait_for_gradients_that_have_weight(pool: RankPool) -> None:
+    assert pool.run(2, host_waits) == [[0, 0]] * 2

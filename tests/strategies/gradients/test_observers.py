@@ -1,4 +1,4 @@
-"""Hooks, callbacks and users see, and change, the gradients that DDP would show."""
+"""Hooks and callbacks see, and change, the gradients that DDP would show."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,17 +18,20 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import Recorder, ddp, largest_difference, make_trainer, train, zero1
 
-Seen = list[list[Tensor | None]]
 
-
-class Watcher(Callback):
-    """Looks wherever gradients can be seen."""
-
+class LooksAfterTheStep(Callback):
     def __init__(self) -> None:
-        self.seen: Seen = []
+        self.seen: list[list[Tensor | None]] = []
 
     def look(self, module: LightningModule) -> None:
         self.seen.append([None if p.grad is None else p.grad.detach().clone() for p in module.parameters()])
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        self.look(pl_module)
+
+
+class Watcher(LooksAfterTheStep):
+    """Looks in all hooks that can see gradients."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.look(pl_module)
@@ -39,19 +42,6 @@ class Watcher(Callback):
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         self.look(pl_module)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.look(pl_module)
-
-
-class LooksAfterTheStep(Callback):
-    """Nobody else has gradients shown."""
-
-    def __init__(self) -> None:
-        self.seen: Seen = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        self.seen.append([None if p.grad is None else p.grad.detach().clone() for p in pl_module.parameters()])
-
 
 class Noisy(zoo.MLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -59,13 +49,13 @@ class Noisy(zoo.MLP):
             parameter.grad.add_(0.01 * (index + 1))
 
 
-class Replacing(zoo.MLP):
+class Replaces(zoo.MLP):
+    """Replaces gradients, drops one and clears one."""
+
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
             parameter.grad = parameter.grad.sign() * 0.1
 
-
-class Dropping(zoo.MLP):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.net[0].weight.grad = None
         self.net[2].bias.grad.zero_()
@@ -94,7 +84,7 @@ class ByGradientLastSeen(zoo.MLP):
         return super().compute_loss(batch) * self.factor
 
 
-class ManualAccumulation(zoo.MLP):
+class ByModule(zoo.MLP):
     """Zeroes by the module, accumulates over two batches, clips by hand."""
 
     def build(self) -> None:
@@ -152,10 +142,8 @@ ROWS = {
     "convolutional": Row(zoo.Convolutional, Watcher, 3),
     "by hand": Row(zoo.Adversarial, Watcher),
     "after the step": Row(zoo.MLP, LooksAfterTheStep),
-    **{module.__name__: Row(module) for module in (OwnZeroing, Noisy, OwnStep)},
-    **{module.__name__: Row(module) for module in (ByGradientLastSeen, ManualAccumulation)},
-    "Replacing": Row(Replacing, None, 1),
-    "Dropping": Row(Dropping, None, 3),
+    **{module.__name__: Row(module) for module in (OwnZeroing, Noisy, OwnStep, ByGradientLastSeen, ByModule)},
+    "Replaces": Row(Replaces, None, 3),
 }
 
 
@@ -185,17 +173,8 @@ def test_what_a_user_sees_and_does_is_as_under_ddp(pool: RankPool, name: str) ->
         assert (seen >= 40) == (row.watch is not None)
 
 
-def compare_with_ddp(module: type[zoo.Zoo], expose: Any, reference: type[zoo.Zoo]) -> float:
-    return largest_difference(train(module, zero1(expose_gradients=expose)), train(reference, ddp()))
-
-
-def test_the_comparison_would_see_hidden_gradients(pool: RankPool) -> None:
-    with pytest.raises(AssertionError, match="NoneType"):
-        pool.run(2, compare_with_ddp, Noisy, False, Noisy)
-
-
 class OnDemand(zoo.MLP):
-    """Gradients are hidden; asked for, they can be read and changed."""
+    """Gradients are hidden; within ``full_gradients`` they can be read and changed."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         assert all(parameter.grad is None for parameter in self.parameters())
@@ -205,28 +184,30 @@ class OnDemand(zoo.MLP):
         assert all(parameter.grad is None for parameter in self.parameters())
 
 
+def others() -> list[float]:
+    """On demand, with an own plugin that clips, and with a callback on one rank alone."""
+    on_demand = train(OnDemand, zero1(expose_gradients=False))
+    own_plugin = train(zoo.MLP, zero1(expose_gradients="auto"), gradient_clip_val=0.1, precision=OwnPrecision())
+    watched = train(zoo.MLP, zero1(expose_gradients="auto"), callbacks=[Watcher()] if dist.get_rank() == 0 else [])
+    return [
+        largest_difference(on_demand, train(Noisy, ddp())),
+        largest_difference(own_plugin, train(zoo.MLP, ddp(), gradient_clip_val=0.05)),
+        largest_difference(watched, train(zoo.MLP, ddp())),
+    ]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_full_gradients_shows_them_on_demand(pool: RankPool, world_size: int) -> None:
-    assert worst(pool.run(world_size, compare_with_ddp, OnDemand, False, Noisy)) <= 2e-5
+def test_on_demand_own_plugins_and_one_rank_alone_are_as_under_ddp(own_pool: RankPool, world_size: int) -> None:
+    assert worst(own_pool.run(world_size, others)) <= 2e-5
 
 
-def clip_by_an_own_plugin() -> float:
-    actual = train(zoo.MLP, zero1(expose_gradients="auto"), gradient_clip_val=0.1, precision=OwnPrecision())
-    return largest_difference(actual, train(zoo.MLP, ddp(), gradient_clip_val=0.05))
+def train_with_hidden_gradients() -> None:
+    train(Noisy, zero1(expose_gradients=False))
 
 
-def test_a_precision_plugin_that_clips_by_itself_is_respected(pool: RankPool) -> None:
-    assert worst(pool.run(2, clip_by_an_own_plugin)) <= 2e-5
-
-
-def watch_on_rank_zero() -> float:
-    callbacks = [Watcher()] if dist.get_rank() == 0 else []
-    actual = train(zoo.MLP, zero1(expose_gradients="auto"), callbacks=callbacks)
-    return largest_difference(actual, train(zoo.MLP, ddp()))
-
-
-def test_a_callback_on_one_rank_only_does_not_part_the_ranks(own_pool: RankPool) -> None:
-    assert worst(own_pool.run(2, watch_on_rank_zero)) <= 2e-5
+def test_hidden_gradients_are_none(pool: RankPool) -> None:
+    with pytest.raises(AssertionError, match="NoneType"):
+        pool.run(2, train_with_hidden_gradients)
 
 
 class Averaging(Callback):
@@ -239,7 +220,7 @@ class Averaging(Callback):
         self.average.update_parameters(pl_module.net)
 
 
-def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[bool]:
+def are_visible_later(expose: Any, callbacks: list[Callback]) -> list[bool]:
     visible: list[bool] = []
 
     class Peek(zoo.MLP):
@@ -253,15 +234,21 @@ def gradients_after_backward(expose: Any, callbacks: list[Callback]) -> list[boo
     return visible[1:]
 
 
+def all_visible() -> list[list[bool]]:
+    return [
+        are_visible_later(expose, callbacks)
+        for expose, callbacks in (
+            ("auto", []),
+            (False, [Watcher()]),
+            ("auto", [Averaging()]),
+            (True, []),
+            ("auto", [LooksAfterTheStep()]),
+        )
+    ]
+
+
 def test_gradients_are_freed_unless_someone_may_look(pool: RankPool) -> None:
-    for expose, callbacks, visible in (
-        ("auto", [], False),
-        (False, [Watcher()], False),
-        (True, [], True),
-        ("auto", [LooksAfterTheStep()], True),
-        ("auto", [Averaging()], False),
-    ):
-        assert pool.run(2, gradients_after_backward, expose, callbacks) == [[visible]] * 2, (expose, callbacks)
+    assert pool.run(2, all_visible) == [[[False]] * 3 + [[True]] * 2] * 2
 
 
 class Histograms(zoo.MLP):

@@ -4,15 +4,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
 from tests.strategies.gradients.big_batch import Regression, Sample, flat, train_on_big_batches, windows_of
 from tests.strategies.gradients.poison import adamw, fused
-from tests.strategies.gradients.trainings import KINDS, WEIGHTS, by_pairs, fit, ranks_batches, strategy
+from tests.strategies.gradients.trainings import KINDS, WEIGHTS, by_pairs, ranks_batches, strategy
 from tests.strategies.parity import make_trainer, whole
 
 Windows = Sequence[Sequence[int]]
@@ -45,9 +43,9 @@ class Row(NamedTuple):
         windows: The batches of each step; by default whole windows, and a shorter one at the end of each epoch.
         truth: Arguments of the truth, beside those of clipping.
         loader: Makes the loader of a rank's batches.
-        skipped: How many steps are left out, of which rank 0 is told.
-        norm: ``"told"`` where the strategy knows that of the big batch, as where the Trainer clips by it; ``"another"``
-            where it was last asked for another; by default nobody has asked.
+        skipped: How many steps are left out, each with a warning of rank 0.
+        norm: ``"known"`` if the strategy knows that of the big batch, as it does if the Trainer clips by it;
+            ``"another"`` if it was last measured at another time; by default it is not measured.
         as_stock: Whether ``partial_window="lightning"`` trains as Lightning's ``ddp``.
     """
 
@@ -66,7 +64,7 @@ class Row(NamedTuple):
 
 
 class Steps(Regression):
-    """Gives None for a loss, or ends the first epoch, where it is told to. Batches are counted over epochs."""
+    """Returns None for a loss, or ends the first epoch, at given batches. They are counted over epochs."""
 
     def __init__(self, none_at: tuple[int, ...] = (), ends_at: int = -1, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -89,7 +87,7 @@ class Validated(Regression):
 
 
 class Endless(IterableDataset[Any]):
-    """Nobody is told how long it is."""
+    """Has no length."""
 
     def __init__(self, batches: Sequence[Sample]) -> None:
         self.batches = batches
@@ -102,20 +100,8 @@ def endless(batches: Sequence[Sample]) -> DataLoader[Any]:
     return DataLoader(Endless(batches), batch_size=None)
 
 
-KINDS_OF_WEIGHTS: tuple[Callable[[float], Any], ...] = (
-    float,
-    torch.tensor,
-    int,
-    lambda weight: torch.tensor([int(weight)]),
-    lambda weight: torch.tensor(weight, dtype=torch.bfloat16),
-    lambda weight: torch.tensor(weight, requires_grad=True) * 1,
-    numpy.float32,
-    numpy.array,
-)
-
-
 class Weighed(Regression):
-    """Weights of all kinds; others are shown the loss as the module made it."""
+    """Callbacks see the loss as the module returned it."""
 
     def __init__(self) -> None:
         super().__init__(weighted=True)
@@ -123,14 +109,14 @@ class Weighed(Regression):
     def training_step(self, batch: Sample, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)["loss"]
         self.log("loss", loss, on_step=True, on_epoch=False)
-        weight = KINDS_OF_WEIGHTS[batch_idx % len(KINDS_OF_WEIGHTS)](batch.weight)
+        weight = torch.tensor(batch.weight, requires_grad=True) * 1 if batch_idx % 2 else batch.weight
         return {"loss": loss, "loss_weight": weight, "extra": batch_idx}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end()
-        # Lightning hands on what it divides by the window's length.
-        handed_on = float(outputs["loss"]) * self.trainer.accumulate_grad_batches
-        assert handed_on == pytest.approx(float(self.trainer.callback_metrics["loss"]))
+        # Lightning divides it by the window's length.
+        shown = float(outputs["loss"]) * self.trainer.accumulate_grad_batches
+        assert shown == pytest.approx(float(self.trainer.callback_metrics["loss"]))
         assert outputs["extra"] == batch_idx
 
 
@@ -312,12 +298,12 @@ ROWS: dict[str, Row] = {
     "norm 3": Row({**BY_3, "gradient_clip_val": 0.03}, strategy={"norm_type": 3.0}),
     "largest element": Row({**BY_3, "gradient_clip_val": 0.03}, strategy={"norm_type": math.inf}, ranks=3),
     "norm not reached": Row({"gradient_clip_val": 100.0}, strategy={"nonfinite_grads": "raise"}, ranks=3),
-    "norm looked for": Row({}, strategy={"nonfinite_grads": "skip"}, norm="told"),
-    "value and norm": Row(VALUE, strategy={"nonfinite_grads": "skip"}, norm="told"),
+    "norm looked for": Row({}, strategy={"nonfinite_grads": "skip"}, norm="known"),
+    "value and norm": Row(VALUE, strategy={"nonfinite_grads": "skip"}, norm="known"),
     "fused": Row({**BY_3, **NORM}, partial(Regression, fused), truth={"optimizer": adamw}),
-    "by the module": Row({}, ByTheModule, truth=clipped_before(by_norm), norm="told"),
+    "by the module": Row({}, ByTheModule, truth=clipped_before(by_norm), norm="known"),
     "by the module, looked at": Row(
-        BY_3, ByTheModule, {"nonfinite_grads": "skip"}, truth=clipped_before(by_norm), norm="told"
+        BY_3, ByTheModule, {"nonfinite_grads": "skip"}, truth=clipped_before(by_norm), norm="known"
     ),
     "by torch": Row(BY_3, ByTorch, truth=clipped_before(by_norm)),
     "by norm and value": Row(BY_3, ByNormAndValue, truth=clipped_before(truly_by_norm_and_value), norm="another"),
@@ -343,7 +329,7 @@ class Outcome(NamedTuple):
     norms: list[Tensor]
     true_norms: list[float]
     skipped: int
-    told: list[str]
+    warnings: list[str]
     as_stock: float
 
 
@@ -403,9 +389,9 @@ def test_a_step_is_that_of_one_big_batch(pool: RankPool, name: str, kinds: tuple
         assert {kind: one.as_stock for kind, one in found.items() if not one.as_stock <= 2e-6} == {}
         for kind, one in found.items():
             assert one.skipped == sum(map(math.isnan, one.true_norms)) == row.skipped, kind
-            assert len(one.told) == (row.skipped if number == 0 else 0), kind
+            assert len(one.warnings) == (row.skipped if number == 0 else 0), kind
             assert all(norm.shape == () for norm in one.norms)
-            if row.norm == "told" or clips_by_norm(row):
+            if row.norm == "known" or clips_by_norm(row):
                 pairs = [(a, b) for a, b in zip(one.norms, one.true_norms, strict=True) if not math.isnan(b)]
                 assert worst([abs(norm - true) / true for norm, true in pairs]) <= 1e-5, kind
                 # To the last bit: what ranks clip by different factors would drift apart.
@@ -416,86 +402,27 @@ def test_a_step_is_that_of_one_big_batch(pool: RankPool, name: str, kinds: tuple
 
 
 # Micro-batches without weight, on one rank each, whose gradients are NaN: flags, and arguments of the strategy.
-NAN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "every batch": ({}, {}),
-    "first of a window": (BY_3, {"nonfinite_grads": "skip"}),
-    "last of a window": ({"accumulate_grad_batches": 2, **NORM}, {}),
-}
+NAN: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    (BY_3, {"nonfinite_grads": "skip"}),
+    ({"accumulate_grad_batches": 2, **NORM}, {}),
+]
 
 
-def nan_without_weight(name: str, kinds: Sequence[str]) -> list[str]:
-    flags, arguments = NAN[name]
+def nan_without_weight() -> list[str]:
     found = []
-    for kind in kinds:
+    for kind, (flags, arguments) in zip(KINDS, NAN * 2, strict=False):
         module = Divides()
         with pytest.raises(InconsistentWeightsError) as raised:
             trained(Row(flags, lambda module=module: module, arguments, weights=WEIGHTS), strategy(kind, **arguments))
         found.append(str(raised.value))
-        # Nobody looks any longer.
         assert not any(parameter._backward_hooks for parameter in module.parameters())
     return found
 
 
-@pytest.mark.parametrize(("name", "kinds"), by_pairs(NAN))
-def test_nan_of_a_micro_batch_without_weight_is_an_error_on_all_ranks(
-    pool: RankPool, name: str, kinds: tuple[str, ...]
-) -> None:
-    told, same = pool.run(2, nan_without_weight, name, kinds)
-    assert told == same
-    for message in told:
+def test_nan_of_a_micro_batch_without_weight_is_an_error_on_all_ranks(pool: RankPool) -> None:
+    messages, same = pool.run(2, nan_without_weight)
+    assert messages == same
+    for message in messages:
         assert "rank 1: The gradients of a micro-batch whose `loss_weight` is 0 are not finite" in message
         assert "`mask.sum().clamp(min=1)`" in message
-
-
-class SavesOnce(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if args[-1] == 4 and trainer.current_epoch == 0:
-            trainer.save_checkpoint(self.path)
-
-
-def resumed_inside(kinds: Sequence[str], path: str) -> list[float]:
-    """Saved after the second of three micro-batches: what they had accumulated is not in the file."""
-    found = []
-    for kind in kinds:
-        fit(Regression(), strategy(kind), 8, **BY_3, callbacks=[SavesOnce(path)])
-        module = Regression()
-        trainer = make_trainer(strategy(kind), use_distributed_sampler=False, **BY_3, max_epochs=2)
-        trainer.fit(module, big_batch.loader(ranks_batches(8)[dist.get_rank()]), ckpt_path=path, weights_only=False)
-        # It goes on at the begin of that window.
-        truth = train_on_big_batches(windows_of(ranks_batches(8), 3) * 2)
-        found.append(distance(module.seen, truth.parameters[1:]))
-    return found
-
-
-def test_resumed_inside_of_a_window_it_has_all_of_it(pool: RankPool, tmp_path: Path) -> None:
-    assert worst(pool.run(2, resumed_inside, KINDS[:2], str(tmp_path / "a.ckpt"))) <= 2e-6
-
-
-class Normalised(Regression):
-    """Stochastic weight averaging makes an epoch without any backward for batch normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = nn.Sequential(self.network, nn.BatchNorm1d(2))
-
-
-def averaged(kinds: Sequence[str]) -> list[float]:
-    """Over full windows ``partial_window="exact"`` is the same as Lightning's."""
-    found = []
-    for accumulate, partial_window in ((2, "exact"), (3, "lightning")):
-        weights = []
-        for chosen in (DDPStrategy(), *(strategy(kind, partial_window=partial_window) for kind in kinds)):
-            module = Normalised()
-            average = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1, annealing_epochs=1)
-            fit(module, chosen, 8, accumulate_grad_batches=accumulate, max_epochs=4, callbacks=[average])
-            weights.append([whole(tensor).clone() for tensor in module.state_dict().values()])
-        found += [distance(one, weights[0]) for one in weights[1:]]
-    return found
-
-
-@pytest.mark.parametrize(("row", "kinds"), by_pairs(["averaged"]))
-def test_weights_are_averaged_as_under_ddp(pool: RankPool, row: str, kinds: tuple[str, ...]) -> None:
-    assert worst(pool.run(2, averaged, kinds)) <= 1e-5

@@ -17,7 +17,7 @@ KINDS = ("ddp_tuned", "zero1", "zero2", "zero3", "exposed")
 
 
 def by_pairs(rows: Iterable[str], kinds: Mapping[str, tuple[str, ...]] | tuple[str, ...] = KINDS) -> list[Any]:
-    """Each row with two strategies, by turns; with all others as a slow test.
+    """Each row with two of the strategies, in rotation.
 
     Args:
         rows: Names.
@@ -26,11 +26,8 @@ def by_pairs(rows: Iterable[str], kinds: Mapping[str, tuple[str, ...]] | tuple[s
     found = []
     for number, row in enumerate(rows):
         allowed = kinds if isinstance(kinds, tuple) else kinds.get(row, KINDS)
-        quick = tuple(dict.fromkeys(allowed[(number + step) % len(allowed)] for step in (0, 2)))
-        found.append(pytest.param(row, quick, id=f"{row}, {' and '.join(quick)}"))
-        others = tuple(kind for kind in allowed if kind not in quick)
-        if others:
-            found.append(pytest.param(row, others, id=f"{row}, others", marks=pytest.mark.slow))
+        pair = tuple(dict.fromkeys(allowed[(number + step) % len(allowed)] for step in (0, 2)))
+        found.append(pytest.param(row, pair, id=f"{row}, {' and '.join(pair)}"))
     return found
 
 
