@@ -86,7 +86,7 @@ FAULTS = (
     Fault(
         "an exposed gradient is added to itself",
         "distributed/zero1/reductions.py",
-        "if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:",
+        "if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:",
         "if bucket.shard_gradient is None:",
         (f"{_PARITY}[two heads-late-2]",),
     ),

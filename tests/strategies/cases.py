@@ -277,6 +277,7 @@ CASES = {
         odd.ChangesState, strategy={"partition": "parameter"}, zero3=MIXED
     ),
     "groups added": Case(odd.GroupsAdded),
+    "groups edited in place": Case(odd.GroupsEdited),
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),
     # Optimizers that look at whole matrices, or at everything.
     # In double precision: Muon rounds gradients to bf16, where the order of a sum in fp32 may decide.

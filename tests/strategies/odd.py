@@ -357,6 +357,19 @@ class GroupsAdded(MLP):
             optimizer.param_groups[0]["params"].extend(self.net[4].parameters())
 
 
+class GroupsEdited(MLP):
+    """A group's list loses a parameter, is turned around, and gets the parameter back."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        group = self.optimizers(use_pl_optimizer=False).param_groups[0]["params"]
+        if batch_idx == 2:
+            self.left = [group.pop(1)]
+        if batch_idx == 4:
+            group.reverse()
+        if batch_idx == 6:
+            group.extend(self.left)
+
+
 class WithHooks(MLP):
     """Looks at, and changes, gradients as they are accumulated, by hooks registered after everything was set up."""
 

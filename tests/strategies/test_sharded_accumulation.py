@@ -1,7 +1,6 @@
 """``zero2_custom`` in trainings: what it holds between micro-batches, and who has it keep whole gradients there."""
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +12,16 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
-from tests.comparing import distance
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import largest_difference, make_trainer, train, zero1
 from tests.strategies.test_report import listening
 
 ACCUMULATE = 3
+
+
+def adam(parameters: Any) -> Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
 
 
 class Wide(zoo.Zoo):
@@ -226,42 +228,3 @@ def test_a_step_reduces_every_micro_batch_and_gathers_once(pool: RankPool) -> No
         ("zero2_custom", 1, (12, 12)),
     ):
         assert pool.run(2, launches, flag, accumulate) == [expected] * 2
-
-
-class Saves(Callback):
-    """Saves at the end of the first epoch, in whose last window a micro-batch is."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1 and batch_idx == 0:
-            trainer.save_checkpoint(f"{self.folder}/a.ckpt")
-
-
-def adam(parameters: Any) -> Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
-
-
-def saved_and_resumed(folder: str, arguments: dict[str, Any]) -> float:
-    """How far a training that was resumed under the other flag is from one that was not interrupted."""
-    common = {"accumulate_grad_batches": 3, "max_epochs": 2}
-    sharded = zero1(shard_gradients=True, **arguments)
-    whole = train(lambda: zoo.MLP(adam), sharded, callbacks=[Saves(folder)], **common)
-    ends = []
-    for in_shards in (True, False):
-        torch.manual_seed(0)
-        module = zoo.MLP(adam)
-        trainer = make_trainer(zero1(shard_gradients=in_shards, **arguments), **common)
-        loader = zoo.loader(40 * dist.get_world_size(), 4, rank=dist.get_rank(), world_size=dist.get_world_size())
-        trainer.fit(module, loader, ckpt_path=f"{folder}/a.ckpt", weights_only=False)
-        ends.append([parameter.detach().clone() for parameter in module.parameters()])
-    return max(distance(end, whole.parameters[-1]) for end in ends)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, pytest.param({"checkpoint_format": "sharded", "async_save": True, "shard_group": 1}, marks=pytest.mark.slow)],
-)
-def test_checkpoints_go_on_under_either_name(pool: RankPool, tmp_path: Path, arguments: dict[str, Any]) -> None:
-    assert max(pool.run(2, saved_and_resumed, str(tmp_path), arguments)) <= 1e-5

@@ -1,9 +1,9 @@
 """Compiled code reads parameters below ``__torch_function__``, where the read guard does not see it.
 
 So nothing is in flight while a compiler looks at code, and whatever a compiled part of the module holds is waited for
-before that part is called. Compiled functions that read parameters are nobody's part: torch compiles them again where
-it finds a parameter in flight, whose class is another, and that is seen. Where it goes on so, parameters arrive within
-their steps. Code that was told to compare no classes (``guard_filter_fn``) is not seen.
+before that part is called. A compiled function that reads parameters may be no part of the module: torch compiles it
+again if it finds a parameter in flight, whose class is another, and that is seen. If that repeats, parameters arrive
+within their steps. Code that compares no classes (``guard_filter_fn``) is not seen.
 """
 
 from collections import deque
@@ -30,11 +30,11 @@ function anew after eight."""
 
 
 class CompiledCode:
-    """Brings parameters home before compiled code of ``module`` runs, or a compiler looks. Not collective.
+    """Waits for parameters before compiled code of ``module`` runs, or a compiler looks. Not collective.
 
     Args:
         module: Its parts may be compiled at any time.
-        gatherer: Brings parameters home.
+        gatherer: Gathers parameters.
     """
 
     def __init__(self, module: nn.Module, gatherer: ParameterGatherer) -> None:

@@ -6,7 +6,7 @@ Parameter Models", section 5.1 (optimizer state partitioning), with gradients re
 """
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import Partition, owned_bytes, parameter_bytes
+from lightning_parstrat.core.layout import Partition, owned_bytes, parameter_bytes, parts_of
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.tensor_trees import with_own_storage
@@ -32,18 +32,18 @@ from lightning_parstrat.distributed.zero1.compiled_code import CompiledCode
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
-from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
+from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.zero1.reducer import GradientReducer
-from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients
+from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients, show_full_gradients
 from lightning_parstrat.distributed.zero1.shardability import (
     ShardingDecision,
     check_parameters,
     decide_sharding,
     replicated_parameters,
 )
-from lightning_parstrat.distributed.zero1.state import shard_existing_state
+from lightning_parstrat.distributed.zero1.state import grouped_parameters, shard_existing_state
 from lightning_parstrat.distributed.zero1.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
 
 
@@ -85,7 +85,7 @@ class ShardedDataParallel:
         self.optimizers = list(optimizers)
         # Optimizers of an earlier training of this object are sharded still, by buckets that are gone.
         earlier = [unshard(optimizer) for optimizer in self.optimizers]
-        parameters = [parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)]
+        parameters = [parameter for optimizer in self.optimizers for parameter in grouped_parameters(optimizer)]
         check_parameters(module, parameters)
         if replays_captured_graphs(module):
             raise ValueError(
@@ -174,7 +174,7 @@ class ShardedDataParallel:
             loss: What backward is called on.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
-        # `add_param_group` of a callback may have come on any step; it is the same one on all ranks.
+        # A callback may call `add_param_group` at any step; all ranks call it at the same one.
         if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
             self._adopt_added_parameters()
         # Backward reads parameters in C++, where nothing waits for them.
@@ -219,14 +219,24 @@ class ShardedDataParallel:
         return self.reducer.shards_accumulation
 
     def give_back_accumulated(self) -> None:
-        """Puts what micro-batches have added up in shards into ``param.grad``, each rank its part. Collective.
+        """Puts the mean of what micro-batches have added up in shards into ``param.grad``. Collective.
 
-        Call it where other buckets are to take the parameters over in the middle of an accumulation window; their next
-        backward sends it along.
+        Call it before other buckets get the parameters in the middle of an accumulation window. Their next backward
+        sends it along: a mean over ranks of the same mean is that mean.
         """
         self.reducer.complete()
-        for bucket in self.buckets:
-            bucket.give_back_partial_sum(self.reducer.collectives.world_size)
+        partial = [bucket for bucket in self.buckets if bucket.is_partial and bucket.shard_gradient is not None]
+        own = [(slot, slot.parameter.grad) for bucket in partial for slot in bucket.slots]
+        show_full_gradients(partial, self.reducer.collectives)
+        for slot, gradient in own:
+            mean = slot.parameter.grad
+            if gradient is not None and mean is not None and mean is not gradient:
+                # Of a backward that nobody announced.
+                slot.parameter.grad = mean + gradient
+        for bucket in partial:
+            bucket.zero_gradients(bucket.slots)
+            for slot in bucket.slots:
+                slot.fresh = slot.parameter.grad is not None
 
     def summary(self) -> ShardingSummary:
         """What was sharded, as this rank sees it."""
@@ -283,32 +293,24 @@ class ShardedDataParallel:
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
 
-    def _state_bytes_per_element(self) -> dict[ParameterBucket, float] | None:
-        """What optimizers keep for an element of each bucket; None where one's is unknown before its step."""
-        per_element = dict.fromkeys(self.buckets, 0.0)
+    def _state_bytes(self, shard: int) -> tuple[int, int] | None:
+        """Optimizer state unsharded and on this rank; None if one optimizer's is unknown before its step."""
+        unsharded = own = 0.0
         for optimizer in self.sharded_optimizers:
             ratio = state_bytes_per_parameter_byte(optimizer)
             if ratio is None:
                 return None
             for bucket in sharding_of(optimizer).buckets:
                 # An optimizer keeps its state in the dtype that it steps.
-                per_element[bucket] += ratio * bucket.shard_dtype.itemsize
-        return per_element
-
-    def _state_bytes(self, shard: int) -> tuple[int, int] | None:
-        """Optimizer state unsharded and on this rank."""
-        per_element = self._state_bytes_per_element()
-        if per_element is None:
-            return None
-        # Of one byte an element.
-        sized = [(width, [bucket.layout._replace(itemsize=1)]) for bucket, width in per_element.items()]
-        unsharded = sum(width * parameter_bytes(layouts) for width, layouts in sized)
-        return round(unsharded), round(sum(width * owned_bytes(layouts, shard) for width, layouts in sized))
+                layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
+                unsharded += ratio * parameter_bytes(layouts)
+                own += ratio * owned_bytes(layouts, shard)
+        return round(unsharded), round(own)
 
     def _shard_optimizers(self) -> None:
         for optimizer in self.sharded_optimizers:
-            sharding = shard_optimizer(optimizer, self.reducer, self.gatherer)
-            sharding.adopt_added_parameters = self._adopt_added_parameters
+            sharding = OptimizerSharding(type(optimizer), self.reducer, self.gatherer, self._adopt_added_parameters)
+            shard_optimizer(optimizer, sharding)
         self._bucket_parameters()
         if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
             raise ValueError(
@@ -329,13 +331,13 @@ class ShardedDataParallel:
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
-        for planned in planner.sharded_buckets(new, self.optimizers, self._partitions):
-            bucket = planned.make(len(self.reducer.buckets), self.reducer.collectives.place)
+        for bucket in planner.sharded_buckets(new, self.optimizers, self._partitions, len(self.reducer.buckets)):
             self.reducer.add_buckets([bucket])
-            for number in planned.owners:
-                sharding_of(self.optimizers[number]).add_buckets([bucket])
-        self._share_buckets(owners)
-        for optimizer in self.sharded_optimizers:
+        for number, partition in self._partitions.items():
+            optimizer = self.optimizers[number]
+            sharding_of(optimizer).look_up(optimizer, self.buckets)
+            if partition == "parameter":
+                _check_uncut(optimizer)
             optimizer.state = shard_existing_state(optimizer.state, sharding_of(optimizer).slots)
         outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
@@ -347,33 +349,30 @@ class ShardedDataParallel:
     def _partitions(self) -> dict[int, Partition]:
         return {n: one.partition for n, one in enumerate(self.decisions) if one.partition is not None}
 
-    def _share_buckets(self, owners: Mapping[Tensor, Owners]) -> None:
-        """Gives optimizers the buckets of parameters that they got while those were another's already."""
-        slots = self.slots
-        for parameter, numbers in owners.items():
-            for number in numbers:
-                sharding = sharding_of(self.optimizers[number])
-                bucket = slots[parameter].bucket
-                if parameter not in sharding.slots and isinstance(bucket, ParameterBucket):
-                    sharding.add_slot(slots[parameter], bucket)
-
     def _owners(self) -> dict[Tensor, Owners]:
-        """The parameters to shard, each with the optimizers it is in; tells the optimizers which are replicated."""
+        """The parameters that are sharded or to be, each with the positions of its optimizers."""
         replicated = replicated_parameters(self.module, self.optimizers)
         for optimizer, decision in zip(self.optimizers, self.decisions, strict=True):
             if decision.partition is None:
-                replicated |= set(_parameters_of(optimizer))
+                replicated |= set(grouped_parameters(optimizer))
+        replicated -= self.slots.keys()
         owners: dict[Tensor, Owners] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            if self.decisions[number].partition is None:
-                continue
-            sharding = sharding_of(optimizer)
-            for parameter in _parameters_of(optimizer):
-                if parameter in replicated and parameter not in sharding.slots:
-                    sharding.replicate(parameter)
-                else:
+        for number in self._partitions:
+            for parameter in grouped_parameters(self.optimizers[number]):
+                if parameter not in replicated:
                     owners[parameter] = (*owners.get(parameter, ()), number)
         return owners
+
+
+def _check_uncut(optimizer: Optimizer) -> None:
+    for parameter, slot in sharding_of(optimizer).slots.items():
+        place = slot.place
+        if len(list(parts_of(slot.bucket.layout.bounds, place.offset, place.offset + place.numel))) > 1:
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} was added to {type(optimizer).__name__}, which steps"
+                " whole parameters, but an optimizer that had it before has cut it into shards. Give it to both before"
+                " the training, or set partition='parameter'."
+            )
 
 
 def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[ShardingDecision]:
@@ -385,7 +384,3 @@ def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[Shar
         ShardingDecision(None, decision.reason or "it is not on another rank", decision.remedy) if flag else decision
         for decision, flag in zip(decisions, replicated, strict=True)
     ]
-
-
-def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

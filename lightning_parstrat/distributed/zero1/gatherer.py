@@ -1,7 +1,7 @@
 """Updated parameters are all-gathered: every rank sends the shard it stepped, and receives the others'.
 
-Gathers run on while the next buckets step, the next batch is loaded and the next forward begins; whoever reads a
-parameter waits for its bucket (``read_guard.py``). All have arrived before the next backward.
+Gathers run on while the next buckets step, the next batch is loaded and the next forward begins; who reads a parameter
+waits for its bucket (``read_guard.py``). All have arrived before the next backward.
 """
 
 import threading
@@ -21,11 +21,14 @@ from lightning_parstrat.distributed.zero1.read_guard import can_be_marked, mark,
 
 
 class _Gather(NamedTuple):
-    """A bucket in flight; ``stream`` is the one it was launched from."""
+    """A bucket in flight; ``stream`` is the one it was launched from.
+
+    ``is_guarded`` says that its parameters may be in flight after the step: who reads one waits for it.
+    """
 
     work: Work
     buffer: Tensor
-    can_be_late: bool
+    is_guarded: bool
     stream: Hashable
 
 
@@ -68,20 +71,20 @@ class ParameterGatherer:
         with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
             work = self.collectives.all_gather(buffer, bucket.layout.bounds)
         # What has nothing to send is there at once.
-        late = overlaps and work is not DONE
+        is_guarded = overlaps and work is not DONE
         with self._lock:
-            self._in_flight[bucket] = _Gather(work, buffer, late, self.streams.current())
+            self._in_flight[bucket] = _Gather(work, buffer, is_guarded, self.streams.current())
         # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
-        if late:
+        if is_guarded:
             mark(bucket.parameters, partial(self._arrive, bucket))
 
     def finish_prompt(self) -> None:
         """Waits for buckets that somebody could read without being noticed."""
         self.steps += 1
         with self._lock:
-            prompt = [bucket for bucket, gather in self._in_flight.items() if not gather.can_be_late]
+            prompt = [bucket for bucket, gather in self._in_flight.items() if not gather.is_guarded]
         for bucket in prompt:
             self._arrive(bucket)
 

@@ -5,11 +5,11 @@ class's ``step`` runs (or gradients are unscaled or clipped) do the groups hold 
 that differ are on the instance, where Python finds them before the class's, and so is what is known of its sharding:
 ``optimizer._sharding``.
 
-Whoever goes by the class passes them by. A step taken so is refused (``stepping.py``); of the others it cannot be told.
+A call by the class goes around them. A step taken so is refused (``stepping.py``); of the others it cannot be known.
 """
 
 import functools
-import weakref
+import types
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
-from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.reducer import GradientReducer
-from lightning_parstrat.distributed.zero1.state import StateByShard, load_sharded, replicated_state_dict
+from lightning_parstrat.distributed.zero1.state import StateLeftOut, load_sharded, replicated_state_dict
 from lightning_parstrat.distributed.zero1.stepping import refuse_step_of_class, stepping_by
 
 
@@ -39,14 +37,11 @@ def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments:
     original = _of_class(self, "step")
     if sharding.attached:
         return sharding.step(self, original, closure, arguments)
-    # Its training has ended, or it is a copy: it goes on as an ordinary optimizer.
+    # Its training has ended: it goes on as an ordinary optimizer.
     unsharded = unshard(self)
     self.load_state_dict(unsharded)  # type: ignore[arg-type]
     with without_step_hooks(self):
         return original(**arguments) if closure is None else original(closure=closure, **arguments)
-
-
-_step = stepping_by(_steps_shards)
 
 
 def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -76,27 +71,9 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     load_sharded(self, state_dict, _of_class(self, "load_state_dict"))
 
 
-_COPIED = ("defaults", "state", "param_groups", "_sharding")
-
-
 def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
-    """Copies and pickles hold this rank's part of the state; used on all ranks together, they become unsharded."""
-    attributes = {name: vars(self)[name] for name in _COPIED}
-    return _rebuild, (type(self), {**attributes, "state": dict(self.state)})
-
-
-def _getstate(self: Optimizer) -> dict[str, Any]:
-    """For ``copy.copy``, which asks the class how to copy: what it makes shares everything, methods included."""
-    return {**{name: vars(self)[name] for name in _COPIED}, **sharding_of(self).methods}
-
-
-def _while_sharded(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method``, and the class's own for whoever still holds it when the optimizer is no longer sharded."""
-
-    def call(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return method(self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
-
-    return call
+    """Copies and pickles are ordinary optimizers without state: this rank has only a part of it."""
+    return _make_copy, (type(self), self.defaults, self.param_groups)
 
 
 _FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
@@ -108,28 +85,21 @@ _FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
 _OTHERS: dict[str, Callable[..., Any]] = {
     "step": stepping_by(_steps_shards),
     "__reduce_ex__": _reduce_ex,
-    "__getstate__": _getstate,
 }
-_METHODS = {name: _while_sharded(name, method) for name, method in {**_FOR_WRAPPERS, **_OTHERS}.items()}
+_METHODS = {**_FOR_WRAPPERS, **_OTHERS}
 METHODS: frozenset[str] = frozenset(_METHODS)
 """The methods that a sharded optimizer has on the instance."""
 
 
-def shard_optimizer(optimizer: Optimizer, reducer: GradientReducer, gatherer: ParameterGatherer) -> OptimizerSharding:
-    """Puts the methods on the optimizer; its buckets are added by the caller.
+def shard_optimizer(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
+    """Puts the methods on an optimizer that :func:`decide_sharding` wants sharded.
 
     Args:
-        optimizer: An optimizer that :func:`decide_sharding` wants sharded.
-        reducer: Brings mean gradients to the shards.
-        gatherer: Brings updated parameters back.
-
-    Returns:
-        What the optimizer now knows of its sharding, without buckets.
+        optimizer: The optimizer.
+        sharding: What it is to know of its sharding, which finds its buckets later.
     """
-    sharding = OptimizerSharding(type(optimizer), reducer, gatherer)
     vars(optimizer)["_sharding"] = sharding
     _bind_methods(optimizer)
-    return sharding
 
 
 def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
@@ -145,34 +115,32 @@ def _bind_methods(optimizer: Optimizer) -> None:
     # Only a scheduler's wrapper can be there: what a user has replaced is not sharded.
     sharding.wrapped_step = vars(optimizer).get("step")
     if sharding.wrapped_step is not None:
-        mark_as_wrapped(sharding.methods["step"])
+        mark_as_wrapped(sharding.methods["step"].__func__)
     # Not by `setattr`, which a class may have overridden.
     vars(optimizer).update(sharding.methods)
     sharding.guard = optimizer.register_step_pre_hook(refuse_step_of_class)
 
 
-def _bound(name: str, optimizer: Optimizer) -> Callable[..., Any]:
-    """Like ``types.MethodType``, but weakly: an optimizer that nobody holds is freed at once, and its state with it."""
-    reference = weakref.ref(optimizer)
+def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
+    """A method with the signature of the class's; and that one for who still has it after the sharding has ended."""
 
     @functools.wraps(getattr(type(optimizer), name))
-    def method(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            raise ReferenceError(f"The optimizer whose `{name}` was called is gone.")
-        return _METHODS[name](alive, *args, **kwargs)
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
 
-    # Schedulers wrap that of `step`.
-    method.__func__ = _METHODS[name]  # type: ignore[attr-defined]
-    return method
+    return types.MethodType(method, optimizer)
 
 
-def _rebuild(cls: type[Optimizer], state: dict[str, Any]) -> Optimizer:
-    """Ends the copying or unpickling of a sharded optimizer."""
+def _refuse_without_state(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before the step of a copy: one that keeps no state would not find it missing."""
+    len(optimizer.state)
+
+
+def _make_copy(cls: type[Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
     optimizer: Optimizer = cls.__new__(cls)
-    optimizer.__setstate__(state)
-    optimizer.state = StateByShard(state["_sharding"].slots, state["state"])
-    _bind_methods(optimizer)
+    optimizer.__setstate__({"defaults": defaults, "param_groups": groups, "state": {}})
+    optimizer.state = StateLeftOut()
+    optimizer.register_step_pre_hook(_refuse_without_state)
     return optimizer
 
 

@@ -4,17 +4,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.process_groups import process_groups, world_size
 from lightning_parstrat.distributed.torch_compat import without_step_hooks
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot
@@ -51,10 +49,6 @@ def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
     return sharding
 
 
-def _nothing_to_adopt() -> None:
-    """Stands in until the engine has set its own way of bucketing parameters that are added later."""
-
-
 class OptimizerSharding:
     """What a sharded optimizer knows: its buckets, which shard stands for which parameter, and who moves them.
 
@@ -62,73 +56,52 @@ class OptimizerSharding:
         optimizer_class: The optimizer's class.
         reducer: Brings mean gradients to the shards.
         gatherer: Brings updated parameters back.
+        adopt_added_parameters: Makes buckets of parameters that were added to a group. Collective.
     """
 
     guard: RemovableHandle
     """Of the hook that refuses a step around the optimizer's own methods."""
 
-    def __init__(self, optimizer_class: type[Optimizer], reducer: GradientReducer, gatherer: ParameterGatherer) -> None:
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        reducer: GradientReducer,
+        gatherer: ParameterGatherer,
+        adopt_added_parameters: Callable[[], None],
+    ) -> None:
         self.optimizer_class = optimizer_class
         self.reducer = reducer
         self.gatherer = gatherer
+        self.adopt_added_parameters = adopt_added_parameters
         self.buckets: list[ParameterBucket] = []
         self.slots: dict[Tensor, ParameterSlot] = {}
         self.replicated: set[Tensor] = set()
         self.attached = True
-        self.adopt_added_parameters: Callable[[], None] = _nothing_to_adopt
-        self.methods: dict[str, Callable[..., Any]] = {}
+        self.methods: dict[str, MethodType] = {}
         self.wrapped_step: Callable[..., Any] | None = None
         self.shard_groups = reducer.collectives.shard_groups
-        self._control: Collectives | None = reducer.control
         self._known_groups: _KnownGroups | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: what is known of this rank's part, without anything that can step it."""
-        left_out = ("reducer", "gatherer", "methods", "wrapped_step", "guard")
-        kept = {key: value for key, value in vars(self).items() if key not in left_out}
-        forgotten = {"adopt_added_parameters": _nothing_to_adopt, "_control": None, "_known_groups": None}
-        return {**kept, **forgotten, "attached": False}
-
     @property
-    def control_group(self) -> dist.ProcessGroup:
-        """The group of all ranks that hold a part of the state; works on host memory.
-
-        Raises:
-            RuntimeError: This is a copy, and as many ranks as hold its parts are not there.
-        """
-        if self._control is not None:
-            return self._control.group
-        needed = self.shard_groups.world_size if self.buckets else 1
-        present = world_size() if dist.is_initialized() else 0
-        if present != needed:
-            raise RuntimeError(
-                f"This copy of a sharded {self.optimizer_class.__name__} holds one of {needed} parts of its state, and"
-                f" {counted(present, 'rank')} {'is' if present == 1 else 'are'} there. Save `optimizer.state_dict()`,"
-                " called on all ranks, instead."
-            )
-        return process_groups().control
+    def control(self) -> Collectives:
+        """Of all ranks that hold a part of the state; works on host memory."""
+        return self.reducer.control
 
     @property
     def ranks_of_a_copy(self) -> Sequence[int]:
-        """The ranks of :attr:`control_group` that together hold one copy of the state, in the order of their shards."""
+        """The ranks of :attr:`control` that together hold one copy of the state, in the order of their shards."""
         return self.shard_groups.groups[0] if self.buckets else range(1)
 
-    def add_buckets(self, buckets: Sequence[ParameterBucket]) -> None:
-        """Takes charge of further buckets of this optimizer's parameters."""
-        self.buckets += buckets
-        self.slots.update({slot.parameter: slot for bucket in buckets for slot in bucket.slots})
-        self._known_groups = None
-
-    def add_slot(self, slot: ParameterSlot, bucket: ParameterBucket) -> None:
-        """Takes charge of one parameter of a bucket that is another optimizer's."""
-        self.slots[slot.parameter] = slot
-        if bucket not in self.buckets:
-            self.buckets.append(bucket)
-        self._known_groups = None
-
-    def replicate(self, parameter: Tensor) -> None:
-        """Notes that every rank steps all of a parameter."""
-        self.replicated.add(parameter)
+    def look_up(self, optimizer: Optimizer, buckets: Sequence[ParameterBucket]) -> None:
+        """Finds the optimizer's parameters in buckets; every rank steps all of those that are in none."""
+        slots = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter in slots:
+                self.slots[parameter] = slots[parameter]
+            else:
+                self.replicated.add(parameter)
+        own = {slot.bucket for slot in self.slots.values()}
+        self.buckets = [bucket for bucket in buckets if bucket in own]
         self._known_groups = None
 
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
@@ -139,7 +112,7 @@ class OptimizerSharding:
         """What stands in for the parameters in the groups, looked up again only where groups or slots have changed."""
         now = [group["params"] for group in optimizer.param_groups]
         known = self._known_groups
-        # Not `==`, which compares tensors by their elements; and whoever edits a list in place does not tell.
+        # Not `==`, which compares tensors by their elements. A list may have been edited in place.
         if known is None or not _same(now, known.parameters):
             known = self._known_groups = _KnownGroups(
                 parameters=[list(parameters) for parameters in now],
@@ -185,12 +158,6 @@ class OptimizerSharding:
     def exposes_gradients(self) -> bool:
         """Whether ``param.grad`` of the full parameters holds the mean gradients, so that torch's functions apply."""
         return self.reducer.exposes_gradients
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are."""
-        known = next(iter((*self.slots, *self.replicated)), None)
-        return torch.device("cpu") if known is None else known.device
 
     def finish_gradients(self) -> None:
         """Waits until the shards' gradients are the mean over all ranks. Collective."""

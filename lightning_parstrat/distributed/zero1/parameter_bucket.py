@@ -4,7 +4,7 @@ So a bucket's shards can be all-gathered in place, and each rank's optimizer ste
 """
 
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +63,6 @@ class ParameterBucket(GradientBucket):
             if slot.shard_slice is not None:
                 slot.shard = nn.Parameter(slot.view_into_shard(stepped))
         self._own_users = self._users_of_buffer(self.slots)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which hold what is owned but not the parameters of the whole bucket."""
-        without = {"shard_gradient": None, "unsharded_gradient": None, "is_partial": False}
-        return {**vars(self), "flat": self.flat.new_empty(0), **without}
 
     @property
     @override
@@ -131,7 +126,7 @@ class ParameterBucket(GradientBucket):
                 slot.parameter.data = view
 
     def _lying_elsewhere(self) -> list[ParameterSlot]:
-        """Those whose parameter has elements, and has them elsewhere, or in another order, than in its place."""
+        """Those whose parameter has elements, and has them outside of the buffer, or in another order."""
         start, width, dtype = self.flat.data_ptr(), self.flat.element_size(), self.dtype
         return [
             slot
@@ -236,25 +231,6 @@ class ParameterBucket(GradientBucket):
             if slot.shard is not None:
                 gradient = slot.parameter.grad
                 slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
-
-    @torch.no_grad()
-    def give_back_partial_sum(self, factor: float) -> None:
-        """Adds what micro-batches have left in this rank's shard, times ``factor``, to ``param.grad``, as new.
-
-        The rest of a parameter's gradient stays as it is: its owners add theirs.
-        """
-        if not self.is_partial or self.shard_gradient is None:
-            return
-        for slot in self.slots:
-            # One copy of several.
-            if not slot.used or slot.shard is None or self.place.copy > 0:
-                continue
-            gradient = slot.parameter.grad
-            if gradient is None:
-                gradient = slot.parameter.grad = torch.zeros_like(slot.parameter)
-            slot.part_of(gradient).add_(slot.view_into_shard(self.shard_gradient), alpha=factor)
-            slot.fresh = True
-        self.zero_gradients(set(self.slots))
 
     @override
     def attach_gradients(self) -> None:

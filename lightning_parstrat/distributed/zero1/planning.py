@@ -1,7 +1,7 @@
 """From parameters and optimizers to buckets: the same plan on every rank."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from lightning_parstrat.core.layout import (
     plan_buckets,
 )
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
@@ -27,33 +26,6 @@ from lightning_parstrat.distributed.zero1.shardability import update_cost
 
 Owners = tuple[int, ...]
 """The positions of the optimizers that a parameter belongs to."""
-
-
-class PlannedBucket(NamedTuple):
-    """A bucket that has not been made.
-
-    Attributes:
-        layout: Its slots refer to positions in ``parameters``.
-        parameters: All parameters of the plan.
-        owners: The positions of the optimizers that step all of its parameters.
-        wire: What its gradients and parameters travel in.
-    """
-
-    layout: BucketLayout
-    parameters: list[Tensor]
-    owners: Owners
-    wire: WireFormat
-
-    def make(self, index: int, place: ShardPlace) -> ParameterBucket:
-        """Moves the parameters in."""
-        return ParameterBucket(index, self.layout, self.parameters, place, self.wire)
-
-
-class _Plan(NamedTuple):
-    """Parameters, and the buckets that they are to lie in."""
-
-    specs: Sequence[ParameterSpec]
-    layouts: tuple[BucketLayout, ...]
 
 
 class BucketPlanner:
@@ -89,46 +61,41 @@ class BucketPlanner:
         owners: Mapping[Tensor, Owners],
         optimizers: Sequence[Optimizer],
         partitions: Mapping[int, Partition],
-    ) -> list[PlannedBucket]:
-        """Buckets of parameters whose ranks each step a shard.
+        first: int,
+    ) -> Iterator[ParameterBucket]:
+        """Makes buckets of parameters whose ranks each step a shard, one by one, in the order of their reductions.
 
         Args:
             owners: The parameters, each with its optimizers.
             optimizers: All optimizers.
             partitions: Per position of an optimizer, how its parameters may be cut.
-
-        Returns:
-            The buckets in the order of their reductions.
+            first: The index of the first bucket.
         """
-        planned: list[tuple[int, PlannedBucket]] = []
-        by_partition: dict[Partition, list[Tensor]] = {"element": [], "parameter": []}
-        turns: dict[Tensor, int] = {}
-        kept = {name: turn for turn, bucket in enumerate(self._kept) for name in bucket}
-        if any(self._name(parameter) not in kept for parameter in owners):
+        ordered = self._in_order_of_gradients(owners)
+        kept = {name: number for number, bucket in enumerate(self._kept) for name in bucket}
+        if any(self._name(parameter) not in kept for parameter in ordered):
             kept = {}
-        for position, parameter in enumerate(self._in_order_of_gradients(owners)):
-            turns[parameter] = kept.get(self._name(parameter), position)
-            uncut = any(partitions[number] == "parameter" for number in owners[parameter])
-            by_partition["parameter" if uncut else "element"].append(parameter)
-        plans: list[_Plan] = []
-        for partition, parameters in by_partition.items():
-            specs = [
-                self._spec(
-                    parameter,
-                    owners[parameter],
-                    sum(update_cost(optimizers[number], parameter) for number in owners[parameter]),
-                )
-                for parameter in parameters
-            ]
-            plans.append(self._plan(specs, partition, group_as_named(specs, self._kept) if specs else None))
-            for layout in plans[-1].layouts:
-                members = [parameters[slot.parameter] for slot in layout.slots]
-                bucket = PlannedBucket(layout, parameters, owners[members[0]], self._wire_format(members[0].dtype))
+        ready = {parameter: kept.get(self._name(parameter), number) for number, parameter in enumerate(ordered)}
+        uncut = {parameter for parameter in ordered if "parameter" in [partitions[one] for one in owners[parameter]]}
+        specs: list[ParameterSpec] = []
+        planned: list[tuple[int, BucketLayout, list[Tensor]]] = []
+        for partition in get_args(Partition):
+            parameters = [parameter for parameter in ordered if (parameter in uncut) == (partition == "parameter")]
+            own = []
+            for parameter in parameters:
+                cost = sum(update_cost(optimizers[number], parameter) for number in owners[parameter])
+                own.append(self._spec(parameter, owners[parameter], cost))
+            specs += own
+            for layout in self._plan(own, partition, group_as_named(own, self._kept)):
                 # It leaves with the last gradient of its own.
-                planned.append((max(turns[parameter] for parameter in members), bucket))
-        self._check(plans)
-        # Stable: buckets of one turn keep the order of the layout on every rank.
-        return [bucket for _, bucket in sorted(planned, key=lambda one: one[0])]
+                last = max(ready[parameters[slot.parameter]] for slot in layout.slots)
+                planned.append((last, layout, parameters))
+        self._check(specs, [layout for _, layout, _ in planned])
+        # Stable: buckets that are ready together keep the order of the layout on every rank.
+        for index, (_, layout, parameters) in enumerate(sorted(planned, key=lambda one: one[0]), first):
+            dtype, policy = parameters[layout.slots[0].parameter].dtype, self._policy
+            wire = WireFormat(policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype))
+            yield ParameterBucket(index, layout, parameters, self._place, wire)
 
     def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
         """The parameters of each bucket by name, for a plan that is kept."""
@@ -137,17 +104,14 @@ class BucketPlanner:
     def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
         """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
         ordered = self._in_order_of_gradients(parameters)
-        plan = self._plan([self._spec(parameter, ()) for parameter in ordered], "element")
-        self._check([plan])
+        specs = [self._spec(parameter, ()) for parameter in ordered]
+        layouts = self._plan(specs, "element")
+        self._check(specs, layouts)
         made = []
-        for index, layout in enumerate(plan.layouts):
+        for index, layout in enumerate(layouts, first):
             reduce_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
-            made.append(GradientBucket(first + index, layout, ordered, self._place, reduce_dtype))
+            made.append(GradientBucket(index, layout, ordered, self._place, reduce_dtype))
         return made
-
-    def _wire_format(self, dtype: torch.dtype) -> WireFormat:
-        policy = self._policy
-        return WireFormat(policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype))
 
     def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
         """Gradients become ready roughly in the reverse order of registration."""
@@ -156,14 +120,14 @@ class BucketPlanner:
 
     def _plan(
         self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
-    ) -> _Plan:
+    ) -> tuple[BucketLayout, ...]:
         policy = LayoutPolicy(
             world_size=self._shards,
             bucket_cap_bytes=self._cap_bytes(),
             partition=partition,
             alignment_bytes=64 if self._device_type == "cpu" else 256,
         )
-        return _Plan(specs, plan_buckets(specs, policy, groups))
+        return plan_buckets(specs, policy, groups)
 
     def _cap_bytes(self) -> int:
         # What is frozen sends nothing, and may be of a layout that has no size.
@@ -171,10 +135,9 @@ class BucketPlanner:
         model_bytes = sum(one.numel() * one.element_size() for one in trained)
         return self._policy.bucket_cap_bytes(model_bytes, self._shards, self._device_type, self._place.copies)
 
-    def _check(self, plans: Sequence[_Plan]) -> None:
-        """Compares plans over all ranks, before anything is moved. Collective."""
-        specs = [spec for plan in plans for spec in plan.specs]
-        check_agreement(self._control, fingerprint(specs, [layout for plan in plans for layout in plan.layouts]))
+    def _check(self, specs: Sequence[ParameterSpec], layouts: Sequence[BucketLayout]) -> None:
+        """Compares a plan over all ranks, before anything is moved. Collective."""
+        check_agreement(self._control, fingerprint(specs, layouts))
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, "<not in the module>")

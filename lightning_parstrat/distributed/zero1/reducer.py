@@ -33,18 +33,18 @@ from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
-from lightning_parstrat.distributed.zero1.reductions import GradientScale, Launch, Reductions, expose_gradients
+from lightning_parstrat.distributed.zero1.reductions import GradientScale, Reductions, expose_gradients
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 """A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
-More than one, because the optimizers of a GAN take turns."""
+More than one, because the optimizers of a GAN alternate."""
 
 
 class _Backward:
     """One backward that reduces gradients, from its announcement until all ranks know what came of it.
 
     Its phases: announced (``graph_task`` is None), running, and agreeing (``message`` is there). The reducer drops it
-    when it is settled; whoever finds it running after backward has returned knows that an exception ended it.
+    when it is settled. If it is still running after backward has returned, an exception has ended it.
 
     Attributes:
         scale: Turns sums over ranks into means; None within an accumulation window whose end knows it.
@@ -55,8 +55,8 @@ class _Backward:
         sent: All buckets that have been sent; what is sent of one again is added.
         settles_at_end: Whether backward itself waits for the other ranks' flags.
         graph_task: Autograd's number for it; None until its first gradient is there.
-        message: What all ranks say of their gradients, from the end of backward on: a flag for each parameter that has
-            got one and for each bucket that has some left over, and a number for what was expected.
+        message: The flags of all ranks, from the end of backward on: one for each parameter that has got a gradient,
+            one for each bucket that has some left over, and a number for what was expected.
     """
 
     # One is made for every step.
@@ -191,7 +191,7 @@ class GradientReducer:
         return _Backward(scale, buckets, expecting, settles_at_end)
 
     def _without_replicated(self) -> list[GradientBucket]:
-        """The buckets that are sharded; what the others have known of their gradients is as if nobody had any."""
+        """The buckets that are sharded; the others expect no gradients in this backward."""
         for bucket in self.buckets:
             if bucket.is_replicated:
                 _expect_nothing(bucket.slots)
@@ -234,10 +234,10 @@ class GradientReducer:
         again = bucket in backward.sent
         shown = (ShownMean.PACKED if again else ShownMean.TO_PACK) if self._exposes(bucket) else ShownMean.ABSENT
         backward.sent.add(bucket)
-        self.reductions.launch(bucket, Launch(shown, backward.scale, backward))
+        self.reductions.launch(bucket, shown, backward.scale, backward)
 
     def _flush(self, backward: _Backward) -> None:
-        """Runs when backward has ended: tells the other ranks what came, and sends what is complete by agreement."""
+        """Runs when backward has ended: sends flags of gradients to the other ranks, and what is complete by them."""
         self._remove_loss_hook()
         if self.reductions.max_inflight is not None:
             # Other ranks may be waiting in backward for what is not complete here.
@@ -248,7 +248,7 @@ class GradientReducer:
             self._end_backward()
 
     def _send_flags(self, backward: _Backward) -> None:
-        """Tells the other ranks for which parameters there were gradients, and which buckets have some left over."""
+        """Sends to the other ranks for which parameters there were gradients, and which buckets have some left over."""
         # Packed gradients are not fresh any more: in most steps none is left.
         left = {
             slot
@@ -274,15 +274,15 @@ class GradientReducer:
             self._settle(backward, backward.message)
 
     def _settle(self, backward: _Backward, message: ControlMessage) -> None:
-        """Learns which parameters any rank has used, and sends what any rank has gradients for."""
-        heard = message.wait()
-        if not heard.is_alike:
+        """Receives which parameters any rank has used, and sends what any rank has gradients for."""
+        agreed = message.wait()
+        if not agreed.is_alike:
             raise NoCollectivesError(
                 "The ranks disagree about which parameters are trainable: `requires_grad` must be set alike on all"
                 " ranks when backward begins."
             )
         # The flags of buckets follow those of parameters.
-        for slot, used in zip(self._slots, heard.flags, strict=False):
+        for slot, used in zip(self._slots, agreed.flags, strict=False):
             slot.reduced = bool(used)
             slot.used = slot.used or slot.reduced
             if slot.trainable:
@@ -292,7 +292,7 @@ class GradientReducer:
         for bucket in backward.waiting:
             if any(slot.reduced for slot in bucket.slots):
                 self._launch(backward, bucket)
-        left_over = heard.flags[len(self._slots) :]
+        left_over = agreed.flags[len(self._slots) :]
         for bucket, needed in zip(self.buckets, left_over, strict=True):
             if needed:
                 self._launch(backward, bucket)

@@ -25,30 +25,19 @@ _TRANSFERS_SET_ASIDE: list[Work] = []
 must stay posted: else the next training on these process groups would receive what was meant for this one."""
 
 
-class Launch(NamedTuple):
-    """How a bucket is to be reduced.
+class _Reduction(NamedTuple):
+    """A bucket in flight.
 
     Attributes:
-        shown: What is packed of a mean that ``param.grad`` shows already.
-        scale: Turns the sum into a mean; None where more micro-batches follow, which know no more of it than this one.
-        backward: What it belongs to, for :meth:`Reductions.set_aside`.
-    """
-
-    shown: ShownMean
-    scale: GradientScale | None
-    backward: object
-
-    @property
-    def exposes(self) -> bool:
-        """Whether the gradient will be shown in ``param.grad``."""
-        return self.shown is not ShownMean.ABSENT
-
-
-class _Reduction(NamedTuple):
-    """A bucket in flight: its shard of the sum is in ``shard`` once ``work`` was waited for.
-
-    ``unsharded`` is the buffer of the bucket's length that ``shard`` is a part of, where the gradient is to be exposed.
-    What ``scale`` is divided by, ``applied``, has been done before the sum. Its memory is of ``stream``.
+        bucket: The bucket.
+        shard: Has this rank's shard of the sum once ``work`` was waited for.
+        unsharded: The buffer of the bucket's length that ``shard`` is a part of; None if no gradient will be exposed.
+        work: The transfer.
+        applied: A part of the scale, by which gradients were multiplied before the sum.
+        shown: See :meth:`Reductions.launch`.
+        scale: See :meth:`Reductions.launch`.
+        backward: See :meth:`Reductions.launch`.
+        stream: The one that its memory belongs to.
     """
 
     bucket: GradientBucket
@@ -56,7 +45,9 @@ class _Reduction(NamedTuple):
     unsharded: Tensor | None
     work: Work
     applied: float
-    launch: Launch
+    shown: ShownMean
+    scale: GradientScale | None
+    backward: object
     stream: Hashable
 
 
@@ -89,17 +80,26 @@ class Reductions:
         self._partial: list[GradientBucket] = []
         self._window_scale: GradientScale | None = None
 
-    def launch(self, bucket: GradientBucket, how: Launch) -> None:
-        """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order."""
+    def launch(self, bucket: GradientBucket, shown: ShownMean, scale: GradientScale | None, backward: object) -> None:
+        """Packs and sends the local gradients of ``bucket``. Collective: the same buckets in the same order.
+
+        Args:
+            bucket: The bucket.
+            shown: What is packed of a mean that ``param.grad`` shows already.
+            scale: Makes a mean of the sum; None if more micro-batches follow, of which the last one knows it.
+            backward: What it belongs to, for :meth:`set_aside`.
+        """
         self._hold_back()
-        at_home = nullcontext() if self.arrivals is None else self.arrivals.at_home(bucket)
-        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), at_home:
-            self._in_flight.append(self._send(bucket, how))
+        own_stream = nullcontext() if self.arrivals is None else self.arrivals.at_home(bucket)
+        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), own_stream:
+            self._in_flight.append(self._send(bucket, shown, scale, backward))
         self._not_waited_for.append(self._in_flight[-1])
 
-    def _send(self, bucket: GradientBucket, how: Launch) -> _Reduction:
-        buffer = bucket.pack_gradients(how.shown)
-        if how.scale is None and not bucket.is_partial:
+    def _send(
+        self, bucket: GradientBucket, shown: ShownMean, scale: GradientScale | None, backward: object
+    ) -> _Reduction:
+        buffer = bucket.pack_gradients(shown)
+        if scale is None and not bucket.is_partial:
             bucket.is_partial = True
             self._partial.append(bucket)
         applied = 1.0
@@ -107,9 +107,9 @@ class Reductions:
             # A sum over ranks overflows in float16 where the mean does not.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
-        shard, unsharded = self._room(bucket, buffer, how.exposes)
+        shard, unsharded = self._room(bucket, buffer, shown is not ShownMean.ABSENT)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
-        return _Reduction(bucket, shard, unsharded, work, applied, how, self._streams.current())
+        return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, backward, self._streams.current())
 
     def _room(self, bucket: GradientBucket, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
         """Where the shard of the sum of ``buffer`` goes, and of what it is a part where it is to be exposed."""
@@ -146,7 +146,7 @@ class Reductions:
             self._close_window(self._window_scale)
 
     def end_window(self, scale: GradientScale) -> None:
-        """Says that no more micro-batches follow those that were reduced one by one, if any were.
+        """Ends a window: no more micro-batches follow those that were reduced one by one, if any were.
 
         :meth:`complete` then asks for the scale, collectively as it may be.
 
@@ -172,32 +172,31 @@ class Reductions:
         self._not_waited_for = deque(self._in_flight)
         # In the order of their launch, in which they arrive.
         for reduction in pending:
-            bucket, how = reduction.bucket, reduction.launch
+            bucket, scale = reduction.bucket, reduction.scale
             with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
                 self._wait(reduction)
             # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
-            mean = 1.0 / self.collectives.world_size if how.scale is None or bucket.is_partial else how.scale()
-            scale = mean / reduction.applied
-            if scale != 1.0:
-                reduction.shard.mul_(scale)
+            mean = 1.0 / self.collectives.world_size if scale is None or bucket.is_partial else scale()
+            if mean != reduction.applied:
+                reduction.shard.mul_(mean / reduction.applied)
             # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
-            if bucket.shard_gradient is None or how.shown is ShownMean.TO_PACK:
+            if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:
                 bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
             else:
                 if bucket.is_partial:
                     # Zeroed in place, it is as narrow as after a window.
                     bucket.shard_gradient = bucket.shard_gradient.to(bucket.sum_dtype)
                 bucket.shard_gradient.add_(reduction.shard)
-        for bucket in {reduction.bucket for reduction in pending if not reduction.launch.exposes}:
+        for bucket in {reduction.bucket for reduction in pending if reduction.shown is ShownMean.ABSENT}:
             bucket.attach_gradients()
 
     def set_aside(self, backward: object | None = None) -> None:
         """Forgets those of one backward, or all; their memory must outlive the transfers."""
         _TRANSFERS_SET_ASIDE[:] = [work for work in _TRANSFERS_SET_ASIDE if not work.is_completed()]
         for reduction in self._in_flight:
-            if backward in (None, reduction.launch.backward):
+            if backward in (None, reduction.backward):
                 _TRANSFERS_SET_ASIDE.append(reduction.work)
-        self._in_flight = [one for one in self._in_flight if backward not in (None, one.launch.backward)]
+        self._in_flight = [one for one in self._in_flight if backward not in (None, one.backward)]
         self._not_waited_for = deque(self._in_flight)
 
 
@@ -238,17 +237,22 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
         collectives: The reducer's.
     """
     shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
-    for bucket in shown:
-        bucket.unsharded_gradient = torch.empty_like(bucket.flat)
-        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
-        for slot in bucket.slots:
-            slot.reduced = slot.used
-    expose_gradients(shown, collectives)
+    show_full_gradients(shown, collectives)
     try:
         yield
     finally:
         for bucket in shown:
             _take_back(bucket)
+
+
+def show_full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> None:
+    """Has ``param.grad`` show the mean gradients of buckets that have some. Collective: one all-gather per bucket."""
+    for bucket in buckets:
+        bucket.unsharded_gradient = torch.empty_like(bucket.flat)
+        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
+        for slot in bucket.slots:
+            slot.reduced = slot.used
+    expose_gradients(buckets, collectives)
 
 
 @torch.no_grad()

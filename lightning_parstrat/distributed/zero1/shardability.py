@@ -13,8 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +69,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
 
     Args:
         optimizer: Not sharded yet.
-        choice: The user's; ``"parameter"`` is a promise that the optimizer's parameters can be told apart.
+        choice: The user's; ``"parameter"`` is a promise that the optimizer steps each alone.
 
     Raises:
         ValueError: The optimizer wants sparse gradients, or ``"element"`` was asked for and it is none of torch's
@@ -180,17 +178,17 @@ def check_supported(optimizer: Optimizer) -> None:
 
 
 def _try_out(optimizer: Optimizer) -> ShardingDecision:
-    alone, why_unknown = _tried_on_parameters(optimizer)
-    if alone:
+    found = steps_parameters_alone(optimizer)
+    if found.alike:
         return ShardingDecision("parameter")
-    if alone is not None:
+    if found.alike is not None:
         return ShardingDecision(None, "how it moves one parameter depends on the others", _ANOTHER_OPTIMIZER)
-    if not why_unknown:
+    if not found.error:
         # As those do that take a gradient in the middle of a step: a promise would train them wrong.
         return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy", _ANOTHER_OPTIMIZER)
     return ShardingDecision(
         None,
-        f"trying it on a copy failed ({why_unknown})",
+        f"trying it on a copy failed ({found.error})",
         "partition='parameter' shards it all the same: right only if no parameter's step looks at others, not even by a"
         " norm over all of them, as SAM's does.",
     )
@@ -231,14 +229,14 @@ class _Twin(NamedTuple):
     gradients: dict[Tensor, list[list[Tensor]]]
 
 
-class _Trial(NamedTuple):
-    """Whether a part goes as in the whole; None where that cannot be told, because of ``error`` or as nothing moved."""
+class Trial(NamedTuple):
+    """Whether a part moves as in the whole; None if that is unknown, because of ``error`` or as nothing moved."""
 
     alike: bool | None
     error: str = ""
 
 
-def steps_parameters_alone(optimizer: Optimizer) -> bool | None:
+def steps_parameters_alone(optimizer: Optimizer) -> Trial:
     """Whether a step of ``optimizer`` moves each parameter by its own gradient and state, whoever else is there.
 
     The optimizer and its parameters are left as they are. Not collective. Milliseconds: at most 16 parameters per
@@ -248,15 +246,16 @@ def steps_parameters_alone(optimizer: Optimizer) -> bool | None:
         optimizer: Any optimizer with the class its user gave it.
 
     Returns:
-        None where that cannot be told, because it cannot be copied or does not step (on) such small parameters.
+        Unknown for what cannot be copied, or does not step such small parameters.
 
     Raises:
         ClosureEvaluatedAgainError: It evaluates its closure more than once per step.
     """
-    return _tried_on_parameters(optimizer).alike
+    first = _try(optimizer, remainder=0)
+    return _try(optimizer, remainder=1) if first.alike else first
 
 
-def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> tuple[bool | None, str]:
+def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> Trial:
     """Whether a step moves parameters that are DTensors, sharded by rows, as it moves whole ones. Collective.
 
     It may evaluate its closure as often as it likes.
@@ -264,28 +263,16 @@ def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> tuple[bool 
     Args:
         optimizer: Any optimizer.
         mesh: The ranks that share each parameter.
-
-    Returns:
-        None where that cannot be told; and why it cannot.
     """
-    return _try(optimizer, _as_it_is, mesh)
+    return _try(optimizer, mesh=mesh)
 
 
-def _tried_on_parameters(optimizer: Optimizer) -> _Trial:
-    first = _try(optimizer, partial(_every_other_one, 0))
-    return _try(optimizer, partial(_every_other_one, 1)) if first.alike else first
-
-
-def _try(
-    optimizer: Optimizer,
-    part_of: Callable[[_Twin, _Twin], list[tuple[Tensor, Tensor]]],
-    mesh: DeviceMesh | None = None,
-) -> _Trial:
+def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | None = None) -> Trial:
     with warnings.catch_warnings(), _random_numbers_kept(optimizer):
         warnings.simplefilter("ignore")
         try:
             whole, part = _copy(optimizer), _copy(optimizer, mesh)
-            watched = [pair for pair in part_of(whole, part) if pair[0].numel()]
+            watched = [pair for pair in _pairs(whole, part, remainder) if pair[0].numel()]
             starts = [view.clone() for view, _ in watched]
             _step(whole, 0, once=mesh is None)
             _step(part, 0, once=mesh is None)
@@ -299,10 +286,10 @@ def _try(
             raise
         except Exception as error:
             # Whatever an optimizer may raise that does not expect such parameters, or cannot be copied.
-            return _Trial(None, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR])
+            return Trial(None, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR])
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
-        return _Trial(None)
-    return _Trial(alike and _moved_alike(watched, starts))
+        return Trial(None)
+    return Trial(alike and _moved_alike(watched, starts))
 
 
 def _moved_alike(watched: list[tuple[Tensor, Tensor]], starts: list[Tensor]) -> bool:
@@ -380,26 +367,26 @@ def _probe(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
     return nn.Parameter(data.to(dtype=dtype, device=parameter.device, copy=True).contiguous())
 
 
-def _every_other_one(remainder: int, whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
-    """Lets ``part`` step only every other parameter, each replaced by a shard that is all of it."""
-    watched = []
+def _pairs(whole: _Twin, part: _Twin, remainder: int | None) -> list[tuple[Tensor, Tensor]]:
+    """What is compared of both: all parameters; or every other one, of which ``part`` then steps no others.
+
+    In the second case each is replaced by a shard that is all of it.
+    """
+    pairs: list[tuple[Tensor, Tensor]] = []
     number = 0
     for group, ours, theirs in zip(part.optimizer.param_groups, whole.groups, part.groups, strict=True):
         group["params"] = []
         for one, other in zip(ours, theirs, strict=True):
             number += 1
-            if number % 2 == remainder:
-                shard = nn.Parameter(other.detach().clone())
-                part.gradients[shard] = part.gradients[other]
-                group["params"].append(shard)
-                watched.append((one.detach(), shard.detach()))
-    return watched
-
-
-def _as_it_is(whole: _Twin, part: _Twin) -> list[tuple[Tensor, Tensor]]:
-    """Lets ``part`` step all its parameters, which are sharded from the start."""
-    pairs = zip(chain(*whole.groups), chain(*part.groups), strict=True)
-    return [(one.detach(), other.detach()) for one, other in pairs]
+            stepped = other
+            if remainder is not None:
+                if number % 2 != remainder:
+                    continue
+                stepped = nn.Parameter(other.detach().clone())
+                part.gradients[stepped] = part.gradients[other]
+            group["params"].append(stepped)
+            pairs.append((one.detach(), stepped.detach()))
+    return pairs
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """The state of a sharded optimizer, to and from torch's own ``state_dict``: described, collected, and sliced.
 
-Which elements a rank has follows from the buckets, which all ranks know. What does not (which entries the state has,
-their dtypes, counts of steps) is usually the same in all of a bucket: ranks compare numbers, and describe what they
-have where these differ. Then each sends its shard of the state, a packed message a bucket, over host memory, so that a
-device never holds more than a shard. Loading takes each rank's part of an unsharded state.
+The buckets, which all ranks know, say which elements a rank has. They do not say which entries the state has, their
+dtypes, and counts of steps. These are usually alike in a bucket: ranks compare numbers, and describe what they have
+where numbers differ. Then each rank sends its shard of the state, one packed message per bucket. Messages are in host
+memory, so that a device never holds more than a shard. Loading takes each rank's part of an unsharded state.
 """
 
 import copy
@@ -22,7 +22,6 @@ from typing_extensions import override
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, receive_object, send_object
-from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.watch import met
 from lightning_parstrat.distributed.comm.work import Work, as_work
@@ -62,6 +61,11 @@ class OwnPart(NamedTuple):
     elements: Tensor
 
 
+def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """The optimizer's parameters in the order in which its state dict counts them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
 """Makes what stands for a tensor, of the parameter at a position in the optimizer and of an entry of its state."""
 
@@ -84,17 +88,18 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
     """
     sharding = sharding_of(optimizer)
     run_hooks_before_state_dict(optimizer)
-    control = make_collectives(sharding.control_group, torch.device("cpu"))
+    control = sharding.control
     parameters = grouped_parameters(optimizer)
     positions = {sharding.slots[p]: position for position, p in enumerate(parameters) if p in sharding.slots}
     to = 0 if destination is None else destination
     ranks = sharding.ranks_of_a_copy
-    told = tell(optimizer, buckets_of(positions), ranks, control, to)
+    buckets = buckets_of(positions)
+    describe_to(to, optimizer, buckets, ranks, control)
     gathered: dict[ParameterSlot, StateDict] = {}
     if stand_in is None:
-        gathered = collect(optimizer, told, ranks, control, to)
+        gathered = collect(optimizer, buckets, ranks, control, to)
     elif control.rank == to:
-        gathered = _with_stand_ins(told, positions, stand_in)
+        gathered = _with_stand_ins(buckets, positions, stand_in)
     by_position = {positions[slot]: state for slot, state in gathered.items()}
     if destination is None:
         by_position = broadcast_object(by_position, control.group)
@@ -109,7 +114,7 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
 def replicated_state_dict(optimizer: Optimizer) -> StateDict:
     """The optimizer's unsharded state on every rank, in torch's own format and on the host.
 
-    Collective: nothing is sent before all ranks have called it, and a rank that waits for others says so.
+    Collective: nothing is sent before all ranks have called it. A rank that waits for others prints that.
 
     Args:
         optimizer: A sharded optimizer.
@@ -117,7 +122,7 @@ def replicated_state_dict(optimizer: Optimizer) -> StateDict:
     sharding = sharding_of(optimizer)
     buckets = ", ".join(str(bucket.index) for bucket in sharding.buckets[:1])
     advice = "Call it on all ranks, and save what it returns on rank 0."
-    with met("`optimizer.state_dict()`", sharding.control_group, advice, of=f"buckets from {buckets}"):
+    with met("`optimizer.state_dict()`", sharding.control.group, advice, of=f"buckets from {buckets}"):
         return gather_state_dict(optimizer, destination=None)
 
 
@@ -172,7 +177,7 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
 
 
 def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
-    """Refuses state that is of other parameters, where that can be told. Not collective.
+    """Refuses state that is of other parameters, where shapes show that. Not collective.
 
     Args:
         optimizer: Sharded or not.
@@ -211,14 +216,14 @@ def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None
 
 
 def _with_stand_ins(
-    told: Sequence["BucketState"], positions: Mapping[ParameterSlot, int], stand_in: StandIn
+    buckets: Sequence["BucketState"], positions: Mapping[ParameterSlot, int], stand_in: StandIn
 ) -> dict[ParameterSlot, StateDict]:
     return {
         slot: {
             key: one.value if one.dtype is None else stand_in(positions[slot], key, slot, one.dtype)
             for key, one in entries.items()
         }
-        for bucket in told
+        for bucket in buckets
         for slot, entries in bucket.by_slot().items()
     }
 
@@ -240,11 +245,6 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     packed = {index: state for index, state in packed.items() if state}
     packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
     return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
-
-
-def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """The optimizer's parameters in the order in which its state dict counts them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 class BucketState:
@@ -304,24 +304,21 @@ def buckets_of(slots: Iterable[ParameterSlot]) -> list[BucketState]:
     return [BucketState(found) for found in by_bucket.values()]
 
 
-def tell(
-    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
-) -> Sequence[BucketState]:
-    """Tells one rank what the others hold, and each rank what it holds itself. Collective.
+def describe_to(
+    destination: int, optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
+) -> None:
+    """Fills in what all ranks hold on one rank, and what a rank holds itself on the others. Collective.
 
-    One small reduction of 16 bytes a bucket. Where ranks hold the same entries and values for all parameters of a
-    bucket, nothing else is sent, unless the destination has no part of it; then the first that has describes it. Where
-    they do not, each rank describes its own parts of that bucket.
+    One small reduction of 16 bytes per bucket. If ranks hold the same entries and values for all parameters of a
+    bucket, nothing else is sent, unless the destination has no part of it; then the first that has describes it. If
+    not, each rank describes its own parts of that bucket.
 
     Args:
+        destination: The rank that gets descriptions.
         optimizer: Its state is described.
-        buckets: The same on all ranks; nothing is known of them yet.
+        buckets: The same on all ranks, and empty. They are filled in.
         ranks: The ranks that together hold one copy, in the order of their shards.
         control: Of all ranks; works on host memory.
-        destination: Who is told.
-
-    Returns:
-        The same buckets: what all know on the destination, on other ranks what they know of their own shards.
     """
     shard = ranks.index(control.rank) if control.rank in ranks else None
     for bucket in buckets:
@@ -330,16 +327,15 @@ def tell(
         if shard is not None and own:
             bucket.by_shard[shard] = own
     differing = _differing([next(iter(bucket.by_shard.values()), []) for bucket in buckets], control)
-    for teller, numbers in _tellers(buckets, differing, ranks, destination).items():
+    for owner, numbers in _described_by(buckets, differing, ranks, destination).items():
         if control.rank == destination:
-            for number, described in receive_object(ranks[teller], control.group).items():
-                buckets[number].by_shard[teller] = described
-        elif teller == shard:
+            for number, described in receive_object(ranks[owner], control.group).items():
+                buckets[number].by_shard[owner] = described
+        elif owner == shard:
             send_object({number: buckets[number].by_shard[shard] for number in numbers}, destination, control.group)
     for bucket, differs in zip(buckets, differing, strict=True):
         if not differs and bucket.by_shard:
             bucket.of_all = next(iter(bucket.by_shard.values()))[0]
-    return buckets
 
 
 def describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, Entry]:
@@ -363,7 +359,7 @@ def on_host(value: Any) -> Any:
 
 def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[bool]:
     """For each bucket, whether there are parameters of which other things are kept than of others. Collective."""
-    # The largest and the smallest number of all ranks; a rank without a part of a bucket has none to say.
+    # The largest and the smallest number of all ranks; a rank without a part of a bucket has none.
     extremes = torch.full((2, len(own)), -(2**62), dtype=torch.int64)
     for number, described in enumerate(own):
         numbers = {_number_of(entries) for entries in described}
@@ -378,8 +374,8 @@ def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[b
 
 def _number_of(entries: Entries) -> int:
     """61 bits that are the same where all entries are: their order, too."""
-    said = [(key, str(one.dtype), replace_leaves(one.value, _content)) for key, one in entries.items()]
-    return digest(pickle.dumps(said))
+    contents = [(key, str(one.dtype), replace_leaves(one.value, _content)) for key, one in entries.items()]
+    return digest(pickle.dumps(contents))
 
 
 def _content(tensor: Tensor) -> Any:
@@ -387,11 +383,11 @@ def _content(tensor: Tensor) -> Any:
     return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _tellers(
+def _described_by(
     buckets: Sequence[BucketState], differing: Sequence[bool], ranks: Sequence[int], destination: int
 ) -> dict[int, list[int]]:
-    """Which shards' owners describe which buckets to the destination: the same on all ranks, which are in its order."""
-    tellers: dict[int, list[int]] = {}
+    """Which buckets the owner of each shard describes to the destination: the same on all ranks, in their order."""
+    described: dict[int, list[int]] = {}
     own = ranks.index(destination) if destination in ranks else None
     for number, (bucket, differs) in enumerate(zip(buckets, differing, strict=True)):
         if not differs:
@@ -401,8 +397,8 @@ def _tellers(
             owners = [other for other in range(len(ranks)) if next(bucket.parts_of(other), None) is not None]
         for other in owners:
             if other != own:
-                tellers.setdefault(other, []).append(number)
-    return dict(sorted(tellers.items()))
+                described.setdefault(other, []).append(number)
+    return dict(sorted(described.items()))
 
 
 class _Place(NamedTuple):
@@ -420,27 +416,27 @@ class _Place(NamedTuple):
 
 
 def collect(
-    optimizer: Optimizer, told: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
+    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
 ) -> dict[ParameterSlot, dict[str, Any]]:
     """The unsharded state on the destination, in host memory; nothing elsewhere. Collective.
 
-    Each of ``ranks`` sends one message a bucket, packed in host memory. The destination receives several at a time:
+    Each of ``ranks`` sends one message per bucket, packed in host memory. The destination receives several at a time:
     beside the state its host holds 16 MiB of them, or one.
 
     Args:
         optimizer: Its state is collected.
-        told: What there is, of each bucket.
+        buckets: After :func:`describe_to`.
         ranks: The ranks that together hold one copy, in the order of their shards.
         control: Of all ranks; works on host memory.
         destination: Who collects.
     """
     if control.rank != destination:
         if control.rank in ranks:
-            _send(optimizer, told, ranks.index(control.rank), control.group, destination)
+            _send(optimizer, buckets, ranks.index(control.rank), control.group, destination)
         return {}
     state: dict[ParameterSlot, dict[str, Any]] = {
         slot: {key: one.value if one.dtype is None else _room(slot, one.dtype) for key, one in entries.items()}
-        for bucket in told
+        for bucket in buckets
         for slot, entries in bucket.by_slot().items()
     }
     arriving: deque[tuple[Work, Tensor, list[_Place]]] = deque()
@@ -457,7 +453,7 @@ def collect(
         return message.nbytes
 
     nbytes = 0
-    for bucket in told:
+    for bucket in buckets:
         for shard, source in enumerate(ranks):
             places = list(_places(bucket, shard))
             if source == destination:
@@ -480,12 +476,12 @@ def _receive(places: list[_Place], source: int, group: dist.ProcessGroup) -> tup
 
 
 def _send(
-    optimizer: Optimizer, told: Sequence[BucketState], shard: int, group: dist.ProcessGroup, destination: int
+    optimizer: Optimizer, buckets: Sequence[BucketState], shard: int, group: dist.ProcessGroup, destination: int
 ) -> None:
     # The next message is packed while one is on its way.
     sent: tuple[Work, Tensor] | None = None
-    for of_bucket in told:
-        places = list(_places(of_bucket, shard))
+    for bucket in buckets:
+        places = list(_places(bucket, shard))
         if places:
             message = torch.empty(places[-1].stop, dtype=torch.uint8)
             for place in places:
@@ -575,6 +571,19 @@ class StateByShard(defaultdict[Any, Any]):
     @override
     def pop(self, key: Any, *default: Any) -> Any:
         return super().pop(self._key(key), *default)
+
+
+class StateLeftOut(defaultdict[Any, Any]):
+    """What ``optimizer.state`` is in a copy of a sharded optimizer: an error for who reads it, until one is loaded."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "This optimizer is a copy of a sharded one, without its state: each rank has a part of that. Call"
+            " `state_dict()` of the original on all ranks, and `load_state_dict()` of the copy with what it returns."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    get = pop = setdefault = update = keys = values = items = _refuse  # type: ignore[assignment]
 
 
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:

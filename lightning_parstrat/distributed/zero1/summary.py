@@ -29,7 +29,7 @@ class ShardingSummary(NamedTuple):
     copies: int
     """How many groups of ranks hold all of the state."""
     state_bytes: tuple[int, int] | None
-    """Optimizer state unsharded and on this rank, where it can be told before the first step."""
+    """Optimizer state unsharded and on this rank; None if it is unknown before the first step."""
     master_bytes: int
     """Master weights on this rank."""
     replicated: tuple[Replicated, ...]
@@ -39,7 +39,7 @@ def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
     """How much state an element-wise optimizer keeps, found by letting one like it step a small parameter.
 
     Returns:
-        Bytes of state per byte of parameters (AdamW: 2), averaged over groups; None where it cannot be told.
+        Bytes of state per byte of parameters (AdamW: 2), averaged over groups; None if it is unknown.
     """
     cls = type(optimizer)
     if cls not in ELEMENTWISE_OPTIMIZERS or not inspect.isfunction(inspect.unwrap(cls.step)):

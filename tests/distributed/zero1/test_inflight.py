@@ -2,18 +2,17 @@
 
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.backends import NativeCollectives
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from tests.comparing import distance
 from tests.distributed.engines import (
     Log,
     LoggedCollectives,
@@ -50,47 +49,6 @@ def test_no_more_are_on_the_way_than_allowed(pool: RankPool) -> None:
         assert pool.run(2, most_in_flight, bound) == [expected] * 2
 
 
-class Detours(nn.Module):
-    """Each rank leaves out layers of its own, one is used by nobody, and one is late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(6))
-
-    def forward(self, inputs: Tensor, step: int) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            left_out = number == 3 or (number + step) % 3 == dist.get_rank()
-            inputs = inputs if left_out else layer(inputs)
-        return inputs
-
-
-def trained(bound: int | None, exposed: bool) -> list[Tensor]:
-    module = Detours()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
-    engine = make_engine(module, optimizer, max_inflight_buckets=bound)
-    engine.expose_gradients(exposed)
-    for step in range(6):
-        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        backward(engine, module(inputs, step).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-    engine.gatherer.finish()
-    return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize(("world_size", "exposed"), [(2, True), (3, False)])
-def test_a_rank_that_waits_in_backward_gets_what_others_have_no_gradients_for(
-    pool: RankPool, world_size: int, exposed: bool
-) -> None:
-    expected = pool.run(world_size, trained, None, exposed)
-    bounded = pool.run(world_size, trained, 1, exposed, timeout=30)
-    for one, other in zip(bounded, expected, strict=True):
-        assert distance(one, other) == 0
-        # What nobody used has not moved, though its bucket was sent.
-        assert torch.equal(one[3], Detours().layers[3].weight)
-
-
 class Watched(PairwiseCollectives):
     """Knows which buffers and shards that were handed to it, and which works it returned, are still there."""
 
@@ -106,6 +64,12 @@ class Watched(PairwiseCollectives):
         work = super()._reduce_scatter(buffer, shard, bounds)
         self.works.append(weakref.ref(work))
         return work
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def there(references: list[weakref.ref[Any]]) -> list[Any]:
@@ -125,9 +89,7 @@ def buffers_left() -> int:
     engine, watched = watched_engine(module)
     backward(engine, module(torch.ones(2, width)).sum())
     assert len(watched.buffers) == 6
-    deadline = time.monotonic() + 20
-    while there(watched.buffers) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: not there(watched.buffers))
     left = len(there(watched.buffers))
     engine.reducer.complete()
     return left
@@ -149,9 +111,7 @@ class WatchedNative(NativeCollectives):
         self.buffers.append(weakref.ref(buffer))
         self.most = max(self.most, len(there(self.buffers)))
         work = super()._reduce_scatter(buffer, shard, bounds)
-        deadline = time.monotonic() + 20
-        while not work.is_completed() and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(work.is_completed)
         return work
 
 
@@ -195,9 +155,7 @@ def works_kept_after_failures(failures: int) -> int:
         hidden.register_hook(fail)
         with pytest.raises(MemoryError):
             backward(engine, module[1:](hidden).sum())
-        deadline = time.monotonic() + 20
-        while not all(work.is_completed() for work in there(watched.works)) and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: all(work.is_completed() for work in there(watched.works)))
     engine.reducer.complete()
     return len(there(watched.works))
 

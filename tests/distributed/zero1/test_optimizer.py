@@ -1,8 +1,12 @@
-"""Methods on the instance: same object, class and groups for everyone, and none of the ways around them."""
+"""Methods on the instance: same object, class and groups for everyone; and what copies and later steps make of it."""
 
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 from unittest.mock import call, patch
 
@@ -15,7 +19,7 @@ from lightning_parstrat.core.layout import BucketLayout
 from lightning_parstrat.distributed.zero1.optimizer_sharding import _worth_a_call, is_sharded
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 from tests.comparing import assert_same
-from tests.distributed.engines import backward, make_engine, sgd
+from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
 from tests.pool import RankPool
 
 
@@ -49,24 +53,21 @@ def schedulers(made_before: int, made_after: int) -> tuple[list[str], list[float
     rates = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for training in range(2):
-            engine = make_engine(module, optimizer)
+        for training in range(3):
+            engine = make_engine(module, optimizer) if training < 2 else None
             made += make(made_after if training == 0 else 0)
             before = snapshot(module)
-            backward(engine, loss_of(module))
+            if engine is not None:
+                backward(engine, loss_of(module))
             optimizer.step()
             for scheduler in made:
                 scheduler.step()
-            # None was passed by: this rank has stepped its shard only, and gathered the rest.
-            owned = sum(shard.numel() for shard in optimizer._sharding.stand_ins(module.parameters()))
-            assert sum(state["momentum_buffer"].numel() for state in optimizer.state.values()) == owned < 24
-            assert stepped_in_full(module, before)
             rates.append(optimizer.param_groups[0]["lr"])
-            engine.close()
-        optimizer.step()
-        for scheduler in made:
-            scheduler.step()
-        rates.append(optimizer.param_groups[0]["lr"])
+            if engine is not None:
+                # None was passed by: this rank has stepped its shard only, and gathered the rest.
+                assert sum(state["momentum_buffer"].numel() for state in optimizer.state.values()) < 24
+                assert stepped_in_full(module, before)
+                engine.close()
     assert not is_sharded(optimizer)
     return [str(warning.message) for warning in caught], rates
 
@@ -104,30 +105,30 @@ class StepsInParts(torch.optim.SGD):
         return loss
 
 
-def left_as_it_was(make: Callable[..., Optimizer]) -> None:
-    module = linear()
-    optimizer = make(module.parameters(), lr=0.1, momentum=0.9)
-    cls, names = type(optimizer), set(vars(optimizer))
-    hooks = dict(optimizer._optimizer_step_pre_hooks)
-    parameters, groups = list(module.parameters()), optimizer.param_groups
-    engine = make_engine(module, optimizer)
-    assert type(optimizer) is optimizer.__class__ is cls and optimizer.param_groups is groups
-    assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
-    assert [id(one) for one in groups[0]["params"]] == [id(one) for one in parameters]
-    before = snapshot(module)
-    backward(engine, loss_of(module))
-    optimizer.step()
-    assert stepped_in_full(module, before) and is_sharded(optimizer) and type(optimizer) is cls
-    engine.close()
-    optimizer.step()
-    # What schedulers ask for may stay.
-    assert set(vars(optimizer)) - {"_opt_called"} == names and type(optimizer) is cls
-    assert optimizer._optimizer_step_pre_hooks == hooks
+def left_as_it_was() -> None:
+    for make in (torch.optim.SGD, GuardsAttributes, HasSlots, StepsInParts):
+        module = linear()
+        optimizer = make(module.parameters(), lr=0.1, momentum=0.9)
+        cls, names = type(optimizer), set(vars(optimizer))
+        hooks = dict(optimizer._optimizer_step_pre_hooks)
+        parameters, groups = list(module.parameters()), optimizer.param_groups
+        engine = make_engine(module, optimizer)
+        assert type(optimizer) is optimizer.__class__ is cls and optimizer.param_groups is groups
+        assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
+        assert [id(one) for one in groups[0]["params"]] == [id(one) for one in parameters]
+        before = snapshot(module)
+        backward(engine, loss_of(module))
+        optimizer.step()
+        assert stepped_in_full(module, before) and is_sharded(optimizer) and type(optimizer) is cls
+        engine.close()
+        optimizer.step()
+        # What schedulers ask for may stay.
+        assert set(vars(optimizer)) - {"_opt_called"} == names and type(optimizer) is cls
+        assert optimizer._optimizer_step_pre_hooks == hooks
 
 
 def test_an_optimizer_is_left_as_it_was(pool: RankPool) -> None:
-    for make in (torch.optim.SGD, GuardsAttributes, HasSlots, StepsInParts):
-        pool.run(2, left_as_it_was, make)
+    pool.run(2, left_as_it_was)
 
 
 def around_the_sharding(afterwards: bool) -> list[str]:
@@ -172,123 +173,8 @@ def test_a_mock_in_the_class_is_called_as_ever(pool: RankPool) -> None:
     pool.run(2, mocked_class)
 
 
-def methods_kept_from_the_training() -> None:
-    """Whoever has kept a method goes on with the class's, when the optimizer is an ordinary one again."""
-    module = linear()
-    optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer)
-    step, zero_grad, state_dict = optimizer.step, optimizer.zero_grad, optimizer.state_dict
-    backward(engine, loss_of(module))
-    step()
-    engine.close()
-    for _ in range(2):
-        zero_grad()
-        assert all(parameter.grad is None for parameter in module.parameters())
-        loss_of(module).backward()
-        before = snapshot(module)
-        step()
-        assert stepped_in_full(module, before)
-    assert_same(state_dict(), optimizer.state_dict())
-
-
-def test_methods_kept_from_the_training_go_on_as_the_class_s(pool: RankPool) -> None:
-    pool.run(2, methods_kept_from_the_training)
-
-
-def step_hooks() -> tuple[list[int], list[int]]:
-    module = linear()
-    optimizer = sgd(module.parameters())
-    seen: list[int] = []
-    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(_full_elements(opt)))
-    optimizer.register_step_post_hook(lambda opt, *_: seen.append(_full_elements(opt)))
-    engine = make_engine(module, optimizer)
-    backward(engine, loss_of(module))
-    optimizer.step()
-    first = list(seen)
-    optimizer.load_state_dict(optimizer.state_dict())
-    seen.clear()
-    backward(engine, loss_of(module))
-    optimizer.step()
-    return first, seen
-
-
-def _full_elements(optimizer: Optimizer) -> int:
-    return sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-
-
-def test_step_hooks_run_once_and_see_the_full_parameters_also_after_loading(pool: RankPool) -> None:
-    assert pool.run(2, step_hooks) == [([24, 24], [24, 24])] * 2
-
-
-class Exploding(torch.optim.SGD):
-    def step(self, closure: Any = None) -> Any:
-        if self.param_groups[0]["lr"] > 1:
-            raise RuntimeError("step failed")
-        return super().step(closure)
-
-
-def exception_in_step() -> None:
-    module = linear()
-    optimizer = Exploding(module.parameters(), lr=0.1)
-    engine = make_engine(module, optimizer)
-    optimizer.param_groups[0]["lr"] = 2.0
-    backward(engine, loss_of(module))
-    with pytest.raises(RuntimeError, match="step failed"):
-        optimizer.step()
-    assert _full_elements(optimizer) == 24
-    optimizer.param_groups[0]["lr"] = 0.1
-    before = snapshot(module)
-    optimizer.zero_grad()
-    backward(engine, loss_of(module))
-    optimizer.step()
-    assert stepped_in_full(module, before)
-
-
-def test_an_exception_in_step_leaves_the_groups_whole(pool: RankPool) -> None:
-    pool.run(2, exception_in_step)
-
-
-def zeroed_by(how: str) -> list[bool]:
-    module = linear()
-    optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer)
-    backward(engine, loss_of(module))
-    engine.reducer.finish(engine.buckets)
-    optimizer.zero_grad(set_to_none=how == "none")
-    engine.reducer.finish(engine.buckets)
-    gradients = [shard.grad for shard in optimizer._sharding.stand_ins(module.parameters())]
-    return [gradient is None if how == "none" else not gradient.any() for gradient in gradients]
-
-
-def test_zero_grad_reaches_the_shards(pool: RankPool) -> None:
-    for how in ("none", "zeros"):
-        for zeroed in pool.run(2, zeroed_by, how):
-            assert zeroed and all(zeroed)
-
-
-def appended_parameters() -> None:
-    """Around ``add_param_group``, and with a backward that was not announced."""
-    module = nn.ModuleDict({"old": linear(), "new": linear()})
-    reference = nn.ModuleDict({"old": linear(), "new": linear()})
-    for one in (module, reference):
-        optimizer = torch.optim.SGD(one["old"].parameters(), lr=0.1)
-        if one is module:
-            make_engine(one, optimizer).collect_unannounced_gradients(True)
-        optimizer.param_groups[0]["params"] += list(one["new"].parameters())
-        for _ in range(3):
-            optimizer.zero_grad()
-            (loss_of(one["old"]) + 2 * loss_of(one["new"])).backward()
-            optimizer.step()
-    for actual, expected in zip(module.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-def test_parameters_appended_to_a_group_are_found(pool: RankPool) -> None:
-    pool.run(2, appended_parameters)
-
-
-def losses_in_turns(touches_both: bool) -> None:
-    """A step makes the other loss's graph stale, as in torch, but only where it touched something of it."""
+def losses_one_after_the_other(touches_both: bool) -> None:
+    """A step makes the other loss's graph stale, as in torch, but only if it touched something of it."""
     module = nn.ModuleDict({"one": linear(), "two": linear()})
     optimizer = sgd(module.parameters())
     engine = make_engine(module, optimizer)
@@ -302,11 +188,11 @@ def losses_in_turns(touches_both: bool) -> None:
 
 def test_a_graph_with_parameters_that_moved_is_an_error_as_in_torch(own_pool: RankPool) -> None:
     for touches_both in (False, True):
-        own_pool.run(2, losses_in_turns, touches_both)
+        own_pool.run(2, losses_one_after_the_other, touches_both)
 
 
-def test_state_is_foretold() -> None:
-    foretold: list[tuple[Callable[[Any], Optimizer], float | None]] = [
+def test_the_size_of_the_state_is_known_before() -> None:
+    known: list[tuple[Callable[[Any], Optimizer], float | None]] = [
         (lambda p: torch.optim.AdamW(p), 2.0),
         (lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True), 3.0),
         (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
@@ -316,7 +202,7 @@ def test_state_is_foretold() -> None:
         # torch refuses the probe's settings; a line in a log must not end a training.
         (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), capturable=True, foreach=True), None),
     ]
-    for make, expected in foretold:
+    for make, expected in known:
         assert state_bytes_per_parameter_byte(make(linear().parameters())) == expected
 
 
@@ -337,39 +223,6 @@ def traded_data(bucket_cap_mb: float) -> None:
 def test_parameters_that_traded_data_get_ordinary_storage_too(pool: RankPool) -> None:
     for bucket_cap_mb in (1.0, 1e-6):
         pool.run(2, traded_data, bucket_cap_mb)
-
-
-def groups_edited_in_place(sharded: bool) -> list[Tensor]:
-    """A group's list loses a parameter, is turned around, and gets the parameter back, between steps."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
-    engine = make_engine(module, optimizer, bucket_cap_mb=8.0) if sharded else None
-    for number in range(8):
-        group = optimizer.param_groups[0]["params"]
-        if number == 2:
-            left = group.pop(1)
-        elif number == 4:
-            group.reverse()
-        elif number == 6:
-            group.append(left)
-        optimizer.zero_grad()
-        module.zero_grad()
-        if engine is not None:
-            backward(engine, loss_of(module))
-        else:
-            loss_of(module).backward()
-        optimizer.step()
-    if engine is not None:
-        engine.gatherer.finish()
-    return snapshot(module)
-
-
-def test_groups_that_are_edited_in_place_are_noticed(pool: RankPool) -> None:
-    (expected,) = pool.run(1, groups_edited_in_place, False)
-    for world_size in (1, 2):
-        for found in pool.run(world_size, groups_edited_in_place, True):
-            torch.testing.assert_close(found, expected)
 
 
 class Sized(NamedTuple):
@@ -395,3 +248,142 @@ def test_calls_go_by_the_bytes_of_shards_and_are_few_on_a_gpu() -> None:
         together = _worth_a_call(cast(Any, buckets))
         assert len(together) == calls
         assert [bucket for group in together for bucket in group] == buckets
+
+
+# Copies, and what comes after a training: beside an optimizer of a single process.
+
+
+def net() -> nn.Sequential:
+    """More than one stride, so that there are several kinds of shards."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(20, 7))
+
+
+# The same on all ranks: the twin is a single process's.
+image_loss = partial(squared_error, shape=(3, 2, 4, 4), target=0.1)
+
+
+def scheduled(parameters: Any) -> Optimizer:
+    """A scheduler's wrapper of `step` does not come along, as with torch's own copies."""
+    optimizer = sgd(parameters)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+OPTIMIZERS: list[Callable[[Any], Optimizer]] = [adamw, sgd, adagrad, adafactor, scheduled]
+
+
+class Pair(NamedTuple):
+    """A sharded optimizer and one of a single process, in the middle of the same training."""
+
+    engine: Any
+    module: nn.Module
+    optimizer: Optimizer
+    twin: nn.Module
+    twins: Optimizer
+
+    def step(self, number: int, sharded: bool = True) -> None:
+        for one in (self.optimizer, self.twins):
+            one.zero_grad()
+        if sharded:
+            backward(self.engine, image_loss(self.module, number))
+        else:
+            image_loss(self.module, number).backward()
+        image_loss(self.twin, number).backward()
+        for one in (self.optimizer, self.twins):
+            one.step()
+
+    def check(self) -> None:
+        close(list(self.module.parameters()), list(self.twin.parameters()))
+        close(self.optimizer.state_dict(), self.twins.state_dict())
+
+
+def close(actual: Any, expected: Any) -> None:
+    assert_same(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def in_the_middle(make: Callable[[Any], Optimizer], steps: int = 2) -> Pair:
+    module, twin = net(), net()
+    optimizer, twins = make(module.parameters()), make(twin.parameters())
+    pair = Pair(make_engine(module, optimizer, bucket_cap_mb=3e-4), module, optimizer, twin, twins)
+    for number in range(steps):
+        pair.step(number)
+    return pair
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def by_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies() -> None:
+    for number, make in enumerate(OPTIMIZERS):
+        pair = in_the_middle(make)
+        copied_by = (copy.deepcopy, by_pickle, by_file, copy.deepcopy, copy.deepcopy)[number]
+        copied, copied_twin = copied_by(pair.optimizer), copied_by(pair.twins)
+        assert type(copied) is type(pair.twins) and not is_sharded(copied)
+        for step in range(2):
+            for group, same in zip(copied.param_groups, copied_twin.param_groups, strict=True):
+                close({**group}, {**same})
+                for parameter, other in zip(group["params"], same["params"], strict=True):
+                    parameter.grad = other.grad = torch.full_like(other, 0.1 + step)
+            if step == 0:
+                for read in (copied.step, copied.state_dict, lambda one=copied: copy.deepcopy(one)):
+                    with pytest.raises(RuntimeError, match="copy of a sharded one, without its state"):
+                        read()
+                copied.load_state_dict(pair.optimizer.state_dict())
+            copied.step()
+            copied_twin.step()
+        close(copied.state_dict(), copied_twin.state_dict())
+        # The original has noticed nothing of it.
+        pair.step(2)
+        pair.check()
+
+
+def test_a_copy_needs_its_state_and_goes_on_by_itself(pool: RankPool) -> None:
+    pool.run(2, copies)
+
+
+def after_a_training(makers: list[Callable[[Any], Optimizer]]) -> None:
+    """Hooks run once and see full parameters, groups can be added, closures run, and methods that were kept go on."""
+    for make in makers:
+        pair = in_the_middle(make)
+        kept = pair.optimizer.zero_grad, pair.optimizer.state_dict
+        schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (pair.optimizer, pair.twins)]
+        seen: list[list[int]] = [[], []]
+        for opt, log in zip((pair.optimizer, pair.twins), seen, strict=True):
+            for register in (opt.register_step_pre_hook, opt.register_step_post_hook):
+                register(lambda o, *_, log=log: log.append(sum(p.numel() for g in o.param_groups for p in g["params"])))
+        pair.step(2)
+        pair.engine.close()
+        for module, opt in ((pair.module, pair.optimizer), (pair.twin, pair.twins)):
+            module.extra = nn.Parameter(torch.ones(3))
+            opt.add_param_group({"params": [module.extra], "lr": 0.01})
+        pair.step(3, sharded=False)
+        for scheduler in schedulers:
+            scheduler.step()
+        for module, opt in ((pair.module, pair.optimizer), (pair.twin, pair.twins)):
+
+            def closure(module: Any = module, opt: Optimizer = opt) -> Tensor:
+                opt.zero_grad()
+                loss = image_loss(module, 4) + module.extra.sum()
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+        pair.check()
+        assert seen[0] == seen[1] and len(seen[0]) == 6 and type(pair.optimizer) is type(pair.twins)
+        kept[0]()
+        assert all(parameter.grad is None for parameter in pair.module.parameters())
+        assert_same(kept[1](), pair.optimizer.state_dict())
+
+
+def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(pool: RankPool) -> None:
+    for world_size, makers in ((2, OPTIMIZERS), (1, [adamw]), (3, [adafactor])):
+        pool.run(world_size, after_a_training, makers)

@@ -98,16 +98,26 @@ class Graph(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2, 2))
 
 
-def names_beside_a_frozen_sparse_matrix() -> list[list[str]]:
+def names_beside_a_frozen_sparse_matrix() -> None:
     module = Graph()
-    engine = make_engine(module, torch.optim.SGD([module.weight]), bucket_cap_mb="auto")
-    plan = engine.plan
-    engine.close()
-    return plan
+    assert make_engine(module, torch.optim.SGD([module.weight]), bucket_cap_mb="auto").plan == [["weight"]]
 
 
 def test_what_is_frozen_does_not_count_for_the_size_of_buckets(pool: RankPool) -> None:
-    assert pool.run(1, names_beside_a_frozen_sparse_matrix) == [[["weight"]]]
+    pool.run(1, names_beside_a_frozen_sparse_matrix)
+
+
+def a_cut_parameter_is_added_to_an_optimizer_of_matrices() -> None:
+    module = Shuffled()
+    optimizers = torch.optim.AdamW(module.first.parameters()), torch.optim.Adafactor(module.third.parameters())
+    engine = make_engine(module, *optimizers)
+    optimizers[1].param_groups[0]["params"].append(module.first.weight)
+    with pytest.raises(ValueError, match=r"shape \(33, 7\) was added to Adafactor, which steps whole parameters"):
+        engine.prepare_backward(module(torch.ones(5, 7)).sum())
+
+
+def test_an_optimizer_of_matrices_gets_none_that_is_cut(pool: RankPool) -> None:
+    pool.run(2, a_cut_parameter_is_added_to_an_optimizer_of_matrices)
 
 
 def captured() -> None:

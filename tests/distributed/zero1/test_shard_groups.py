@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -107,8 +106,8 @@ def test_trains_as_one_group_does_and_copies_stay_alike(pool: RankPool) -> None:
         assert len(by_shard) == (ranks // len(set(nodes)) if shard_group == "node" else shard_group)
 
 
-def traffic_of_a_step(nodes: str, shard_group: Any, optimizer: str) -> tuple[Traffic, StepTraffic, int, int, int]:
-    engine = make(optimizer, nodes, shard_group=shard_group)
+def traffic_of_a_step(nodes: str, optimizer: str, policy: Any) -> tuple[Traffic, StepTraffic, int, int, int]:
+    engine = make(optimizer, nodes, **policy)
     take_step(engine, 0)
     engine.gatherer.finish()
     summary = engine.summary()
@@ -119,25 +118,27 @@ def traffic_of_a_step(nodes: str, shard_group: Any, optimizer: str) -> tuple[Tra
     return engine.traffic, traffic_of(engine), summary.owned_bytes, summary.copies, state
 
 
-@pytest.mark.parametrize(
-    ("nodes", "shard_group", "optimizer"),
-    [
-        ("aabb", "node", "adamw"),
-        ("abab", 2, "adamw"),
-        ("aabb", 1, "adamw"),
-        ("aabbcc", "node", "adafactor"),
-        ("aabbcc", 3, "adamw"),
-    ],
-)
-def test_a_step_sends_and_holds_what_it_says(pool: RankPool, nodes: str, shard_group: Any, optimizer: str) -> None:
-    found = pool.run(len(nodes), traffic_of_a_step, nodes, shard_group, optimizer)
-    size = len(nodes) // found[0][3]
-    for sent, expected, owned, _, state in found:
-        assert {name: getattr(sent, name) for name in expected._fields} == expected._asdict()
-        if optimizer == "adamw":
-            assert state == 2 * owned
+SENT: list[tuple[str, str, dict[str, Any]]] = [
+    ("aa", "adamw", {"reduce_dtype": "bf16"}),
+    ("aa", "adamw", {"gather_dtype": "bf16"}),
+    ("aabb", "adamw", {"shard_group": "node"}),
+    ("abab", "adamw", {"shard_group": 2}),
+    ("aabb", "adamw", {"shard_group": 1}),
+    ("aabbcc", "adafactor", {"shard_group": "node"}),
+    ("aabbcc", "adamw", {"shard_group": 3}),
+]
+
+
+def test_a_step_sends_and_holds_what_it_says(pool: RankPool) -> None:
     model_bytes = sum(parameter.nbytes for parameter in perceptron().parameters())
-    assert sum(owned for _, _, owned, *_ in found) == model_bytes * len(nodes) // size
+    for nodes, optimizer, policy in SENT:
+        found = pool.run(len(nodes), traffic_of_a_step, nodes, optimizer, policy)
+        size = len(nodes) // found[0][3]
+        for sent, expected, owned, _, state in found:
+            assert {name: getattr(sent, name) for name in expected._fields} == expected._asdict()
+            if optimizer == "adamw":
+                assert state == 2 * owned
+        assert sum(owned for _, _, owned, *_ in found) == model_bytes * len(nodes) // size
 
 
 def asked_for(nodes: str, shard_group: Any) -> tuple[str, bool]:
