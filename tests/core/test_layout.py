@@ -392,9 +392,8 @@ def test_invalid_policies_name_the_value_and_what_is_allowed() -> None:
         assert f"{argument}: {value!r}" in str(error.value) and allowed in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("sizes_in_kib", "expected"),
-    [
+def test_large_ones_take_small_ones_along() -> None:
+    known: list[tuple[list[int], list[list[int]]]] = [
         ([], []),
         ([1, 2, 3], [[0], [1], [2]]),
         # Norms between matrices, and one before the first.
@@ -405,10 +404,9 @@ def test_invalid_policies_name_the_value_and_what_is_allowed() -> None:
         # Nobody takes along what is not small, or has no bucket of its own.
         ([90_000, 90_000], [[0], [1]]),
         ([1024, 8, 1024], [[0], [1], [2]]),
-    ],
-)
-def test_large_ones_take_small_ones_along(sizes_in_kib: list[int], expected: list[list[int]]) -> None:
-    assert take_small_along([1024 * size for size in sizes_in_kib], cap_bytes=MIB) == expected
+    ]
+    for sizes_in_kib, expected in known:
+        assert take_small_along([1024 * size for size in sizes_in_kib], cap_bytes=MIB) == expected
 
 
 def test_what_is_small_in_all_has_buckets_of_its_own() -> None:
