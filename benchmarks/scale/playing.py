@@ -25,7 +25,7 @@ from lightning_parstrat.distributed.checkpoint import writing
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import HostStreams
+from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
 
 Plane = Literal["gloo", "nccl"]
@@ -59,7 +59,7 @@ def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_no
     replaced += [mock.patch.object(module, "broadcast_object_list", broadcast) for module in (dist, distributed_c10d)]
     if plane == "nccl":
         replaced += _everywhere(backends.make_collectives, _native(recorder, backends.make_collectives))
-        replaced.append(mock.patch.object(backends, "streams_of", lambda _: HostStreams()))
+        replaced.append(mock.patch.object(backends, "streams_of", lambda _: Streams()))
     with ExitStack() as stack:
         for one in replaced:
             stack.enter_context(one)

@@ -373,9 +373,9 @@ FAULTS = (
         ("tests/test_namespaces.py::test_one_of_the_two_packages_is_enough[pytorch_lightning]",),
     ),
     Fault(
-        "gradients leave before they were made on another stream",
+        "gradients are reduced before they are ready on another stream",
         "distributed/comm/streams.py",
-        "if current != self._home:",
+        "if current != self._launching:",
         "if current is None:",
         ("tests/distributed/comm/test_streams.py",),
     ),

@@ -73,6 +73,7 @@ from tests.strategies.parity import (
     largest_difference,
     largest_loss_difference,
     make_trainer,
+    reference,
     zero3,
 )
 
@@ -324,7 +325,7 @@ def observe(case: Case, strategy: str, folder: Path) -> Run:
 def compare(name: str, strategy: str, folder: str) -> tuple[float, float]:
     # By name, because a case's functions cannot be pickled.
     case = CASES[name]
-    expected = observe(case, case.oracle, Path(folder) / "oracle")
+    expected = reference(("callbacks", name), lambda: observe(case, case.oracle, Path(folder) / "oracle"))
     actual = observe(case, strategy, Path(folder) / "actual")
     return largest_difference(actual, expected), largest_loss_difference(actual, expected)
 

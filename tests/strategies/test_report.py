@@ -1,4 +1,4 @@
-"""What is said of a training is what happens in it, in two lines at most."""
+"""The lines that a training logs are true, and two at most."""
 
 import logging
 import re
@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
-from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import AveragedModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
@@ -48,7 +46,7 @@ class Listener(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """What is logged and warned of within it, by Lightning and whoever says it by Lightning's means."""
+    """The log lines and warnings of Lightning's loggers within it."""
     listener, logger = Listener(), logging.getLogger("lightning.pytorch")
     levels = {one: one.level for one in (logger, logging.getLogger("lightning.pytorch.utilities.rank_zero"))}
     logger.addHandler(listener)
@@ -78,7 +76,7 @@ def lines_of_a_training(slow: bool, accumulate: int) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize(("slow", "accumulate"), [(False, 2), (True, 1)])
-def test_a_line_at_the_end_says_what_a_step_took(pool: RankPool, slow: bool, accumulate: int) -> None:
+def test_the_line_at_the_end_has_the_time_of_a_step(pool: RankPool, slow: bool, accumulate: int) -> None:
     ((lines, sent), (others, _)) = pool.run(2, lines_of_a_training, slow, accumulate)
     assert len(lines) == 1 and others == []
     found = LINE.fullmatch(lines[0])
@@ -87,17 +85,6 @@ def test_a_line_at_the_end_says_what_a_step_took(pool: RankPool, slow: bool, acc
     assert int(found[2]) == 20
     assert float(found[4]) == pytest.approx(sent / 1000, abs=0.06) and found[5] == "kB"
     assert 0 < float(found[3]) < float(found[1])
-
-
-class Scheduled(zoo.MLP):
-    """Steps its scheduler by itself, as timm's schedulers want."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.parameters())
-        return [optimizer], [{"scheduler": StepLR(optimizer, 1), "interval": "epoch"}]
-
-    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        scheduler.step()
 
 
 class Watched(zoo.MLP):
@@ -111,14 +98,6 @@ class Boring(BoringModel):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(torch.nn.functional.pad(batch, (0, 20)), batch_idx)
-
-
-class Averaging(Callback):
-    def __init__(self) -> None:
-        self.average = AveragedModel(zoo.MLP().net)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        self.average.update_parameters(pl_module.net)
 
 
 class Two(zoo.MLP):
@@ -143,10 +122,6 @@ class Two(zoo.MLP):
         return loss.detach()
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
-
-
 # Module, what the Trainer gets, and what of the first line of zero1_custom follows the number of parameters.
 STATE = r"optimizer state [\d.]+ kB per rank instead of [\d.]+ kB"
 NOT_SHARDED = (
@@ -161,49 +136,48 @@ def gathered(who: str) -> str:
 
 
 ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = {
-    "Adam": (lambda: zoo.MLP(torch.optim.Adam), {}, STATE + r"\."),
-    "SGD": (lambda: zoo.MLP(sgd), {}, STATE + r"\."),
+    "Adam": (lambda: zoo.MLP(torch.optim.Adam), {"callbacks": [EMAWeightAveraging()]}, STATE + r"\."),
     "Lightning's boring model": (Boring, {}, r"no optimizer state to shard\."),
-    "averaged": (zoo.MLP, {"callbacks": [EMAWeightAveraging(), Averaging()]}, STATE + r"\."),
-    "a scheduler of one's own": (Scheduled, {"max_epochs": 2}, STATE + r"\."),
-    "bf16": (zoo.MLP, {"precision": "bf16-mixed"}, STATE + r"\."),
-    "accumulated, with a short window": (zoo.MLP, {"accumulate_grad_batches": 4, "max_epochs": 3}, STATE + r"\."),
+    "accumulated, with a short window": (
+        zoo.ScheduledTransformer,
+        {"accumulate_grad_batches": 4, "precision": "bf16-mixed", "max_epochs": 3},
+        STATE + r"\.",
+    ),
     "gradients are looked at": (Watched, {}, STATE + r"\." + gathered(r"Watched\.on_before_optimizer_step")),
-    "by hand": (zoo.Adversarial, {}, STATE + r"\." + gathered("manual optimization")),
     "replicated": (lambda: zoo.MLP(GloballyScaled), {}, NOT_SHARDED),
     "one of two replicated": (Two, {}, STATE + r"\. " + NOT_SHARDED + gathered("manual optimization")),
 }
 
 
-QUICK = ("Lightning's boring model", "averaged", "accumulated, with a short window", "one of two replicated")
+QUICK = ("Adam", "Lightning's boring model", "accumulated, with a short window", "one of two replicated")
 
 
 def lines_of_ours(name: str) -> dict[str, list[str]]:
     make, arguments, _ = ORDINARY[name]
-    said = {}
-    for strategy in (ZeRO1Strategy(), TunedDDPStrategy(find_unused_parameters=name == "by hand")):
+    lines_by_flag = {}
+    for strategy in (ZeRO1Strategy(), TunedDDPStrategy()):
         with listening() as lines:
             train(make, strategy, 200, **arguments)
-        said[strategy.flag] = [line for line in lines if any(ours in line for ours in OURS)]
-    return said
+        lines_by_flag[strategy.flag] = [line for line in lines if any(ours in line for ours in OURS)]
+    return lines_by_flag
 
 
 @pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ORDINARY))
-def test_an_ordinary_training_says_two_lines_at_most(pool: RankPool, name: str) -> None:
-    said, others = pool.run(2, lines_of_ours, name)
+def test_an_ordinary_training_logs_two_lines_at_most(pool: RankPool, name: str) -> None:
+    found, others = pool.run(2, lines_of_ours, name)
     assert others == {"zero1_custom": [], "ddp_tuned": []}
-    first, *last = said["zero1_custom"]
+    first, *last = found["zero1_custom"]
     assert re.fullmatch(r"zero1_custom: (?:[\d.]+K? parameters over 2 ranks, )?" + ORDINARY[name][2], first), first
-    assert len(last) <= 1 and len(said["ddp_tuned"]) <= 2, said
-    everything = " ".join(said["zero1_custom"] + said["ddp_tuned"])
+    assert len(last) <= 1 and len(found["ddp_tuned"]) <= 2, found
+    everything = " ".join(found["zero1_custom"] + found["ddp_tuned"])
     assert re.search(r"(?<![\d.])(1 [a-z]{3,}s|0 buckets|0 parameters)\b", everything) is None, everything
 
 
-def test_a_training_without_ranks_beside_it_says_no_more(pool: RankPool) -> None:
-    (said,) = pool.run(1, lines_of_ours, "Adam")
-    first, *last = said["zero1_custom"]
+def test_a_training_of_one_rank_logs_no_more(pool: RankPool) -> None:
+    (found,) = pool.run(1, lines_of_ours, "Adam")
+    first, *last = found["zero1_custom"]
     assert re.fullmatch(r"zero1_custom: 1\.0K parameters over 1 rank, optimizer state 8\.\d kB per rank\.", first)
-    assert len(last) <= 1 and said["ddp_tuned"] == []
+    assert len(last) <= 1 and found["ddp_tuned"] == []
 
 
 def lines_of_zero3(module: Callable[[], LightningModule], arguments: dict[str, Any]) -> list[str]:
@@ -232,11 +206,11 @@ def test_a_warning_says_that_no_block_was_found(
         assert len(warned) == 1 and all(word in warned[0] for word in words), warned
 
 
-def test_one_rank_is_not_told_to_gather_block_by_block(pool: RankPool) -> None:
+def test_one_rank_gets_no_advice_to_gather_block_by_block(pool: RankPool) -> None:
     assert len(pool.run(1, lines_of_zero3, zoo.MLP, {})[0]) == 1
 
 
-def test_nothing_is_said_after_few_steps() -> None:
+def test_few_steps_log_no_line() -> None:
     meter = StepMeter("zero1_custom", torch.device("cpu"))
     for step in range(23):
         meter.note(step, Traffic())

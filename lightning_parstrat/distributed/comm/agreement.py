@@ -96,7 +96,7 @@ def topology_of_ranks(node: Node, control: Collectives) -> Topology:
     if in_order is not None:
         return in_order
     keys = torch.zeros(control.world_size, dtype=torch.int64)
-    # Each rank fills its own place of zeros, so that a sum collects all of them.
+    # Each rank fills its own element of zeros, so that a sum collects all of them.
     keys[control.rank] = digest(node)
     control.all_reduce(keys).wait()
     return Topology.of(keys.tolist())
@@ -105,7 +105,7 @@ def topology_of_ranks(node: Node, control: Collectives) -> Topology:
 def topology_in_order(node: Node, control: Collectives) -> Topology | None:
     """Which ranks share a node where equally many consecutive ranks do, in the order of the nodes' numbers.
 
-    That all ranks of a node call it by one name is told by a sum over ranks. Each rank multiplies the key of the name
+    A sum over ranks shows whether all ranks of a node call it by one name. Each rank multiplies the key of the name
     by a pseudo-random number less that of the next rank of its node, or of the first after the last: equal keys cancel
     each other, and others do not, but by a chance of about 1 in 2**60.
 
@@ -119,8 +119,8 @@ def topology_in_order(node: Node, control: Collectives) -> Topology | None:
     control.all_reduce(largest, op=dist.ReduceOp.MAX).wait()
     nodes = int(largest) + 1
     per_node = max(world_size // nodes, 1)
-    number, place = divmod(rank, per_node)
-    mate = number * per_node + (place + 1) % per_node
+    number, index = divmod(rank, per_node)
+    mate = number * per_node + (index + 1) % per_node
     multiple = (digest(rank) - digest(mate)) * digest(node.name)
     misplaced = nodes * per_node != world_size or node.number != number
     # int64 wraps around in sums as well.
@@ -130,7 +130,7 @@ def topology_in_order(node: Node, control: Collectives) -> Topology | None:
 
 
 def wait_for_all(control: Collectives) -> None:
-    """Returns when all ranks have reached this point. Collective; some bytes, over connections that there are.
+    """Returns when all ranks have called it. Collective; some bytes, over connections that exist already.
 
     Raises:
         RuntimeError: Ranks did not arrive within the group's timeout, or have ended.
@@ -138,7 +138,7 @@ def wait_for_all(control: Collectives) -> None:
     here = torch.zeros(1, dtype=torch.uint8)
     with marked("lightning_parstrat: wait for all ranks"):
         DoublingExchange(
-            control.point_to_point, control.meetings, here, lambda messages: messages[0], Tag.MEETING
+            control.point_to_point, control.doubling_steps, here, lambda messages: messages[0], Tag.BARRIER
         ).wait()
 
 
@@ -165,13 +165,13 @@ def all_or_none(
         result = action()
     except Exception as own:
         failure = own
-    said: list[str | None] = []
+    failures: list[str | None] = []
     if control is not None and any_rank(failure is not None, control):
-        said = all_gather_object(None if failure is None else repr(failure), control.group)
+        failures = all_gather_object(None if failure is None else repr(failure), control.group)
     if failure is not None and (control is None or shows_own):
         raise failure
-    if said:
-        raise error({rank: text for rank, text in enumerate(said) if text is not None}) from failure
+    if failures:
+        raise error({rank: text for rank, text in enumerate(failures) if text is not None}) from failure
     done: T = result
     return done
 
@@ -191,9 +191,9 @@ def from_first_rank(ask: Callable[[], T], group: dist.ProcessGroup, error: Calla
             answer = ask()
         except Exception as own:
             failure = own
-    answer, said = broadcast_object((answer, None if failure is None else repr(failure)), group)
-    if said is not None:
-        raise error(said) from failure
+    answer, text = broadcast_object((answer, None if failure is None else repr(failure)), group)
+    if text is not None:
+        raise error(text) from failure
     given: T = answer
     return given
 

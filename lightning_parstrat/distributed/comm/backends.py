@@ -19,7 +19,7 @@ from lightning_parstrat.distributed.comm.process_groups import subgroup
 from lightning_parstrat.distributed.comm.streams import streams_of
 from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
 from lightning_parstrat.distributed.comm.uneven import UnevenCollectives, sizes_by_rank
-from lightning_parstrat.distributed.comm.work import DONE, Transfers, Work, as_work
+from lightning_parstrat.distributed.comm.work import DONE, Followed, Transfers, Work, as_work
 
 MOST_BY_PAIRS = 16
 """Of more CPU ranks, a message for each pair would be too many: Gloo's own collectives go around a ring."""
@@ -46,7 +46,11 @@ def make_collectives(
     """
     if dist.get_world_size(group) == 1:
         return LocalCollectives(group)
-    check_device_of(group, device)
+    if device.type != "cpu" and dist.get_backend(group) == "gloo":
+        raise ValueError(
+            f"process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on {device}."
+            " Leave the argument out, and they are sent by NCCL; or train by `ddp`, which copies them to the host."
+        )
     if shard_groups is not None and shard_groups.copies > 1:
         if device.type != "cpu":
             return _grouped_native(group, device, topology, shard_groups)
@@ -58,19 +62,6 @@ def make_collectives(
     if topology is not None and topology.has_two_levels:
         return UnevenCollectives(TwoLevelCollectives(group, topology))
     return UnevenCollectives(PairwiseCollectives(group, topology))
-
-
-def check_device_of(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Refuses a group whose backend cannot send from the device. Not collective.
-
-    Raises:
-        ValueError: It sends what lies on the host, and the tensors do not.
-    """
-    if device.type != "cpu" and dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
-        raise ValueError(
-            f"process_group_backend='gloo' sends what is in a CPU's memory; gradients and parameters are on {device}."
-            " Leave the argument out, and they are sent by NCCL; or train by `ddp`, which copies them to the host."
-        )
 
 
 def _native(groups: ShardGroups, topology: Topology | None) -> "type[NativeCollectives]":
@@ -146,7 +137,8 @@ class NativeCollectives(Collectives):
         """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""
         received = torch.empty_like(buffer)
         work = dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True)
-        return _SummedRows(as_work(work), received.view(self.world_size, -1), shard, buffer)
+        by_rank = received.view(self.world_size, -1)
+        return Followed(Transfers([as_work(work)], buffer), lambda: torch.sum(by_rank, 0, dtype=shard.dtype, out=shard))
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
@@ -188,33 +180,6 @@ class NativeCollectives(Collectives):
     def _bytes_away(self, source: Tensor, had: Sequence[int], wanted: Sequence[int]) -> int:
         stay = max(0, min(had[self.rank + 1], wanted[self.rank + 1]) - max(had[self.rank], wanted[self.rank]))
         return source.nbytes - stay * source.element_size()
-
-
-class _SummedRows:
-    """Sums what has come from all ranks, by one kernel, once it has arrived.
-
-    Args:
-        arrival: Completes when all has come.
-        by_rank: A row from each rank.
-        shard: Receives the sum, which is made in its dtype.
-        sent: Must live as long as the transfer.
-    """
-
-    def __init__(self, arrival: Work, by_rank: Tensor, shard: Tensor, sent: Tensor) -> None:
-        self._arrival = Transfers([arrival], sent)
-        self._by_rank: Tensor | None = by_rank
-        self._shard = shard
-
-    def wait(self) -> None:
-        """Has the sum made; a second wait has nothing to sum."""
-        self._arrival.wait()
-        if self._by_rank is not None:
-            torch.sum(self._by_rank, 0, dtype=self._shard.dtype, out=self._shard)
-            self._by_rank = None
-
-    def is_completed(self) -> bool:
-        """Whether all has come."""
-        return self._arrival.is_completed()
 
 
 class WideningCollectives(NativeCollectives):

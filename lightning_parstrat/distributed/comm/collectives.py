@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.doubling import DoublingExchange, Together, meetings
+from lightning_parstrat.distributed.comm.doubling import Combine, DoublingExchange, doubling_steps
 from lightning_parstrat.distributed.comm.process_groups import PointToPoint, Tag
-from lightning_parstrat.distributed.comm.work import DONE, Work, as_work
+from lightning_parstrat.distributed.comm.work import DONE, Followed, Work, as_work
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Collectives(ABC):
         self.shard_count = len(self.mates)
         self.point_to_point = PointToPoint(group)
         """Carries what lies on the host from one rank to another."""
-        self.meetings = meetings(self.rank, self.world_size)
-        """Whom this rank exchanges small messages with."""
+        self.doubling_steps = doubling_steps(self.rank, self.world_size)
+        """The ranks with which this one exchanges small messages."""
         self._small_reductions = _SMALL_REDUCTIONS.setdefault(group, _Counter())
         self.traffic = Traffic()
         self._counting = threading.Lock()
@@ -126,10 +126,10 @@ class Collectives(ABC):
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def connect(self, device: torch.device, reduces: bool = True) -> None:
-        """Connects this rank with all that it will exchange equal chunks with. Collective; sends them a byte each.
+        """Connects this rank with those that it will exchange equal chunks with. Collective; a byte or so to each.
 
-        Else they would be connected when they first have something to send, within a backward: and one that waits there
-        for a rank that has ended since waits for five timeouts, where the end of a connection is noticed at once.
+        Else they would be connected at their first message, within a backward. A rank that waits there for one that has
+        ended waits for five timeouts; the end of a connection is noticed at once.
 
         Args:
             device: Of what will be sent.
@@ -171,9 +171,10 @@ class Collectives(ABC):
             return DONE
         self.count_small_reduction()
         if tensor.device.type == "cpu":
-            return _SmallReduction(
-                DoublingExchange(self.point_to_point, self.meetings, tensor, _TOGETHER[op], Tag.SMALL_REDUCTION), tensor
+            exchange = DoublingExchange(
+                self.point_to_point, self.doubling_steps, tensor, _COMBINE[op], Tag.SMALL_REDUCTION
             )
+            return Followed(exchange, lambda: tensor.copy_(exchange.wait()))
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
         # What `dist.all_reduce` comes to, after six times as many calls of Python.
@@ -200,22 +201,7 @@ class _Counter:
 _SMALL_REDUCTIONS: "weakref.WeakKeyDictionary[dist.ProcessGroup, _Counter]" = weakref.WeakKeyDictionary()
 
 
-class _SmallReduction:
-    """Leaves what comes of an exchange in ``tensor``."""
-
-    def __init__(self, exchange: DoublingExchange, tensor: Tensor) -> None:
-        self._exchange = exchange
-        self._tensor = tensor
-
-    def wait(self) -> None:
-        if not self._exchange.has_ended:
-            self._tensor.copy_(self._exchange.wait())
-
-    def is_completed(self) -> bool:
-        return self._exchange.has_ended
-
-
-_TOGETHER: dict[dist.ReduceOp.RedOpType, Together] = {
+_COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
     dist.ReduceOp.SUM: lambda values: reduce(torch.add, values),
     dist.ReduceOp.MAX: lambda values: reduce(torch.maximum, values),
 }

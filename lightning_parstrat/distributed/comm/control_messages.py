@@ -1,4 +1,4 @@
-"""One small message a step: what the hosts know by the end of a backward, put together over all ranks.
+"""One small message a step: what the hosts know by the end of a backward, combined over all ranks.
 
 It is launched when a backward that sends gradients has ended, travels beside them, and is waited for when the step
 needs it. What all ranks have to know by then rides in it, so that it costs no message of its own.
@@ -36,15 +36,15 @@ class WeightSum(NamedTuple):
     faults: float = 0.0
 
 
-class Said(NamedTuple):
-    """What one rank says, or several have said together.
+class Content(NamedTuple):
+    """The content of one rank's message, or of several ranks' combined.
 
     Attributes:
-        flags: A byte for each, 1 where any of them has set it and 0 elsewhere.
-        number: What the first of them has named.
-        is_alike: Whether all of them have named the same number.
-        signal: All bits that any of them has set.
-        weights: Over all of them.
+        flags: A byte for each: 1 if any rank has set it, else 0.
+        number: That of the lowest rank.
+        is_alike: Whether all ranks have the same number.
+        signal: All bits that any rank has set.
+        weights: Over all ranks.
     """
 
     flags: bytes
@@ -57,9 +57,9 @@ class Said(NamedTuple):
 class ControlMessages:
     """Sends the messages of a training, one after the other. Collective: all ranks launch equally many.
 
-    A message has a bit for each flag, and 34 bytes. :func:`~lightning_parstrat.distributed.comm.doubling.meetings` says
-    whom a rank sends it. Between two ranks the backend's threads see it through; for more there is a thread of ours,
-    which goes from one to the next while the host computes.
+    A message has a bit for each flag, and 34 bytes. It goes by recursive doubling. Between two ranks the backend's
+    threads complete it; for more there is a thread of ours, which takes step
+    after step while the host computes.
 
     Args:
         control: Its group works on host memory.
@@ -68,19 +68,19 @@ class ControlMessages:
     def __init__(self, control: Collectives) -> None:
         self.control = control
         self.signal = 0
-        """What this rank says in every message: 8 bits."""
+        """Of this rank, in every message: 8 bits."""
         self.weigh: Callable[[], WeightSum] = WeightSum
-        """What this rank adds to a message, asked for when it is launched."""
+        """This rank's weights, asked for when a message is launched."""
         self.launched = 0
         """How many messages so far."""
         self._latest: ControlMessage | None = None
-        self._thread = None if len(control.meetings) <= 1 else ExchangeThread("control messages")
-        # A training that has failed may have left messages on their way: they are not taken for one of the next.
+        self._thread = None if len(control.doubling_steps) <= 1 else ExchangeThread("control messages")
+        # A failed training may have left messages in flight: they are not taken for one of the next.
         self._tag = Tag.CONTROL_MESSAGE + _TRAININGS.get(control.group, 0)
         _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
 
     def launch(self, flags: bytes = b"", number: int = 0) -> "ControlMessage":
-        """Says what this rank knows, and begins to hear what the others do. Collective; returns at once.
+        """Sends this rank's content, and begins to receive that of others. Collective; returns at once.
 
         Args:
             flags: A byte of 0 or 1 for each, equally many on all ranks.
@@ -91,20 +91,20 @@ class ControlMessages:
         """
         self.launched += 1
         self.control.count_small_reduction()
-        said = Said(flags, number, True, self.signal, self.weigh())
+        content = Content(flags, number, True, self.signal, self.weigh())
         with marked("lightning_parstrat: send control message"):
             exchange = DoublingExchange(
                 self.control.point_to_point,
-                self.control.meetings,
-                _written(said),
-                partial(_together, len(flags)),
+                self.control.doubling_steps,
+                _encoded(content),
+                partial(_combined, len(flags)),
                 self._tag,
             )
             self._latest = ControlMessage(exchange, len(flags), self._thread)
         return self._latest
 
-    def latest(self) -> Said:
-        """What all ranks have said in the latest message; waits for it. There must have been one."""
+    def latest(self) -> Content:
+        """The combined content of the latest message; waits for it. There must have been one."""
         if self._latest is None:
             raise AssertionError("no control message has been launched")
         return self._latest.wait()
@@ -120,12 +120,12 @@ class ControlMessages:
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 _LEFT: list[Transfers] = []
-"""What nobody has waited for: memory must outlive transfers, and a backend need not know when those have ended. Not the
-messages, which hold the process group: see ``process_groups.py``."""
+"""Transfers that nobody has waited for: their memory must outlive them. Not the messages, which hold the process group:
+see ``process_groups.py``."""
 
 
 class ControlMessage:
-    """A message on its way.
+    """A message in flight.
 
     Args:
         exchange: Has begun.
@@ -136,7 +136,7 @@ class ControlMessage:
     def __init__(self, exchange: DoublingExchange, flags: int, thread: ExchangeThread | None) -> None:
         self._exchange = exchange
         self._flags = flags
-        self._heard: Said | None = None
+        self._content: Content | None = None
         self._seen_through = None if thread is None else SeenThrough(exchange.wait, thread)
         if self._seen_through is not None:
             self._seen_through.hand_over()
@@ -144,58 +144,57 @@ class ControlMessage:
     @property
     def has_arrived(self) -> bool:
         """Whether it has been waited for, or a thread has."""
-        return self._exchange.has_ended
+        return self._exchange.is_completed()
 
     @property
     def in_flight(self) -> Transfers | None:
-        """What is on its way and was not waited for."""
+        """The transfer that was not waited for."""
         return self._exchange.in_flight
 
-    def wait(self) -> Said:
-        """What all ranks have said; also when asked again.
+    def wait(self) -> Content:
+        """The combined content of all ranks, in every call.
 
         Raises:
             RuntimeError: A rank has ended, or has not sent its message in time.
         """
-        if self._heard is None:
+        if self._content is None:
             with marked("lightning_parstrat: wait for control message"):
                 if self._seen_through is not None:
                     self._seen_through.wait()
-                self._heard = _read(self._exchange.wait(), self._flags)
-        return self._heard
+                self._content = _decoded(self._exchange.wait(), self._flags)
+        return self._content
 
 
 _HEADER = struct.Struct("<q?B3d")
 _TO_DIGIT, _TO_FLAG = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"\0\1")
 
 
-def _written(said: Said) -> Tensor:
-    header = _HEADER.pack(said.number, said.is_alike, said.signal, *said.weights)
+def _encoded(content: Content) -> Tensor:
+    header = _HEADER.pack(content.number, content.is_alike, content.signal, *content.weights)
     # By digits, as Python then does it in C: there may be thousands.
-    bits = int(said.flags.translate(_TO_DIGIT), 2) if said.flags else 0
-    content = bytearray(header + bits.to_bytes((len(said.flags) + 7) // 8, "big"))
-    return torch.frombuffer(content, dtype=torch.uint8)
+    bits = int(content.flags.translate(_TO_DIGIT), 2) if content.flags else 0
+    encoded = bytearray(header + bits.to_bytes((len(content.flags) + 7) // 8, "big"))
+    return torch.frombuffer(encoded, dtype=torch.uint8)
 
 
-def _read(message: Tensor, flags: int) -> Said:
-    content = message.numpy().tobytes()
-    number, is_alike, signal, *weights = _HEADER.unpack_from(content)
-    bits = int.from_bytes(content[_HEADER.size :], "big")
+def _decoded(message: Tensor, flags: int) -> Content:
+    encoded = message.numpy().tobytes()
+    number, is_alike, signal, *weights = _HEADER.unpack_from(encoded)
+    bits = int.from_bytes(encoded[_HEADER.size :], "big")
     flags_set = f"{bits:0{flags}b}".encode().translate(_TO_FLAG) if flags else b""
-    return Said(flags_set, number, is_alike, signal, WeightSum(*weights))
+    return Content(flags_set, number, is_alike, signal, WeightSum(*weights))
 
 
-def _together(flags: int, messages: Sequence[Tensor]) -> Tensor:
-    """What several have said, as one message."""
-    said = [_read(message, flags) for message in messages]
-    first = said[0]
-    any_set = reduce(operator.or_, (int.from_bytes(one.flags, "big") for one in said))
-    return _written(
-        Said(
+def _combined(flags: int, messages: Sequence[Tensor]) -> Tensor:
+    contents = [_decoded(message, flags) for message in messages]
+    first = contents[0]
+    any_set = reduce(operator.or_, (int.from_bytes(one.flags, "big") for one in contents))
+    return _encoded(
+        Content(
             any_set.to_bytes(flags, "big"),
             first.number,
-            all(one.is_alike and one.number == first.number for one in said),
-            reduce(operator.or_, (one.signal for one in said)),
-            WeightSum(*map(sum, zip(*(one.weights for one in said), strict=True))),
+            all(one.is_alike and one.number == first.number for one in contents),
+            reduce(operator.or_, (one.signal for one in contents)),
+            WeightSum(*map(sum, zip(*(one.weights for one in contents), strict=True))),
         )
     )

@@ -12,17 +12,17 @@ from torch import Tensor
 from lightning_parstrat.distributed.comm.process_groups import Message, PointToPoint
 from lightning_parstrat.distributed.comm.work import Transfers
 
-Together = Callable[[Sequence[Tensor]], Tensor]
+Combine = Callable[[Sequence[Tensor]], Tensor]
 """Makes one message of two, that of lower ranks first."""
 
 
-class Meeting(NamedTuple):
-    """One rank meets another.
+class Step(NamedTuple):
+    """One step of recursive doubling.
 
     Attributes:
-        peer: The other one.
-        sends: Whether it gets what this rank knows.
-        receives: Whether it says what it knows.
+        peer: The other rank.
+        sends: Whether this rank sends to it.
+        receives: Whether this rank receives from it.
     """
 
     peer: int
@@ -30,11 +30,11 @@ class Meeting(NamedTuple):
     receives: bool
 
 
-def meetings(rank: int, world_size: int) -> list[Meeting]:
-    """Whom a rank meets, in order, so that all ranks come to know what each of them has said.
+def doubling_steps(rank: int, world_size: int) -> list[Step]:
+    """The steps of a rank, in order, after which all ranks have combined the messages of all.
 
-    Between 2^k ranks each exchanges with k others. Of another number, those beyond the largest power of two first tell
-    their message to a lower rank, and are told in the end what came of it: two latencies more.
+    Between 2^k ranks each exchanges with k others. Of another number, those beyond the largest power of two first send
+    their message to a lower rank, and receive the result in the end: two latencies more.
 
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section
     4.5.
@@ -42,11 +42,11 @@ def meetings(rank: int, world_size: int) -> list[Meeting]:
     taking_part = 1 << (world_size.bit_length() - 1)
     if rank >= taking_part:
         # Apart, as the other receives before it sends: they may have to be connected for either, in one order.
-        return [Meeting(rank - taking_part, True, False), Meeting(rank - taking_part, False, True)]
-    found = [Meeting(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
+        return [Step(rank - taking_part, True, False), Step(rank - taking_part, False, True)]
+    found = [Step(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
     beyond = rank + taking_part
     if beyond < world_size:
-        found = [Meeting(beyond, False, True), *found, Meeting(beyond, True, False)]
+        found = [Step(beyond, False, True), *found, Step(beyond, True, False)]
     return found
 
 
@@ -58,28 +58,27 @@ class DoublingExchange:
 
     Args:
         point_to_point: Carries what lies on the host.
-        meetings: This rank's.
+        steps: This rank's.
         own: This rank's message: contiguous, and as long as everybody's. It must not be changed until the exchange has
             ended.
-        together: Makes one message of two; all ranks come to the same, to the last bit.
+        combine: Makes one message of two. The result is the same on all ranks, to the last bit.
         tag: All exchanges of one tag are made by all ranks in the same order.
     """
 
     def __init__(
-        self, point_to_point: PointToPoint, meetings: Sequence[Meeting], own: Tensor, together: Together, tag: int
+        self, point_to_point: PointToPoint, steps: Sequence[Step], own: Tensor, combine: Combine, tag: int
     ) -> None:
         self._point_to_point = point_to_point
-        self._meetings = meetings
-        self._together = together
+        self._doubling_steps = steps
+        self._combine = combine
         self._tag = tag
         self._pending: Transfers | None = None
         self._ended_with: Tensor | None = None
-        self._steps = self._meet_all(own)
+        self._transfers = self._run(own)
         self._go_on()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether somebody has waited for all of it."""
+    def is_completed(self) -> bool:
+        """Whether all of it has been waited for."""
         return self._ended_with is not None
 
     @property
@@ -88,7 +87,7 @@ class DoublingExchange:
         return self._pending
 
     def wait(self) -> Tensor:
-        """What came of all messages; the same when asked again.
+        """The result of all messages, in every call.
 
         Raises:
             RuntimeError: A rank has ended, or has not sent its message in time.
@@ -102,14 +101,14 @@ class DoublingExchange:
 
     def _go_on(self) -> None:
         try:
-            self._pending = next(self._steps)
+            self._pending = next(self._transfers)
         except StopIteration as ended:
             self._pending, self._ended_with = None, ended.value
 
-    def _meet_all(self, message: Tensor) -> Generator[Transfers, None, Tensor]:
-        """Yields transfers that are to be waited for before it goes on; returns what came of all messages."""
+    def _run(self, message: Tensor) -> Generator[Transfers, None, Tensor]:
+        """Yields transfers that are to be waited for before it goes on; returns the result."""
         rank = self._point_to_point.rank
-        for peer, sends, receives in self._meetings:
+        for peer, sends, receives in self._doubling_steps:
             received = torch.empty_like(message)
             messages = [Message(False, received, peer)] * receives + [Message(True, message, peer)] * sends
             yield Transfers(self._point_to_point.launch(messages, self._tag), message, received)
@@ -118,5 +117,5 @@ class DoublingExchange:
                 message = received
             elif receives:
                 # In the order of ranks, so that both come to the same bits.
-                message = self._together([message, received] if rank < peer else [received, message])
+                message = self._combine([message, received] if rank < peer else [received, message])
         return message

@@ -4,7 +4,7 @@ Gloo's own reduce-scatter is an all-reduce in disguise and sends about twice the
 whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each chunk between nodes once per node.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -18,7 +18,10 @@ from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.process_groups import Message, Tag
-from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers, Work
+from lightning_parstrat.distributed.comm.work import ExchangeThread, Followed, SeenThrough, Transfers, Work
+
+Counter = Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"]
+"""Of what is sent, in ``traffic``."""
 
 Chunks = Callable[[int], Sequence[Tensor]]
 """The chunks that go to a rank, or come from it; both sides list the same ones in the same order."""
@@ -42,30 +45,11 @@ class PairwiseCollectives(Collectives):
         # Found when it is asked for: a control group, which asks for none, is looked up in every save and load.
         return self._schedule(range(self.world_size))
 
-    def _schedules_of(self, reduces: bool) -> Sequence["Schedule"]:
-        """All that this rank goes through to sum a bucket up, or to gather it."""
-        return [self._all]
-
-    @override
-    def connect(self, device: torch.device, reduces: bool = True) -> None:
-        byte = torch.zeros(1, dtype=torch.uint8, device=device)
-        messages: list[Message] = []
-        for schedule in self._schedules_of(reduces):
-            for target, _, source in schedule:
-                messages += [Message(False, torch.empty_like(byte), source), Message(True, byte, target)]
-        Transfers(self.point_to_point.launch(messages)).wait()
-
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        chunks = split(buffer, bounds)
-        by_rank = [
-            chunks[rank] if rank == self.rank else torch.empty_like(chunks[self.rank])
-            for rank in range(self.world_size)
-        ]
-        transfers = self._exchange(
-            self._all, lambda rank: [chunks[rank]], lambda rank: [by_rank[rank]], "reduce_scatter_bytes"
-        )
-        reduction = SummedChunks(Transfers(transfers, buffer), by_rank, shard)
+        parts = {rank: [chunk] for rank, chunk in enumerate(split(buffer, bounds))}
+        arrival, (of_ranks,) = self._swap(self._all, parts, "reduce_scatter_bytes")
+        reduction = Followed(arrival, lambda: sum_in_order(of_ranks, shard))
         # In a thread: the sum is made as soon as the chunks have arrived, while this thread computes the rest of
         # backward.
         work = SeenThrough(reduction.wait, self._sums)
@@ -77,25 +61,42 @@ class PairwiseCollectives(Collectives):
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         chunks = split(buffer, bounds)
         transfers = self._exchange(
-            self._all,
-            lambda target: [chunks[self.rank]],
-            lambda source: [chunks[source]],
-            "all_gather_bytes",
+            self._all, lambda _: [chunks[self.rank]], lambda source: [chunks[source]], "all_gather_bytes"
         )
         return Transfers(transfers, buffer)
 
+    def _swap(
+        self, schedule: "Schedule", parts: Mapping[int, Sequence[Tensor]], counted_as: Counter, tag: Tag = Tag.CHUNKS
+    ) -> tuple[Transfers, list[tuple[Tensor, ...]]]:
+        """Sends every rank of a schedule its parts, and receives this rank's.
+
+        Args:
+            schedule: Of the ranks.
+            parts: Those of each rank, this one among them, in the order in which sums are made.
+            counted_as: See :meth:`_exchange`.
+            tag: See :meth:`_exchange`.
+
+        Returns:
+            Completes when all have arrived; and for each of this rank's parts, those that all ranks had.
+        """
+        own = parts[self.rank]
+        arriving = {rank: own if rank == self.rank else _like(own, part) for rank, part in parts.items()}
+        transfers = self._exchange(schedule, parts.__getitem__, arriving.__getitem__, counted_as, tag)
+        sent = (one for part in parts.values() for one in part)
+        return Transfers(transfers, *sent), list(zip(*arriving.values(), strict=True))
+
     def _schedule(self, ranks: Sequence[int]) -> "Schedule":
         """In which order this rank, one of ``ranks``, exchanges chunks with the others."""
-        place, size = ranks.index(self.rank), len(ranks)
-        steps = ((ranks[(place + step) % size], ranks[(place - step) % size]) for step in range(1, size))
-        return [Meeting(target, self.topology.share_node(self.rank, target), source) for target, source in steps]
+        index, size = ranks.index(self.rank), len(ranks)
+        steps = ((ranks[(index + step) % size], ranks[(index - step) % size]) for step in range(1, size))
+        return [Step(target, self.topology.share_node(self.rank, target), source) for target, source in steps]
 
     def _exchange(
         self,
         schedule: "Schedule",
         outgoing: Chunks,
         incoming: Chunks,
-        counted_as: Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"],
+        counted_as: Counter,
         tag: Tag = Tag.CHUNKS,
     ) -> list[Work]:
         """Sends every other rank of a schedule its chunks, and receives from it; empty ones are not sent.
@@ -127,7 +128,7 @@ _SUMMED_BY_WAITER = 2**19
 """Bytes of a buffer that is summed in some 50 microseconds: less than it takes a thread to wake up for it."""
 
 
-class Meeting(NamedTuple):
+class Step(NamedTuple):
     """One step of an exchange."""
 
     target: int
@@ -136,36 +137,13 @@ class Meeting(NamedTuple):
     source: int
 
 
-Schedule = Sequence[Meeting]
+Schedule = Sequence[Step]
 """In which order a rank exchanges chunks with others; found once, not for each bucket."""
 
 
-class SummedChunks:
-    """Sums chunks once they have arrived, in rank order, so that the sum does not depend on which rank owns it.
-
-    Args:
-        transfers: Completes when the chunks have arrived.
-        by_rank: The chunks.
-        shard: Receives the sum, which is made in its dtype.
-    """
-
-    def __init__(self, transfers: Work, by_rank: list[Tensor], shard: Tensor) -> None:
-        self._transfers = transfers
-        self._by_rank = by_rank
-        self._shard = shard
-
-    def wait(self) -> None:
-        """Blocks until the sum is made."""
-        # A second wait has nothing to sum: the chunks have been freed.
-        if not self._by_rank:
-            return
-        self._transfers.wait()
-        sum_in_order(self._by_rank, self._shard)
-        self._by_rank = []
-
-    def is_completed(self) -> bool:
-        """Whether the chunks have arrived, as far as the backend can tell."""
-        return self._transfers.is_completed()
+def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Memory for what comes in the place of ``own``, in the dtypes of what goes to others."""
+    return [torch.empty_like(one, dtype=other.dtype) for one, other in zip(own, others, strict=True)]
 
 
 def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
@@ -176,7 +154,7 @@ def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 
 def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
-    """Writes the sum into ``total``, in whose dtype it is made; ``total`` may be the first of ``chunks``."""
+    """Writes the sum into ``total``, in its dtype and in the order of ranks; ``total`` may be the first chunk."""
     first, *others = chunks
     # One pass over memory instead of a copy and an addition.
     if others and total.dtype == first.dtype:

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, Schedule, split, sum_in_order
+from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
 from lightning_parstrat.distributed.comm.process_groups import Tag
 from lightning_parstrat.distributed.comm.streams import Streams
 from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, Transfers, Work, as_work
@@ -41,53 +41,34 @@ class GroupedExchange(PairwiseCollectives):
         self._between = ExchangeThread("sum of shards between groups")
 
     @override
-    def _schedules_of(self, reduces: bool) -> Sequence[Schedule]:
-        return [self._with_mates, self._with_holders] if reduces else [self._with_mates]
-
-    @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        chunks = dict(zip(self.mates, split(buffer, bounds), strict=True))
-        own = chunks[self.rank]
-        arriving = {mate: own if mate == self.rank else torch.empty_like(own) for mate in self.mates}
-        transfers = self._exchange(
-            self._with_mates, lambda mate: [chunks[mate]], lambda mate: [arriving[mate]], "reduce_scatter_bytes"
-        )
+        parts = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
+        arrival, (of_mates,) = self._swap(self._with_mates, parts, "reduce_scatter_bytes")
         self.traffic.all_reduces += 1
         work = ExchangedWork()
 
         def sum_within_group() -> None:
-            Transfers(transfers, buffer).wait()
-            sum_in_order(arriving.values(), shard)
+            arrival.wait()
+            sum_in_order(of_mates, shard)
             self._reduce_between_groups(shard, work)
 
         self._sums.run(work, sum_within_group)
         return work
 
     def _reduce_between_groups(self, shard: Tensor, work: ExchangedWork) -> None:
-        """Each holder sums one piece, and sends the sum to all others: none may sum for itself what others do."""
-        count = len(self._holders)
-        pieces = dict(zip(self._holders, split(shard, piece_bounds(shard.numel(), count)), strict=True))
-        own = pieces[self.rank]
-        arriving = {holder: own if holder == self.rank else torch.empty_like(own) for holder in self._holders}
-        scattered = self._exchange(
-            self._with_holders,
-            lambda holder: [pieces[holder]],
-            lambda holder: [arriving[holder]],
-            "all_reduce_bytes",
-            Tag.SUMS_BETWEEN,
-        )
+        """Each holder sums one piece, and sends the sum to all others, so that all have the same bits."""
+        bounds = piece_bounds(shard.numel(), len(self._holders))
+        pieces = {holder: [piece] for holder, piece in zip(self._holders, split(shard, bounds), strict=True)}
+        arrival, (of_holders,) = self._swap(self._with_holders, pieces, "all_reduce_bytes", Tag.SUMS_BETWEEN)
 
         def finish() -> None:
-            Transfers(scattered, shard).wait()
+            arrival.wait()
+            (own,) = pieces[self.rank]
             total = torch.empty_like(own)
-            sum_in_order(arriving.values(), total)
+            sum_in_order(of_holders, total)
             own.copy_(total)
             gathered = self._exchange(
-                self._with_holders,
-                lambda _: [own],
-                lambda holder: [pieces[holder]],
-                "all_reduce_bytes",
-                Tag.GATHERS_BETWEEN,
+                self._with_holders, lambda _: [own], pieces.__getitem__, "all_reduce_bytes", Tag.GATHERS_BETWEEN
             )
             Transfers(gathered, shard).wait()
             work.finish()

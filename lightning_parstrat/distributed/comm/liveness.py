@@ -1,4 +1,4 @@
-"""Ranks meet in the store: before a collective that must not begin without all, or to see who is missing after one."""
+"""Ranks wait for each other in the store: before a collective that needs all, or to see who is missing after one."""
 
 import json
 import re

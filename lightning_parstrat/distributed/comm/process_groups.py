@@ -117,7 +117,7 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
         if existing is not None:
             return existing
     with connections_on_demand(dist.get_world_size()):
-        # Of a few ranks, they alone meet: all would meet for every group that there is.
+        # A group of some ranks is made by these alone.
         group: dist.ProcessGroup = dist.new_group(
             purpose.members,
             timeout=purpose.timeout,
@@ -189,16 +189,16 @@ class Tag(IntEnum):
     SUMS_BETWEEN = 1
     """Of nodes, or of shard groups: what is summed up within them goes to others."""
     GATHERS_BETWEEN = 2
-    """The way back."""
+    """What comes back from them."""
     SUMS_TO_OWNERS = 3
     """Of parts that differ in length."""
     PARTS_FROM_OWNERS = 4
     """What they have stepped."""
-    MEETING = 5
-    """A rank that has not come may send other messages meanwhile, which must not be taken for its coming."""
+    BARRIER = 5
+    """A rank that has not come to a barrier may send other messages meanwhile."""
     SMALL_REDUCTION = 6
     CONTROL_MESSAGE = 7
-    """Of the first training; every later one has the next number."""
+    """Of the first training. Each later training has the next number."""
 
 
 class Message(NamedTuple):
@@ -324,7 +324,7 @@ _LARGEST_FULL_MESH = 16
 
 @functools.cache
 def _let_worker_threads_finish_at_exit() -> None:
-    """Gives Gloo's worker threads a moment before the interpreter is torn down.
+    """Gives Gloo's worker threads some time before the interpreter is torn down.
 
     A worker frees the tensors of a collective after it was waited for, and needs the GIL for that. If the interpreter
     is already finalizing, Python ends the thread inside a C++ destructor, and the process aborts: a successful run that

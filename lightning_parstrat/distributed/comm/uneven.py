@@ -2,7 +2,7 @@
 
 Were each part sent to its owner by every rank, the owner of a large matrix would receive N copies of it at once. So a
 bucket is reduce-scattered in equal parts, however it is owned, and the sums are passed on to their owners, each element
-once. On the way home owners pass on what they have stepped first, and equal parts are gathered. Each way a rank sends
+once. To gather, owners first pass on what they have stepped, then equal parts are gathered. Each way a rank sends
 less than 1 / N of a bucket more in the mean, and one that owns all of it a bucket; for a bucket a rank never receives
 more at once than its length and its own part of it.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -52,12 +51,6 @@ class UnevenCollectives(Collectives):
         self._sums = ExchangeThread("sums for their owners")
         self._gathers = ExchangeThread("gathers of equal parts")
         self._launches_in_order = False
-
-    @override
-    def connect(self, device: torch.device, reduces: bool = True) -> None:
-        if self._launches_in_order:
-            raise AssertionError("ranks are connected before anything is launched in order by a thread")
-        self.even.connect(device, reduces)
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:

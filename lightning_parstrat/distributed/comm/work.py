@@ -21,20 +21,6 @@ class Work(Protocol):
         """Whether :meth:`wait` would return at once. Where a backend cannot tell, it says no."""
 
 
-class Done:
-    """A collective that had nothing to do."""
-
-    def wait(self) -> None:
-        """Returns at once."""
-
-    def is_completed(self) -> bool:
-        """Says yes."""
-        return True
-
-
-DONE: Work = Done()
-
-
 def as_work(work: Work | None) -> Work:
     """What torch returns for an asynchronous collective."""
     if work is None:
@@ -73,8 +59,37 @@ class Transfers:
         return all(transfer.is_completed() for transfer in self._transfers)
 
 
+DONE: Work = Transfers(())
+"""A collective that has nothing to do."""
+
+
+class Followed:
+    """A transfer, and what whoever waits for it first does once it has arrived.
+
+    Args:
+        transfer: Is waited for.
+        action: Called once.
+    """
+
+    def __init__(self, transfer: Work, action: Callable[[], object]) -> None:
+        self._transfer = transfer
+        self._action: Callable[[], object] | None = action
+
+    def wait(self) -> None:
+        """Blocks until the action is done."""
+        self._transfer.wait()
+        if self._action is not None:
+            self._action()
+            # It may hold buffers, and this object may be held for longer than they should live.
+            self._action = None
+
+    def is_completed(self) -> bool:
+        """Whether the transfer has arrived, as far as the backend can tell."""
+        return self._transfer.is_completed()
+
+
 class ExchangedWork:
-    """An exchange that a thread completes; whoever waits for it gets the thread's exception."""
+    """An exchange that a thread completes; every wait raises the thread's exception."""
 
     def __init__(self) -> None:
         # Held until the exchange has ended. An `Event` takes ten times as long, in every step.

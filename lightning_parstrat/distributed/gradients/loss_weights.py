@@ -1,7 +1,7 @@
 """Weights of micro-batches: what each loss is multiplied by, and the total over all ranks that it is divided by.
 
-The ranks meet once in the first step of a training (do all of them give weights, and of what size?). From then on the
-total travels in the step's control message.
+The ranks agree once in the first step of a training: do all of them give weights, and of what size? From then on the
+total is in the step's control message.
 """
 
 import math
@@ -43,8 +43,8 @@ class LossWeights:
     def __init__(self, messages: ControlMessages) -> None:
         self.reference = 1.0
         self._messages = messages
-        messages.weigh = self._said
-        self._told = False
+        messages.weigh = self._for_message
+        self._is_sent = False
         self._used: bool | None = None
         self._reference_known = False
         self._window: dict[int, float | _HostCopy] = {}
@@ -94,7 +94,7 @@ class LossWeights:
         if not self._used:
             return None
         self.end_backward()
-        self._window[micro_batch], self._told = value, False
+        self._window[micro_batch], self._is_sent = value, False
         if isinstance(value, _HostCopy) or value == 0:
             self._looks[micro_batch] = _Look(parameters())
         return (value.on_device if isinstance(value, _HostCopy) else value) / self.reference
@@ -114,7 +114,7 @@ class LossWeights:
             InconsistentWeightsError: A weight on any rank was negative, not finite or missing, or it was 0 and the
                 micro-batch's gradients are not finite; raised on all ranks.
         """
-        summed = self._heard()
+        summed = self._summed()
         self._check(summed)
         total = WindowWeight(summed.weight, self.reference)
         if summed.weight > 0:
@@ -137,15 +137,14 @@ class LossWeights:
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / ranks)
 
-    def _heard(self) -> WeightSum:
-        """The sum that the latest message has brought; all ranks come to the same answer about whether it is due."""
-        if not self._told:
+    def _summed(self) -> WeightSum:
+        """The sum of the latest message; sends one if weights have come since, which is the same on all ranks."""
+        if not self._is_sent:
             self._messages.launch()
         return self._messages.latest().weights
 
-    def _said(self) -> WeightSum:
-        """What rides in a message."""
-        self._told = True
+    def _for_message(self) -> WeightSum:
+        self._is_sent = True
         return self._of_window() if self._used else WeightSum()
 
     def _of_window(self) -> WeightSum:
@@ -171,7 +170,7 @@ class LossWeights:
             raise InconsistentWeightsError("The `loss_weight`s of all ranks add up to more than a float can hold.")
 
     def _read(self, weight: Any) -> "float | _HostCopy":
-        """A weight as a number; one that is none counts 0, and is an error on all ranks when they next meet."""
+        """A weight as a number; one that is none counts 0, and is an error on all ranks with the next total."""
         if weight is None:
             if self._used:
                 self._fault = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import Arrivals, HostStreams, Streams
+from lightning_parstrat.distributed.comm.streams import Arrivals, Streams
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.profiling import marked
 from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ShownMean
@@ -72,7 +72,7 @@ class Reductions:
     ) -> None:
         self.collectives = collectives
         self.max_inflight = max_inflight
-        self._streams = streams or HostStreams()
+        self._streams = streams or Streams()
         self.arrivals = Arrivals(self._streams) if self._streams.are_several else None
         """On which streams gradients become ready."""
         self._in_flight: list[_Reduction] = []
@@ -90,7 +90,7 @@ class Reductions:
             backward: What it belongs to, for :meth:`set_aside`.
         """
         self._hold_back()
-        own_stream = nullcontext() if self.arrivals is None else self.arrivals.at_home(bucket)
+        own_stream = nullcontext() if self.arrivals is None else self.arrivals.waited_for(bucket)
         with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), own_stream:
             self._in_flight.append(self._send(bucket, shown, scale, backward))
         self._not_waited_for.append(self._in_flight[-1])

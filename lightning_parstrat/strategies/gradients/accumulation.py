@@ -1,4 +1,4 @@
-"""Gradients of one big batch: what both strategies do between the micro-batches of a step, and around the step."""
+"""Gradients of one big batch: what all strategies do between the micro-batches of a step, and around the step."""
 
 import functools
 import sys
@@ -40,7 +40,6 @@ from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
     GradientNorm,
     NonfiniteGradientError,
-    StepNotFinite,
     StepSkipped,
 )
 from lightning_parstrat.strategies.gradients.precision import WindowHooks, enabled_scaler, equip_precision
@@ -353,19 +352,18 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
             # It decides by the loss how far to go, and whether to ask again: the same on all ranks.
             closure = functools.partial(self._mean_loss, closure)
         try:
-            result = super().optimizer_step(optimizer, closure, *args, **kwargs)
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
         except StepSkipped:
+            if self._gradient_policy.nonfinite_grads == "raise" and not self._is_weightless:
+                trainer = self._training_module.trainer
+                raise NonfiniteGradientError(
+                    f"Gradients are not finite in epoch {trainer.current_epoch}, batch"
+                    f" {trainer.fit_loop.epoch_loop.batch_idx}. Parameters and optimizer state are as before this step."
+                    " `Trainer(detect_anomaly=True)` names the operation that has made NaN. nonfinite_grads='skip'"
+                    " leaves such steps out, 'propagate' does as `ddp`."
+                ) from None
             self._note_skipped_step(optimizer)
-            result = None
-        except StepNotFinite:
-            trainer = self._training_module.trainer
-            raise NonfiniteGradientError(
-                f"Gradients are not finite in epoch {trainer.current_epoch}, batch"
-                f" {trainer.fit_loop.epoch_loop.batch_idx}. Parameters and optimizer state are as before this step."
-                " `Trainer(detect_anomaly=True)` names the operation that has made NaN. nonfinite_grads='skip' leaves"
-                " such steps out, 'propagate' does as `ddp`."
-            ) from None
-        return result
+        return None
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
         """Evaluates a closure; its loss is the mean over ranks, weighed as their gradients are. Collective."""
@@ -452,7 +450,7 @@ class _Once:
 
 
 class HeldSchedulers:
-    """Keeps schedulers that go by steps from going on, by how often Lightning is told to step them.
+    """Keeps schedulers that go by steps from going on, by the frequency that Lightning steps them with.
 
     Lightning asks after every batch, and for those that watch a metric once more after a validation: they are held
     until the next batch begins.

@@ -45,10 +45,6 @@ class StepSkipped(Exception):
     """Leaves an optimizer's step before it has changed anything; all ranks leave it together."""
 
 
-class StepNotFinite(Exception):
-    """Leaves an optimizer's step whose gradients are not finite; all ranks leave it together."""
-
-
 class NonfiniteGradientError(RuntimeError):
     """Gradients became NaN or infinite on some rank; raised on all of them."""
 
@@ -119,8 +115,8 @@ class GradientClipper:
                 need not measure them again.
 
         Raises:
-            StepSkipped: They are not finite, and such steps are skipped; or nothing in this step has any weight.
-            StepNotFinite: They are not finite, and that is an error.
+            StepSkipped: They are not finite, and such steps are skipped or an error; or nothing in this step has any
+                weight.
         """
         optimizer = unwrapped(optimizer)
         if self._is_weightless():
@@ -132,7 +128,7 @@ class GradientClipper:
             if clipping_follows:
                 self._reusable.add(optimizer)
         if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer, self._measured[optimizer]):
-            raise StepNotFinite if self._policy.nonfinite_grads == "raise" else StepSkipped
+            raise StepSkipped
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> None:
         """Scales an optimizer's gradients; collective where they are sharded.

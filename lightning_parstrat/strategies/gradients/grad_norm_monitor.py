@@ -4,7 +4,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torchmetrics import MaxMetric, Metric, SumMetric
 from typing_extensions import override
 
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
@@ -30,11 +29,10 @@ class GradNormMonitor(Callback):
     def __init__(self, prefix: str = "") -> None:
         super().__init__()
         self.prefix = prefix
-        # All ranks know the norm of the whole; and looking for NaN would wait for it.
-        self._sum = SumMetric(nan_strategy="disable", sync_on_compute=False)
-        self._steps = SumMetric(nan_strategy="disable", sync_on_compute=False)
-        self._largest = MaxMetric(nan_strategy="disable", sync_on_compute=False)
-        self._clipped = SumMetric(nan_strategy="disable", sync_on_compute=False)
+        self._sums: Tensor | None = None
+        """Of norms, of steps, and of steps that were clipped: since it last logged, on the gradients' device."""
+        self._largest: Tensor | None = None
+        self._clips = False
         self._logged_skipped = 0
         self._strategy: AccumulationAwareStrategy | None = None
 
@@ -53,21 +51,20 @@ class GradNormMonitor(Callback):
                 f"GradNormMonitor needs a strategy that knows the norm, and found {type(trainer.strategy).__name__}."
                 " Choose `strategy='ddp_tuned'` or 'zero1_custom'."
             )
+        self._reset()
         self._strategy, self._logged_skipped = trainer.strategy, 0
         self._strategy.on_gradient_norm(self._update)
 
     def _update(self, measured: GradientNorm) -> None:
-        norm, skipped = measured.norm, measured.skipped
-        if self._sum.device != norm.device:
-            for metric in self._metrics:
-                metric.to(norm.device)
-        if skipped is None:
-            skipped = torch.zeros_like(norm)
-        self._sum.update(torch.where(skipped > 0, 0.0, norm))
-        self._steps.update(1.0 - skipped)
-        self._largest.update(torch.where(skipped > 0, -torch.inf, norm))
-        if measured.coefficient is not None:
-            self._clipped.update(torch.where(skipped > 0, 0.0, (measured.coefficient < 1.0).to(norm.dtype)))
+        norm = measured.norm
+        # Whether a fused optimizer has left a step out, only the device knows.
+        done = torch.ones_like(norm) if measured.skipped is None else 1.0 - measured.skipped
+        clipped = torch.zeros_like(norm) if measured.coefficient is None else measured.coefficient < 1.0
+        sums = torch.where(done > 0, torch.stack([norm, torch.ones_like(norm), clipped.to(norm.dtype)]), 0.0)
+        largest = torch.where(done > 0, norm, -torch.inf)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+        self._clips |= measured.coefficient is not None
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
@@ -80,7 +77,7 @@ class GradNormMonitor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs what the last steps have left."""
         skipped = 0 if self._strategy is None else self._strategy.skipped_steps
-        if self._steps.update_called or skipped != self._logged_skipped:
+        if self._sums is not None or skipped != self._logged_skipped:
             self._log(trainer)
 
     @override
@@ -88,25 +85,23 @@ class GradNormMonitor(Callback):
         """Lets go of the strategy."""
         self._strategy = None
 
-    @property
-    def _metrics(self) -> tuple[Metric, ...]:
-        return self._sum, self._steps, self._largest, self._clipped
-
     def _log(self, trainer: Trainer) -> None:
         if self._strategy is None:
             return
         self._logged_skipped = self._strategy.skipped_steps
         found: dict[str, Tensor] = {"skipped_steps": torch.tensor(float(self._logged_skipped))}
-        if self._steps.update_called and self._steps.compute() > 0:
-            steps = self._steps.compute()
-            found |= {"grad_norm": self._sum.compute() / steps, "grad_norm_max": self._largest.compute()}
-            if self._clipped.update_called:
-                found["grad_clip_ratio"] = self._clipped.compute() / steps
+        norms, steps, clipped = (0.0, 0.0, 0.0) if self._sums is None else self._sums.tolist()
+        if steps > 0 and self._largest is not None:
+            found |= {"grad_norm": torch.tensor(norms / steps), "grad_norm_max": self._largest}
+            if self._clips:
+                found["grad_clip_ratio"] = torch.tensor(clipped / steps)
         named = {f"{self.prefix}{name}": value.detach().cpu() for name, value in found.items()}
         trainer.callback_metrics.update(named)
         for logger in trainer.loggers:
             logger.log_metrics(
                 {name: value.item() for name, value in named.items()}, step=batches_that_stepped(trainer)
             )
-        for metric in self._metrics:
-            metric.reset()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sums, self._largest, self._clips = None, None, False

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, small_reductions_of
-from lightning_parstrat.distributed.comm.control_messages import ControlMessages, Said, WeightSum
-from lightning_parstrat.distributed.comm.doubling import meetings
+from lightning_parstrat.distributed.comm.control_messages import Content, ControlMessages, WeightSum
+from lightning_parstrat.distributed.comm.doubling import doubling_steps
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.torch_compat import default_store
 from tests.comparing import assert_same
@@ -31,7 +31,7 @@ VALUES = [
 
 def test_every_rank_receives_from_each_rank_once_and_in_the_same_order() -> None:
     for size in (*range(1, 40), 47, 64, 96, 100, 1000, 1024):
-        steps, known = [meetings(rank, size) for rank in range(size)], [[rank] for rank in range(size)]
+        steps, known = [doubling_steps(rank, size) for rank in range(size)], [[rank] for rank in range(size)]
         left = [list(of_rank) for of_rank in steps]
         while any(left):
             # Two ranks exchange when both have come to that step. A rank sends what it knew before.
@@ -89,7 +89,7 @@ def flags_of(rank: int, number: int, flags: int) -> bytes:
     return bytes((index + number) % 7 == rank for index in range(flags))
 
 
-def exchanged(flags: int, waits_later: bool) -> list[Said]:
+def exchanged(flags: int, waits_later: bool) -> list[Content]:
     messages, rank = ControlMessages(control()), dist.get_rank()
     launched: list[Any] = []
     for number in range(ROUNDS):
@@ -104,7 +104,7 @@ def exchanged(flags: int, waits_later: bool) -> list[Said]:
     return [message.wait() for message in launched]
 
 
-def combined() -> tuple[Any, list[list[Said]]]:
+def combined() -> tuple[Any, list[list[Content]]]:
     return reduced(), [exchanged(*way) for way in WAYS]
 
 

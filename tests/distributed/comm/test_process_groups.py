@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.distributed.comm.doubling import meetings
+from lightning_parstrat.distributed.comm.doubling import doubling_steps
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed, most_open_files
 from lightning_parstrat.distributed.comm.process_groups import (
     ProcessGroups,
@@ -78,7 +78,7 @@ def test_ranks_are_connected_at_their_first_message(pool: RankPool, world_size: 
             # Each group listens; in a full mesh it has a connection to each other rank, too.
             assert new == 4
             # A connection for either direction.
-            assert 0 < used <= 2 * len(meetings(rank, world_size))
+            assert 0 < used <= 2 * len(doubling_steps(rank, world_size))
 
 
 def scheduling_of_gloos_threads() -> list[int]:

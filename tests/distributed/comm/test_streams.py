@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import Arrivals, CudaStreams, HostStreams, streams_of
+from lightning_parstrat.distributed.comm.streams import Arrivals, CudaStreams, Streams, streams_of
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.distributed.zero1.reductions import Reductions
@@ -141,7 +141,7 @@ def test_arrivals_are_waited_for_on_the_stream_that_gradients_leave_from() -> No
     streams = RecordingStreams()
     arrivals = Arrivals(streams)
     # A thread that launches from another stream may have made gradients there.
-    with streams.on("side"), arrivals.at_home("bucket"):
+    with streams.on("side"), arrivals.waited_for("bucket"):
         streams.log.append(("launches", streams.name, 1))
     assert streams.log == [("waits for stream", "main", "side"), FIRST, ("waits for stream", "side", "main")]
     streams.log.clear()
@@ -149,11 +149,11 @@ def test_arrivals_are_waited_for_on_the_stream_that_gradients_leave_from() -> No
         arrivals.note("bucket")
     arrivals.forget("bucket")
     arrivals.forget("another")
-    with arrivals.at_home("bucket"):
+    with arrivals.waited_for("bucket"):
         assert streams.name == "main"
     assert streams.log == []
 
 
 def test_each_device_has_its_streams() -> None:
-    assert isinstance(streams_of(torch.device("cpu")), HostStreams)
+    assert type(streams_of(torch.device("cpu"))) is Streams
     assert isinstance(streams_of(torch.device("cuda", 0)), CudaStreams)
