@@ -118,7 +118,7 @@ class LateCollectives(Collectives):
     """
 
     def __init__(self, inner: Collectives, by_itself: bool) -> None:
-        super().__init__(inner.group, inner.topology, inner.shard_groups)
+        super().__init__(inner.group, inner.shard_groups)
         self.inner, self.by_itself = inner, by_itself
         DRAW.seed(dist.get_rank())
         self.traffic, self.widens = inner.traffic, inner.widens

@@ -54,14 +54,14 @@ def make_collectives(
     if shard_groups is not None and shard_groups.copies > 1:
         if device.type != "cpu":
             return _grouped_native(group, device, topology, shard_groups)
-        return UnevenCollectives(GroupedExchange(group, topology, shard_groups))
+        return UnevenCollectives(GroupedExchange(group, shard_groups))
     if device.type != "cpu":
-        return _native(shard_groups or ShardGroups.of_all(dist.get_world_size(group)), topology)(group, topology)
+        return _native(shard_groups or ShardGroups.of_all(dist.get_world_size(group)), topology)(group)
     if dist.get_world_size(group) > MOST_BY_PAIRS:
         return UnevenCollectives(WideningCollectives(group))
     if topology is not None and topology.has_two_levels:
         return UnevenCollectives(TwoLevelCollectives(group, topology))
-    return UnevenCollectives(PairwiseCollectives(group, topology))
+    return UnevenCollectives(PairwiseCollectives(group))
 
 
 def _native(groups: ShardGroups, topology: Topology | None) -> "type[NativeCollectives]":
@@ -80,7 +80,7 @@ def _grouped_native(
     def between() -> Collectives:
         return NativeCollectives(subgroup(group, groups.holders(rank)))
 
-    return GroupedNativeCollectives(group, topology, groups, within, between, streams_of(device))
+    return GroupedNativeCollectives(group, groups, within, between, streams_of(device))
 
 
 class LocalCollectives(Collectives):
@@ -109,8 +109,8 @@ class NativeCollectives(Collectives):
     first, so that neither the host nor the caller's stream does.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topology: Topology | None = None) -> None:
-        super().__init__(group, topology)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
         self._side: Any = None
 
     @override

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.core.shard_groups import ShardGroups
-from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.doubling import Combine, DoublingExchange, doubling_steps
 from lightning_parstrat.distributed.comm.process_groups import PointToPoint, Tag
 from lightning_parstrat.distributed.comm.work import DONE, Followed, Work, as_work
@@ -27,8 +26,7 @@ from lightning_parstrat.distributed.comm.work import DONE, Followed, Work, as_wo
 class Traffic:
     """Bytes and collectives that this rank has sent since it was created.
 
-    ``between_nodes_bytes`` is the part of all phases that went to other nodes, where ranks exchange chunks themselves;
-    which way NCCL takes is not known. All-reduces are those of shards, between groups of ranks that hold a copy each.
+    All-reduces are those of shards, between groups of ranks that hold a copy each.
     """
 
     reduce_scatters: int = 0
@@ -36,7 +34,6 @@ class Traffic:
     all_gathers: int = 0
     all_gather_bytes: int = 0
     small_reductions: int = 0
-    between_nodes_bytes: int = 0
     all_reduces: int = 0
     all_reduce_bytes: int = 0
     # Not compared: two traffics are equal where the same was sent, however long it took.
@@ -55,7 +52,6 @@ class Collectives(ABC):
 
     Args:
         group: The process group.
-        topology: Which of its ranks share a node; by default all do.
         groups: Which of its ranks share a copy of what is sharded; by default all do.
 
     Attributes:
@@ -70,12 +66,9 @@ class Collectives(ABC):
     widens = False
     sends_nothing = False
 
-    def __init__(
-        self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, groups: ShardGroups | None = None) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.topology = topology or Topology.flat(self.world_size)
         self.shard_groups = groups or ShardGroups.of_all(self.world_size)
         self.place = self.shard_groups.place(self.rank)
         self.mates = self.shard_groups.mates(self.rank)
@@ -146,12 +139,11 @@ class Collectives(ABC):
             self._all_gather(buffer, bounds).wait()
         vars(self.traffic).update(counted)
 
-    def count(self, counter: str, sent: int, between_nodes: int = 0) -> None:
+    def count(self, counter: str, sent: int) -> None:
         """Adds to a counter of ``traffic`` what this rank sends; any thread may."""
         # One may launch the second level of an exchange while the main thread launches the first of the next.
         with self._counting:
             setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
-            self.traffic.between_nodes_bytes += between_nodes
 
     def wait(self, work: Work) -> None:
         """Waits, and adds the time to ``traffic.waited_seconds``."""

@@ -7,7 +7,7 @@ whoever needs it; where nodes hold several ranks, ``two_level.py`` sends each ch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.shard_groups import ShardGroups
-from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.process_groups import Message, Tag
 from lightning_parstrat.distributed.comm.work import ExchangeThread, Followed, SeenThrough, Transfers, Work
@@ -34,10 +33,8 @@ class PairwiseCollectives(Collectives):
     grows with the square of the world size, so this is for few ranks.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, topology: Topology | None = None, groups: ShardGroups | None = None
-    ) -> None:
-        super().__init__(group, topology, groups)
+    def __init__(self, group: dist.ProcessGroup, groups: ShardGroups | None = None) -> None:
+        super().__init__(group, groups)
         self._sums = ExchangeThread("sum of gradients")
 
     @cached_property
@@ -88,8 +85,7 @@ class PairwiseCollectives(Collectives):
     def _schedule(self, ranks: Sequence[int]) -> "Schedule":
         """In which order this rank, one of ``ranks``, exchanges chunks with the others."""
         index, size = ranks.index(self.rank), len(ranks)
-        steps = ((ranks[(index + step) % size], ranks[(index - step) % size]) for step in range(1, size))
-        return [Step(target, self.topology.share_node(self.rank, target), source) for target, source in steps]
+        return [(ranks[(index + step) % size], ranks[(index - step) % size]) for step in range(1, size)]
 
     def _exchange(
         self,
@@ -109,8 +105,8 @@ class PairwiseCollectives(Collectives):
             tag: All exchanges of one tag are launched by one thread.
         """
         messages: list[Message] = []
-        sent = between_nodes = 0
-        for target, is_near, source in schedule:
+        sent = 0
+        for target, source in schedule:
             # Both sides know the sizes, so both leave out the same empty chunks.
             for chunk in incoming(source):
                 if chunk.numel():
@@ -118,9 +114,8 @@ class PairwiseCollectives(Collectives):
             for chunk in outgoing(target):
                 if chunk.numel():
                     sent += chunk.nbytes
-                    between_nodes += 0 if is_near else chunk.nbytes
                     messages.append(Message(True, real_view(chunk), target))
-        self.count(counted_as, sent, between_nodes)
+        self.count(counted_as, sent)
         return self.point_to_point.launch(messages, tag)
 
 
@@ -128,17 +123,8 @@ _SUMMED_BY_WAITER = 2**19
 """Bytes of a buffer that is summed in some 50 microseconds: less than it takes a thread to wake up for it."""
 
 
-class Step(NamedTuple):
-    """One step of an exchange."""
-
-    target: int
-    is_near: bool
-    """Whether the target is on this node."""
-    source: int
-
-
-Schedule = Sequence[Step]
-"""In which order a rank exchanges chunks with others; found once, not for each bucket."""
+Schedule = Sequence[tuple[int, int]]
+"""To whom a rank sends and from whom it receives, step by step; found once, not for each bucket."""
 
 
 def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -15,7 +15,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
-from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives, split, sum_in_order
 from lightning_parstrat.distributed.comm.process_groups import Tag
@@ -30,12 +29,11 @@ class GroupedExchange(PairwiseCollectives):
 
     Args:
         group: The process group of all ranks.
-        topology: Which of its ranks share a node.
         groups: Who shares a copy.
     """
 
-    def __init__(self, group: dist.ProcessGroup, topology: Topology | None, groups: ShardGroups) -> None:
-        super().__init__(group, topology, groups)
+    def __init__(self, group: dist.ProcessGroup, groups: ShardGroups) -> None:
+        super().__init__(group, groups)
         self._holders = groups.holders(self.rank)
         self._with_mates, self._with_holders = map(self._schedule, (self.mates, self._holders))
         self._between = ExchangeThread("sum of shards between groups")
@@ -89,7 +87,6 @@ class GroupedNativeCollectives(Collectives):
 
     Args:
         group: The process group of all ranks; it carries small messages.
-        topology: Which of its ranks share a node.
         groups: Who shares a copy.
         within: Reduce-scatters and all-gathers among this rank's group.
         between: Makes what has the process group of those that hold this rank's shard; asked when first summing up.
@@ -99,13 +96,12 @@ class GroupedNativeCollectives(Collectives):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        topology: Topology | None,
         groups: ShardGroups,
         within: Collectives,
         between: Callable[[], Collectives],
         streams: Streams,
     ) -> None:
-        super().__init__(group, topology, groups)
+        super().__init__(group, groups)
         self._within = within
         self.widens = within.widens
         # Only this host's thread counts.

@@ -27,7 +27,7 @@ class TwoLevelCollectives(PairwiseCollectives):
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
-        super().__init__(group, topology)
+        super().__init__(group)
         self._node_mates = topology.node_mates(self.rank)
         self._counterparts = topology.counterparts(self.rank)
         self._columns = {mate: topology.counterparts(mate) for mate in self._node_mates}

@@ -41,7 +41,7 @@ class UnevenCollectives(Collectives):
     """
 
     def __init__(self, even: Collectives) -> None:
-        super().__init__(even.group, even.topology, even.shard_groups)
+        super().__init__(even.group, even.shard_groups)
         self.even = even
         """Carries equal parts."""
         self.traffic = even.traffic
@@ -122,10 +122,9 @@ class UnevenCollectives(Collectives):
         return Transfers(self.point_to_point.launch(messages, tag), source.memory, target.memory)
 
     def _count(self, counter: str, source: _Held, had: Sequence[int], wanted: Sequence[int]) -> None:
-        size, shard = source.memory.element_size(), self.place.shard
-        away = [part for part in parts_of(wanted, had[shard], had[shard + 1]) if part.shard != shard]
-        between = [part for part in away if not self.topology.share_node(self.rank, self.mates[part.shard])]
-        self.even.count(counter, size * sum(p.numel for p in away), size * sum(p.numel for p in between))
+        shard = self.place.shard
+        away = sum(part.numel for part in parts_of(wanted, had[shard], had[shard + 1]) if part.shard != shard)
+        self.even.count(counter, away * source.memory.element_size())
 
 
 class _Launched:

@@ -82,7 +82,7 @@ class Carrier(NamedTuple):
         if not self.is_chosen:
             if self.kind is GroupedNativeCollectives:
                 return backends._grouped_native(group, CPU, self.topology, self.groups)
-            return self.kind(group, self.topology)
+            return self.kind(group)
         with MANY if self.kind is WideningCollectives else nullcontext():
             chosen = backends.make_collectives(group, CPU, self.topology, self.groups)
         assert type(getattr(chosen, "even", chosen)) is self.kind
@@ -237,9 +237,9 @@ def traffic(carrier: Carrier, exchanges: Sequence[Exchange]) -> StepTraffic:
     if carrier.kind is PairwiseCollectives and not carrier.is_chosen:
         away = sum((plan.numel - plan.shard_numel(rank)) * plan.itemsize for plan in narrow)
         home = sum((plan.world_size - 1) * plan.shard_numel(rank) * plan.itemsize for plan in narrow)
-        return StepTraffic(len(narrow), away, len(narrow), home, 0)
+        return StepTraffic(len(narrow), away, len(narrow), home)
     leaving = wide if carrier.kind is WideningCollectives else narrow
-    return step_traffic(leaving, rank, carrier.topology, narrow, wide, carrier.groups, carrier.is_native)
+    return step_traffic(leaving, rank, narrow, wide, carrier.groups, carrier.is_native)
 
 
 def exchanged_by(names: Sequence[str], seeds: Sequence[int], on_demand: bool = False) -> dict[Any, dict[int, Tensor]]:
@@ -294,7 +294,7 @@ def trained(carrier: Carrier, steps: int = 4) -> list[Tensor]:
     engine.gatherer.finish()
     assert len(engine.buckets) > 2
     formula, sent = traffic_of(engine), engine.traffic
-    for name in ("reduce_scatter_bytes", "all_gather_bytes", "between_nodes_bytes"):
+    for name in ("reduce_scatter_bytes", "all_gather_bytes"):
         assert getattr(sent, name) == steps * getattr(formula, name)
     parameters = [parameter.detach().clone() for parameter in module.parameters()]
     engine.close()
