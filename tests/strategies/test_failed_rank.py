@@ -132,14 +132,6 @@ def fail_on_one_rank(name: str, folder: str) -> list[str]:
     return events
 
 
-@pytest.fixture
-def own_pool() -> Iterator[RankPool]:
-    """Groups that have failed are of no use to other tests."""
-    pool = RankPool("cpu")
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_rank_that_is_left_logs_the_error_and_ends_what_its_device_does(
     own_pool: RankPool, tmp_path: Path, name: str
