@@ -249,7 +249,7 @@ FAULTS = (
     Fault(
         "each group of ranks sums the gradients of its own alone",
         "distributed/comm/grouped.py",
-        "sum_in_order(arriving.values(), total)",
+        "sum_in_order(of_holders, total)",
         "total.copy_(own)",
         ("tests/distributed/zero1/test_shard_groups.py::test_trains_as_one_group_does_and_copies_stay_alike",),
     ),
