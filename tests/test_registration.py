@@ -30,7 +30,7 @@ ZERO1 = "strategy: lightning_parstrat.strategies.zero1 ZeRO1Strategy"
 BY_FLAG = "from lightning.pytorch import Trainer" + TRAINER.format(name="zero1_custom")
 
 
-def test_a_script_that_never_heard_of_the_package_finds_both_names(tmp_path: Path) -> None:
+def test_a_script_that_does_not_know_of_the_package_finds_both_names(tmp_path: Path) -> None:
     printed = run_script(BY_FLAG + TRAINER.format(name="ddp_tuned"), tmp_path)
     assert ZERO1 in printed
     assert "strategy: lightning_parstrat.strategies.ddp TunedDDPStrategy" in printed
@@ -39,12 +39,8 @@ def test_a_script_that_never_heard_of_the_package_finds_both_names(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("switch", "imports"),
-    [
-        pytest.param(OURS_OFF, "import lightning_parstrat", id="before torch, ours"),
-        pytest.param(OURS_OFF, "import torch, lightning_parstrat", id="between torch and Lightning, ours"),
-        pytest.param(TORCHS_OFF, "import torch, lightning_parstrat", id="between torch and Lightning, torch's"),
-        pytest.param(TORCHS_OFF, "import lightning.pytorch, lightning_parstrat", id="after Lightning, torch's"),
-    ],
+    [(OURS_OFF, "import torch, lightning_parstrat"), (TORCHS_OFF, "import lightning.pytorch, lightning_parstrat")],
+    ids=["ours, before Lightning", "torch's, after Lightning"],
 )
 def test_switched_off_an_import_registers_the_names(tmp_path: Path, switch: dict[str, str], imports: str) -> None:
     assert ZERO1 in run_script(f"{imports}\n{BY_FLAG}", tmp_path, environment=switch)
@@ -80,21 +76,12 @@ dir(lightning_parstrat)
 print(lightning_parstrat.__version__)
 heavy = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "jsonargparse"}
 print("heavy:", sorted(heavy & {name.split(".")[0] for name in sys.modules}))
-"""
-    version, heavy = run_script(script, tmp_path).splitlines()
-    assert version == importlib.metadata.version("lightning-parstrat")
-    assert heavy == "heavy: []"
-
-
-@pytest.mark.slow
-def test_the_strategies_do_not_import_what_only_sharded_checkpoints_need(tmp_path: Path) -> None:
-    script = """
-import sys
-import lightning_parstrat
 lightning_parstrat.ZeRO1Strategy, lightning_parstrat.TunedDDPStrategy
-print("imported:", "torch.distributed.checkpoint" in sys.modules)
+print("checkpoint:", "torch.distributed.checkpoint" in sys.modules)
 """
-    assert run_script(script, tmp_path).splitlines()[-1] == "imported: False"
+    version, heavy, checkpoint = run_script(script, tmp_path).splitlines()
+    assert version == importlib.metadata.version("lightning-parstrat")
+    assert heavy == "heavy: []" and checkpoint == "checkpoint: False"
 
 
 def test_the_package_lists_and_gives_its_public_names() -> None:
@@ -112,21 +99,19 @@ def test_every_name_of_stock_ddp_has_its_like() -> None:
     assert all(StrategyRegistry[name]["description"] for name in NAMES)
 
 
-@pytest.mark.parametrize(("launcher", "unused"), list(product(LAUNCHERS, UNUSED)))
-@pytest.mark.parametrize(("name", "cls"), CLASSES.items())
-def test_a_name_instantiates_its_class_with_its_launcher(name: str, cls: type, launcher: str, unused: str) -> None:
-    strategy = StrategyRegistry.get(f"{name}{launcher}{unused}")
-    assert type(strategy) is cls
-    assert strategy._start_method == LAUNCHERS[launcher]
-    stock = StrategyRegistry.get(f"ddp{launcher}{unused}")
-    assert strategy._start_method == stock._start_method
-    if cls is ZeRO1Strategy:
-        assert strategy._policy.shard_gradients == ("zero2" in name)
-        assert strategy.flag == ("zero2_custom" if "zero2" in name else "zero1_custom")
-    if cls is TunedDDPStrategy:
-        expected = {} if UNUSED[unused] is None else {"find_unused_parameters": UNUSED[unused]}
-        assert strategy._ddp_kwargs == expected
-        assert {**strategy._ddp_kwargs, **stock._ddp_kwargs} == strategy._ddp_kwargs
+def test_a_name_instantiates_its_class_with_its_launcher() -> None:
+    for (name, cls), launcher, unused in product(CLASSES.items(), LAUNCHERS, UNUSED):
+        strategy = StrategyRegistry.get(f"{name}{launcher}{unused}")
+        stock = StrategyRegistry.get(f"ddp{launcher}{unused}")
+        assert type(strategy) is cls
+        assert strategy._start_method == LAUNCHERS[launcher] == stock._start_method
+        if cls is ZeRO1Strategy:
+            assert strategy._policy.shard_gradients == ("zero2" in name)
+            assert strategy.flag == ("zero2_custom" if "zero2" in name else "zero1_custom")
+        if cls is TunedDDPStrategy:
+            expected = {} if UNUSED[unused] is None else {"find_unused_parameters": UNUSED[unused]}
+            assert strategy._ddp_kwargs == expected
+            assert {**strategy._ddp_kwargs, **stock._ddp_kwargs} == strategy._ddp_kwargs
 
 
 def test_registering_again_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,12 +198,9 @@ print(sorted(pytorch_lightning.strategies.StrategyRegistry))
     assert names == str(sorted(NAMES))
 
 
-def test_an_unknown_name_gets_lightnings_own_error() -> None:
+def test_unknown_names_and_arguments_get_ordinary_errors() -> None:
     with pytest.raises(ValueError, match="You selected an invalid strategy name: `strategy='zero1_costum'`"):
         Trainer(strategy="zero1_costum", accelerator="cpu")
-
-
-def test_an_unknown_argument_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
         ZeRO1Strategy(unknown=1)
 
