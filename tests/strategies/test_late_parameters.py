@@ -1,14 +1,20 @@
 """Parameters that arrive after the step are never read before they have; the table of cases has most of that."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parstrat.distributed.torch_compat import call_before_compiling, stop_calling_before_compiling
+from tests.comparing import distance
 from tests.pool import RankPool
 from tests.strategies import zoo
+from tests.strategies.cases import FP32
 from tests.strategies.late import delayed, late
+from tests.strategies.odd import Blocks, CompiledBlocks, WrappedBlocks
 from tests.strategies.parity import ddp, make_trainer, train, zero1
 
 
@@ -19,20 +25,14 @@ def fifty_steps(strategy: Any) -> list[list[Tensor]]:
     return run.parameters
 
 
-def differences_of_delays(world_size: int) -> int:
-    prompt = fifty_steps(zero1(overlap_param_gather=False))
-    slow = fifty_steps(delayed())
+def distance_of_delays() -> float:
+    prompt, slow = fifty_steps(zero1(overlap_param_gather=False)), fifty_steps(delayed())
     assert len(prompt) == len(slow) == 50
-    return sum(
-        not torch.equal(one, other)
-        for ours, theirs in zip(prompt, slow, strict=True)
-        for one, other in zip(ours, theirs, strict=True)
-    )
+    return distance(prompt, slow)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_overlap_changes_no_bit_whatever_the_wire_does(pool: RankPool, world_size: int) -> None:
-    assert pool.run(world_size, differences_of_delays, world_size) == [0] * world_size
+def test_overlap_changes_no_bit_whatever_the_wire_does(pool: RankPool) -> None:
+    assert pool.run(3, distance_of_delays) == [0.0] * 3
 
 
 class FailsInForward(zoo.MLP):
@@ -77,13 +77,78 @@ class BackwardOfAnEarlierForward(zoo.MLP):
         return loss.detach()
 
 
-def refusals(strategy: Any) -> int:
-    return train(lambda: BackwardOfAnEarlierForward(), strategy).module.refused
+def refusals() -> list[int]:
+    return [train(BackwardOfAnEarlierForward, strategy).module.refused for strategy in (late(), ddp())]
 
 
-def refusals_of_both() -> tuple[int, int]:
-    return refusals(late()), refusals(ddp())
+def test_a_graph_of_before_the_step_is_refused_while_parameters_are_in_flight(pool: RankPool) -> None:
+    assert pool.run(2, refusals) == [[10, 10]] * 2
 
 
-def test_a_graph_of_before_the_step_is_refused_while_parameters_are_on_their_way(pool: RankPool) -> None:
-    assert pool.run(2, refusals_of_both) == [(10, 10), (10, 10)]
+# Compiled parts: parameters go on arriving late, and nothing is compiled again for that.
+
+
+class InTheMiddle(Blocks):
+    """Blocks are compiled when the training has gone on for a while."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            CompiledBlocks.compile_blocks(self)
+        return super().training_step(batch, batch_idx)
+
+
+class Function(Blocks):
+    """A compiled function reads parameters of a module that is not compiled."""
+
+    def build(self) -> None:
+        super().build()
+        self.penalty = torch.compile(lambda weights: sum(one.pow(2).sum() for one in weights), backend="eager")
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        penalty = self.penalty([block.linear.weight for block in self.blocks])
+        return super().compute_loss(batch) + 0.01 * penalty
+
+
+def trained(make: Callable[[], Any], strategy: Any) -> tuple[list[Tensor], list[int]]:
+    """Parameters at the end, and after which steps something was compiled. No code reads parameters between steps."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module, compiled_after = make(), []
+
+    def note(*_: object) -> None:
+        compiled_after.append(module.trainer.global_step)
+
+    call_before_compiling(note)
+    try:
+        ranks = dist.get_world_size()
+        make_trainer(strategy).fit(module, zoo.loader(40 * ranks, 4, rank=dist.get_rank(), world_size=ranks))
+    finally:
+        stop_calling_before_compiling(note)
+    return [parameter.detach().clone() for parameter in module.parameters()], compiled_after
+
+
+def compare(make: Callable[[], Any]) -> tuple[float, int, int, list[int], list[int]]:
+    strategy = late()
+    (ours, compiled), (theirs, expected) = trained(make, strategy), trained(make, ddp())
+    return distance(ours, theirs), strategy.under_way, strategy.under_way_last, compiled, expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CompiledBlocks, InTheMiddle, *(pytest.param(one, marks=pytest.mark.slow) for one in (Blocks, WrappedBlocks))],
+)
+def test_parameters_of_compiled_blocks_arrive_late_and_are_read_when_they_have(
+    pool: RankPool, make: Callable[[], Any]
+) -> None:
+    for difference, under_way, last, ours, theirs in pool.run(2, compare, make):
+        assert difference <= FP32
+        assert under_way > 0 and last > 0
+        assert ours == theirs
+
+
+def test_parameters_that_compiled_functions_read_arrive_within_steps_soon(pool: RankPool) -> None:
+    for difference, under_way, last, ours, theirs in pool.run(2, compare, Function):
+        assert difference <= FP32
+        assert under_way > 0 and last == 0
+        # Once for ordinary parameters, and then while it was found out.
+        assert len(ours) <= len(theirs) + 3
