@@ -7,8 +7,6 @@ is installed and against the package's sources.
 
 Used through this file: what for | what happens without it.
 
-    lightning.pytorch.core.optimizer.LightningOptimizer._optimizer
-        the optimizer within Lightning's wrapper | a training does not begin
     lightning.pytorch.core.optimizer.LightningOptimizer._to_lightning_optimizer
         wraps optimizers that are set, as Lightning's own setter does | zero1_custom does not begin
     lightning.pytorch.core.optimizer._MockOptimizer
@@ -20,10 +18,6 @@ Used through this file: what for | what happens without it.
         instead of saving
     lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint
         saves what `ckpt_path='last'` finds | a training that SIGTERM ends fails instead of saving
-    lightning.pytorch.callbacks.WeightAveraging._average_model
-        the copy that it keeps averages in, which is sharded as the module is | zero3_custom fails with that callback
-    lightning.pytorch.callbacks.StochasticWeightAveraging._average_model
-        as that of WeightAveraging | zero3_custom fails with that callback
     lightning.pytorch.trainer.Trainer._checkpoint_connector
         names the checkpoint from which a Slurm job goes on when it runs again | a Slurm job that is preempted fails
         instead of saving
@@ -174,14 +168,14 @@ class BetweenBatches(Callback):
 
 def unwrapped(optimizer: Any) -> Any:
     """The optimizer within Lightning's wrapper, which has its name and its attributes."""
-    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def wrapped(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
     """Lightning's wrapper of an optimizer, which steps through the strategy."""
     wrapper = LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
     # It inherits the optimizer's class, and asks the optimizer itself only for what the class has not.
-    lend_methods(wrapper._optimizer, wrapper)
+    lend_methods(wrapper.optimizer, wrapper)
     return wrapper
 
 
@@ -376,14 +370,12 @@ def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
         callback._save_last_checkpoint(trainer, {**trainer.callback_metrics, **counts})
 
 
-AVERAGING = (WeightAveraging, StochasticWeightAveraging)
-"""Callbacks that average weights in a copy of the module, which they make when a training begins."""
-
-
 def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:
     """The copies of the module in which callbacks keep averages of its weights."""
-    averages = (callback._average_model for callback in trainer.callbacks if isinstance(callback, AVERAGING))
-    return [one.module if isinstance(one, AveragedModel) else one for one in averages if one is not None]
+    averaging = [one for one in trainer.callbacks if isinstance(one, (WeightAveraging, StochasticWeightAveraging))]
+    held = [value for callback in averaging for value in vars(callback).values()]
+    copies = [one.module if isinstance(one, AveragedModel) else one for one in held]
+    return [one for one in copies if isinstance(one, LightningModule) and one is not trainer.lightning_module]
 
 
 def path_for_slurm_job(trainer: Trainer) -> str:
