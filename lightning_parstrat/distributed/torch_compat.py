@@ -304,10 +304,10 @@ def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
 # FSDP2.
 
 
-def kept_by_fsdp(module: nn.Module) -> Iterator[tuple[Tensor, Any]]:
-    """The parameters that a sharded module gathers itself, and what of FSDP2 does so for each."""
+def fsdp_params_of(module: nn.Module) -> Iterator[tuple[Tensor, Any]]:
+    """The parameters that a sharded module gathers itself, each with FSDP2's object that gathers it."""
     group = _fsdp_group(module)
-    return ((keeper.sharded_param, keeper) for keeper in (() if group is None else group.fsdp_params))
+    return ((fsdp_param.sharded_param, fsdp_param) for fsdp_param in (() if group is None else group.fsdp_params))
 
 
 def _fsdp_group(module: nn.Module) -> Any:
@@ -316,7 +316,7 @@ def _fsdp_group(module: nn.Module) -> Any:
 
 def gathered_by_fsdp(module: nn.Module) -> list[tuple[Any, Tensor]]:
     """The sharded parameters that a module gathers itself, each with what it is gathered into. It is gathered now."""
-    return [(keeper.sharded_param, keeper._unsharded_param) for keeper in _fsdp_group(module).fsdp_params]
+    return [(shard, fsdp_param._unsharded_param) for shard, fsdp_param in fsdp_params_of(module)]
 
 
 def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None:
@@ -347,33 +347,33 @@ def reduce_unused_too(module: nn.Module) -> None:
 
 
 def _reduce_with_zeros(group: Any, *unused: Any) -> None:
-    for keeper in group.fsdp_params if group.reduce_grads else ():
+    for fsdp_param in group.fsdp_params if group.reduce_grads else ():
         # Before it is gathered for the first time, there is none.
-        gathered: Any = getattr(keeper, "_unsharded_param", None)
-        if gathered is None or not gathered.requires_grad or keeper.unsharded_accumulated_grad is not None:
+        gathered: Any = getattr(fsdp_param, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
             continue
         if gathered.grad is None:
             gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
     type(group).post_backward(group, *unused)
 
 
-def gather_in(keeper: Any, dtype: torch.dtype | None) -> None:
+def gather_in(fsdp_param: Any, dtype: torch.dtype | None) -> None:
     """Has FSDP2 gather one parameter in a dtype from now on, or in its own. Nothing is gathered.
 
     What it was gathered into before is forgotten: it may have had another dtype.
     """
 
     def set_dtypes(policy: Any) -> None:
-        type(keeper).init_dtype_attrs(keeper, dataclasses.replace(policy, param_dtype=dtype))
+        type(fsdp_param).init_dtype_attrs(fsdp_param, dataclasses.replace(policy, param_dtype=dtype))
 
-    keeper.init_dtype_attrs = set_dtypes
-    keeper.all_gather_outputs = []
-    vars(keeper).pop("_unsharded_param", None)
+    fsdp_param.init_dtype_attrs = set_dtypes
+    fsdp_param.all_gather_outputs = []
+    vars(fsdp_param).pop("_unsharded_param", None)
 
 
-def is_gathered_in_a_chosen_dtype(keeper: Any) -> bool:
+def is_gathered_in_a_chosen_dtype(fsdp_param: Any) -> bool:
     """Whether :func:`gather_in` was called for a parameter. Not of those that a user has sharded."""
-    return "init_dtype_attrs" in vars(keeper)
+    return "init_dtype_attrs" in vars(fsdp_param)
 
 
 # Data loaders.

@@ -1,6 +1,5 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
-import functools
 import socket
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,7 +9,6 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
@@ -31,32 +29,25 @@ from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups
 from lightning_parstrat.distributed.comm.watch import met, watching
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
-from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, grouped_parameters
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
-from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
+from lightning_parstrat.distributed.zero3.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
-    gather_every_module_state,
     gather_module_state,
     gather_optimizer_state,
     gather_rest,
     holds_shards,
     let_whole_states_be_loaded,
     shard_copy,
-    shard_module_state,
+    shard_like,
     shard_optimizer_state,
 )
-from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS, rounded_by_autocast
+from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.zero3.whole import shown_whole
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
 from lightning_parstrat.strategies.gradients.observers import users_own
-from lightning_parstrat.strategies.lightning_compat import (
-    AVERAGING,
-    averaged_copies,
-    returns_weights,
-    stands_for_none,
-    unwrapped,
-)
+from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, stands_for_none, unwrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
 from lightning_parstrat.strategies.together import StepsTogetherStrategy
 
@@ -122,8 +113,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         self._sharded: ShardedModule | None = None
         self._steps: StepsOfAllRanks | None = None
         self._loads_after_setup: bool | None = None
-        # What was put into the module's attributes, and what of the user's was there before.
-        self._given_back: dict[str, Any] = {}
         super().__init__(**kwargs)
 
     @property
@@ -133,7 +122,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
         Lightning then asks for the checkpoint without the Trainer's `weights_only`.
         """
-        # Asked before and after it, and by then no module is on the meta device: it would not be loaded at all.
+        # Lightning asks before set-up and after it. After it no module is on the meta device.
         if self._loads_after_setup is not None:
             return self._loads_after_setup
         module = self.lightning_module
@@ -143,30 +132,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Whether any rank has anything of the module on the meta device. Collective once ranks are connected."""
         on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         return any_rank(on_meta, self._control) if self._has_ranks and self.world_size > 1 else on_meta
-
-    @override
-    def setup_environment(self) -> None:
-        """Connects the ranks.
-
-        A callback that averages weights copies the module before :meth:`setup`, when it has called ``configure_model``:
-        a module on the meta device is sharded by then.
-        """
-        self._loads_after_setup = None
-        super().setup_environment()
-        module = self._training_module
-        averages = any(isinstance(callback, AVERAGING) for callback in module.trainer.callbacks)
-        if averages and module.trainer.state.fn == TrainerFn.FITTING and is_overridden("configure_model", module):
-            made_by_user = module.configure_model
-
-            @functools.wraps(made_by_user)
-            def make_and_shard() -> None:
-                made_by_user()
-                if self._is_on_meta(module):
-                    self.precision_plugin.convert_module(module)
-                    self.configure_ddp()
-
-            self._given_back = {"configure_model": vars(module).get("configure_model")}
-            vars(module)["configure_model"] = make_and_shard
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -242,10 +207,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             ValueError: One of them cannot step sharded parameters, or was made of parameters before these were sharded.
         """
         super().setup_optimizers(trainer)
-        optimizers = [one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)]
-        if self._sharded is not None:
-            self._sharded.check_belongs(optimizers)
-            check_optimizers(optimizers, self._control)
+        prepare_optimizers([one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)], self._control)
 
     @property
     @override
@@ -281,7 +243,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
         self._reshard()
-        self._check_no_data_assigned()
         self._broadcast_buffers()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
@@ -403,7 +364,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     def _check_no_data_assigned(self) -> None:
         if self._sharded is not None:
-            self._sharded.check_no_data_assigned()
+            self._sharded.check_no_data_assigned(self._control)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -415,12 +376,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if not is_sharded_module(self._training_module):
             return super().lightning_module_state_dict()
         self._reshard()
-        self._check_no_data_assigned()
         with missing_ranks_named(self._liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
             self._absent = self._out_of_reach()
             if self._absent:
                 return {}
             self._wait_for_all()
+            self._check_no_data_assigned()
             if self._saves_sharded:
                 return self._training_module.state_dict()
             return gather_module_state(self._training_module, self.is_global_zero)
@@ -428,18 +389,14 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights; each rank keeps its part of those that are sharded."""
-        module = self._training_module
         self._reshard()
-        state = checkpoint["state_dict"]
-        if is_sharded_module(module):
-            state = shard_module_state(module, state)
-        module.load_state_dict(state, strict=strict)
+        self._training_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective.
 
-        For a sharded checkpoint placeholders take the place of what is sharded.
+        For a sharded checkpoint placeholders stand for what is sharded.
         """
         optimizer = unwrapped(optimizer)
         if self._absent:
@@ -453,7 +410,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        # Nobody steps master weights here; they would be read as a whole.
+        # No optimizer steps master weights here; they would be read as a whole.
         own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
         return shard_optimizer_state(optimizer, own if self._loaded is None else super()._own_part(optimizer, own))
 
@@ -489,10 +446,13 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if not is_sharded_module(module):
             return weights
         self._reshard()
-        named = module.named_parameters(remove_duplicate=False)
+        named = dict(module.named_parameters(remove_duplicate=False))
         cuts = self._cuts_of_parameters()
-        by_name = {name: cuts[parameter] for name, parameter in named if parameter in cuts}
-        return shard_module_state(module, loaded.own_weights(weights, by_name))
+        by_name = {name: cuts[parameter] for name, parameter in named.items() if parameter in cuts}
+        weights = loaded.own_weights(weights, by_name)
+        parts = {name: value for name, value in weights.items() if isinstance(value, OwnPart)}
+        weights.update({name: shard_like(value, named[name]) for name, value in parts.items()})
+        return weights
 
     @property
     @override
@@ -527,21 +487,21 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 " alone. Call it before `torch.distributed.destroy_process_group()`, or load a checkpoint."
             )
         self._reshard()
-        self._check_no_data_assigned()
         with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._groups.control, "Enter it on all ranks."):
+                self._check_no_data_assigned()
                 shown.enter_context(shown_whole(module))
             yield module
 
     @override
     def on_train_start(self) -> None:
-        """Says what is sharded, and sees to it that users' hooks see parameters as optimizers do."""
+        """Logs what is sharded. If users have hooks before backward, they see parameters as optimizers do."""
         super().on_train_start()
         if self._sharded is not None:
             module = self._training_module
             if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
                 self._sharded.reshard_root_after_forward()
-            self._say_what_is_sharded(self._sharded)
+            self._report_what_is_sharded(self._sharded)
             if left_out := [name for name, value in module.hparams.items() if holds_shards(value)]:
                 rank_zero_warn(
                     f"{self.flag}: checkpoints leave out the hyperparameters {listed(left_out)}, as these are sharded"
@@ -550,11 +510,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Looks once more at what hooks have done to parameters."""
+        """Looks once more at what hooks have done to parameters. Collective."""
         self._check_no_data_assigned()
         super().on_train_end()
 
-    def _say_what_is_sharded(self, sharded: ShardedModule) -> None:
+    def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
         units, whole = len(sharded.units), sharded.whole_elements
         kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
         gathered = (
@@ -562,9 +522,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             if units
             else f"all {sharded.elements:,} elements are gathered for the whole step"
         )
+        narrow = sum(leaf.parameter.numel() for leaf in sharded.leaves if leaf.tensor.dtype != leaf.parameter.dtype)
+        in_bf16 = f"; {counted(narrow, 'element')} are gathered in bf16 (gather_dtype={self._policy.gather_dtype!r})"
         rank_zero_info(
             f"{self.flag}: parameters, gradients and optimizer state are sharded over"
-            f" {counted(self.world_size, 'rank')}; {gathered}{kept}{self._said_of_16_bits(sharded)}."
+            f" {counted(self.world_size, 'rank')}; {gathered}{kept}{in_bf16 if narrow else ''}."
         )
         if not units and self.world_size > 1:
             rank_zero_warn(
@@ -573,26 +535,19 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 ' `wrap=["Block"]`, or set a smaller `min_num_params`.'
             )
 
-    def _said_of_16_bits(self, sharded: ShardedModule) -> str:
-        narrow = sum(leaf.parameter.numel() for leaf in sharded.leaves if leaf.tensor.dtype != leaf.parameter.dtype)
-        if narrow:
-            return f"; {counted(narrow, 'element')} are gathered in bf16 (gather_dtype={self._policy.gather_dtype!r})"
-        if self.precision_plugin.precision not in ("16-mixed", "bf16-mixed"):
-            return ""
-        copied = sum(parameter.numel() for parameter in rounded_by_autocast(self._training_module))
-        return f"; autocast keeps {counted(copied, 'element')} in 16 bits from forward to backward, on every rank"
-
     @override
     def teardown(self) -> None:
         """Takes off what was put into the module, which stays sharded: another training goes on with it.
 
-        Where another process has started the ranks and goes on without them, it is given the whole weights.
+        Where another process has started the ranks and goes on without them, it gets the whole weights.
         """
         module = self.lightning_module
-        gives = self._is_set_up and returns_weights(self) and not self._is_interrupted
-        if module is not None and gives and module.trainer.state.fn == TrainerFn.FITTING:
-            gather_every_module_state(module, self.local_rank == 0)
+        returns = self._is_set_up and returns_weights(self) and not self._is_interrupted
+        if module is not None and returns and module.trainer.state.fn == TrainerFn.FITTING:
+            state = gather_module_state(module, self.local_rank == 0)
+            vars(module)["state_dict"] = lambda *_, **__: state
         self._close()
+        self._loads_after_setup = None
         with self._left_on_device():
             super().teardown()
 
@@ -615,11 +570,6 @@ class ZeRO3Strategy(StepsTogetherStrategy):
                 del vars(module)["cpu"]
 
     def _close(self) -> None:
-        for name, own in self._given_back.items():
-            vars(self._training_module).pop(name)
-            if own is not None:
-                vars(self._training_module)[name] = own
-        self._given_back = {}
         if self._sharded is not None:
             self._sharded.close()
             self._sharded = None

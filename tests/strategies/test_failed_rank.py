@@ -24,7 +24,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.checkpoint.trainings import tuned
 from tests.strategies.parity import make_trainer, zero1, zero3
-from tests.strategies.test_zero3_trainings import Blocks
+from tests.strategies.test_zero3 import Blocks
 
 STRATEGIES: dict[str, Any] = {"ddp_tuned": tuned, "zero1_custom": zero1, "zero3_custom": zero3}
 

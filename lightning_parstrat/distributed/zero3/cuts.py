@@ -52,7 +52,7 @@ def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, CutInRows]:
 
 
 def check_cut_in_rows(module: nn.Module) -> None:
-    """Refuses parameters of which a checkpoint could not say in a few words where each element is. Not collective.
+    """Refuses parameters that are not cut in rows over all ranks, as checkpoints describe them. Not collective.
 
     Raises:
         ValueError: A user has sharded one otherwise than this package does.

@@ -1,4 +1,4 @@
-"""Gradients that a loss is made of, such as a gradient penalty's: what they were computed from is there once more.
+"""Gradients that a loss is made of, such as a gradient penalty's: what they were computed from is gathered again.
 
 FSDP2 gathers a unit's parameters when a backward reaches the unit's output, and frees them when it has left the unit. A
 backward through gradients needs them before, and until its end.
@@ -30,7 +30,7 @@ class Leaf(NamedTuple):
 
 
 class GraphsThroughGradients:
-    """Follows backwards that nobody has announced, as ``torch.autograd.grad`` runs them within a training step.
+    """Follows backwards that are not announced, such as those of ``torch.autograd.grad`` within a training step.
 
     Args:
         module: The root, sharded by FSDP2; nothing is gathered.
@@ -91,7 +91,7 @@ class GraphsThroughGradients:
             self.reached.append(number)
         if not self._follows:
             self._follows = True
-            # FSDP2's own callback comes before: it was told of the output first.
+            # FSDP2's own callback comes before: its hook of the output was registered first.
             call_after_backward(self._end_backward)
             if not self._is_announced:
                 self.had_no_gradient |= without_gradient(self._parameters)

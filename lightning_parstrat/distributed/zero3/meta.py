@@ -5,8 +5,10 @@ from collections.abc import Collection
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 
 
 def agree_on_parts(
@@ -33,10 +35,10 @@ def agree_on_parts(
     combined = torch.tensor(flags, dtype=torch.uint8, device=device).reshape(-1, 3)
     if named:
         dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=group)
-    without_values, kept_whole, shared_out = (
+    without_values, kept_whole, sharded = (
         {name for name, flag in zip(named, column, strict=True) if flag} for column in combined.T.tolist()
     )
-    if differing := sorted(kept_whole & shared_out):
+    if differing := sorted(kept_whole & sharded):
         raise ValueError(
             f"{listed(differing)}: these cannot be sharded on some ranks, but on others they can. Make parameters"
             " contiguous, and without memory that they share, on all ranks."
@@ -60,15 +62,38 @@ def agree_on_parts(
     return parts
 
 
-def materialize(part: nn.Module, device: torch.device, resets: bool) -> None:
-    """Gives what a module itself has on the meta device memory on ``device``. Not collective.
+@torch.no_grad()
+def make_on_device(
+    module: nn.Module,
+    whole: set[Tensor],
+    to_reset: Collection[nn.Module],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Brings what is not sharded yet to a device, with rank 0's values. Collective.
 
     Args:
-        part: Its children are left as they are.
+        module: A unit, or the root.
+        whole: Parameters that stay whole. Gets those that replace them.
+        to_reset: Of :func:`agree_on_parts`. Every rank resets them, though rank 0's values are broadcast: so all random
+            generators stay in step.
+        group: Broadcasts.
         device: Where the module is to train.
-        resets: Whether rank 0 makes the values as well. Then every rank does: rank 0's values are broadcast, but all
-            random generators stay in step.
     """
-    part.to_empty(device=device, recurse=False)
-    if resets:
-        part.reset_parameters()  # type: ignore[operator]
+    replaced: dict[Tensor, nn.Parameter] = {}
+    for part in module.modules():
+        before = dict(part.named_parameters(recurse=False))
+        if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
+            part.to_empty(device=device, recurse=False)
+            if part in to_reset:
+                part.reset_parameters()  # type: ignore[operator]
+            for own, parameter in before.items():
+                # Making a module makes other parameters, and those that were one must be one again.
+                setattr(part, own, replaced.setdefault(parameter, getattr(part, own)))
+            whole.update(replaced[parameter] for parameter in before.values() if parameter in whole)
+    tensors: list[Tensor] = []
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+            tensors.append(tensor)
+    broadcast_tensors(tensors, group)

@@ -10,7 +10,7 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 
 
 class ExchangedReduceScatter:
-    """What FSDP2 calls in the place of a process group's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
+    """What FSDP2 calls instead of a process group's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
 
     Between CPUs each rank of N sends (N - 1) / N of a unit's gradients; Gloo's own reduce-scatter sends twice as much.
 

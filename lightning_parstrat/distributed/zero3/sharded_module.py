@@ -17,22 +17,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.digests import digest
-from lightning_parstrat.distributed.comm.agreement import all_have_same
+from lightning_parstrat.distributed.comm.agreement import all_have_same, any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
-from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import (
     current_graph_task_id,
+    fsdp_params_of,
     gather_in,
+    gathered_by_fsdp,
     has_hooks,
     is_gathered_in_a_chosen_dtype,
-    kept_by_fsdp,
     lend_hooks,
     multiply_all,
     names_ignored_by_ddp,
@@ -40,17 +39,17 @@ from lightning_parstrat.distributed.torch_compat import (
     replays_captured_graphs,
     take_over_attributes,
 )
-from lightning_parstrat.distributed.zero3.copies import let_be_copied
 from lightning_parstrat.distributed.zero3.graphs_through_gradients import GraphsThroughGradients, Leaf, without_gradient
-from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter, act_as_parameter_of
-from lightning_parstrat.distributed.zero3.kept_writes import keep_writes
-from lightning_parstrat.distributed.zero3.meta import agree_on_parts, materialize
+from lightning_parstrat.distributed.zero3.held_parameters import refuse_uses
+from lightning_parstrat.distributed.zero3.kept_writes import keep_writes, refuse_assigned
+from lightning_parstrat.distributed.zero3.meta import agree_on_parts, make_on_device
 from lightning_parstrat.distributed.zero3.reduce_scatter import ExchangedReduceScatter
 from lightning_parstrat.distributed.zero3.state import shard_like
 from lightning_parstrat.distributed.zero3.units import find_units, rounded_by_autocast, whole_parameters
+from lightning_parstrat.distributed.zero3.whole import let_be_copied
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""Of a LightningModule: called in the place of ``forward``."""
+"""Methods of a LightningModule that are called instead of ``forward``."""
 
 
 class DifferentModulesError(NoCollectivesError):
@@ -64,7 +63,7 @@ class NestedBackwardError(NoCollectivesError):
 class ShardedModule:
     """Shards a module in place, and follows its backwards. Creating it is collective.
 
-    Each unit's parameters are made, given rank 0's values and sharded before the next unit's are, so that a module on
+    Each unit's parameters get memory and rank 0's values, and are sharded, before the next unit's are. So a module on
     the meta device never is on a device as a whole.
 
     Args:
@@ -72,7 +71,7 @@ class ShardedModule:
             of FSDP2's.
         collectives: Carry gradients; FSDP2 gathers parameters by their process group.
         device: Where the module is to train.
-        messages: Tell all ranks what one has used; a message in every backward that sends.
+        messages: Combine over ranks which parameters were used; a message in every backward that sends.
         wrap: See :func:`~lightning_parstrat.distributed.zero3.units.find_units`.
         min_num_params: As ``wrap``.
         by_child: Whether children of the root are called in training instead of one of :data:`STEPS`, as in manual
@@ -130,7 +129,7 @@ class ShardedModule:
         ignored = names_ignored_by_ddp(module)
         trains = [p for name, p in module.named_parameters() if name not in ignored and not isinstance(p, DTensor)]
         self._averaged = [p for p in trains if p.is_floating_point() or p.is_complex()]
-        self.leaves = list(self._find_leaves())
+        self.leaves = self._find_leaves()
         named: Iterable[tuple[str, Tensor]] = module.named_parameters()
         self._storages = [(name, p, p.untyped_storage()) for name, p in named if isinstance(p, DTensor)]
         self._graphs = GraphsThroughGradients(module, self.units, self.leaves)
@@ -139,13 +138,13 @@ class ShardedModule:
         self._backwards = 0
         self._is_stuck = False
         self._graph_tasks: set[int] = set()
-        self._ran: list[int] = []
+        self._called: list[int] = []
         self._evaluated: list[int] = []
-        self._pass = 0
+        self._evaluation_digest = 0
         self.unit_called = ""
         """The name of the unit that this rank has called last; empty between steps."""
         self._before_gradients: Callable[[], None] | None = None
-        self._fresh: set[int] | None = None
+        self._without_gradient: set[int] | None = None
         self._hooks = [*self._register_hooks(), *self._graphs.hooks]
         if not by_child:
             for step in STEPS:
@@ -158,16 +157,16 @@ class ShardedModule:
         if by_child:
             inside = {parameter for unit in units for parameter in unit.parameters()}
             whole |= {p for p in module.parameters() if p not in inside and not isinstance(p, DTensor)}
-        self._to_reset = agree_on_parts(module, whole, self.group, self._device)
+        to_reset = agree_on_parts(module, whole, self.group, self._device)
         before = dict(module.named_parameters())
         mesh = DeviceMesh.from_group(self.group, self._device.type)
 
         def shard_part(part: nn.Module, **kwargs: Any) -> None:
-            self._make(part, whole)
+            make_on_device(part, whole, to_reset, self.group, self._device)
             policy = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
             fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=cast(Any, whole), **kwargs)
-            for _, keeper in kept_by_fsdp(part):
-                gather_in(keeper, None)
+            for _, fsdp_param in fsdp_params_of(part):
+                gather_in(fsdp_param, None)
 
         for unit in units:
             shard_part(unit, reshard_after_forward=reshard_after_forward)
@@ -178,17 +177,17 @@ class ShardedModule:
         for name, parameter in module.named_parameters():
             if parameter is not before[name]:
                 take_over_attributes(before[name], parameter)
-                act_as_parameter_of(before[name], module, name)
+                refuse_uses(before[name], module, name)
 
     def _choose_gather_dtypes(self, gather_dtype: torch.dtype | None, gathers_as_autocast: bool) -> None:
         # Anew for each training: an earlier one may have had another precision.
         self._free()
         rounded = rounded_by_autocast(self.module)
         for part in self._parts:
-            for parameter, keeper in kept_by_fsdp(part):
+            for parameter, fsdp_param in fsdp_params_of(part):
                 is_narrow = parameter in rounded if gathers_as_autocast else parameter.dtype == torch.float32
-                if is_gathered_in_a_chosen_dtype(keeper):
-                    gather_in(keeper, gather_dtype if is_narrow else None)
+                if is_gathered_in_a_chosen_dtype(fsdp_param):
+                    gather_in(fsdp_param, gather_dtype if is_narrow else None)
 
     def _choose_reduce_scatter(self, reduce_dtype: torch.dtype | None) -> None:
         collectives = self._collectives
@@ -196,7 +195,7 @@ class ShardedModule:
             return
         collectives.connect(self._device)
         for part in self._parts:
-            own = next((shard.dtype for shard, _ in kept_by_fsdp(part)), None)
+            own = next((shard.dtype for shard, _ in fsdp_params_of(part)), None)
             travels_in = reduce_dtype if own == torch.float32 or reduce_dtype == torch.float32 else own
             if travels_in not in (torch.bfloat16, torch.float16) or collectives.widens:
                 travels_in = None
@@ -208,18 +207,8 @@ class ShardedModule:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def reshard_root_after_forward(self) -> None:
-        """Frees what the root holds between forward and backward, too, so that nobody sees gathered parameters then."""
+        """Frees what the root holds between forward and backward, too: no hook sees gathered parameters then."""
         cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
-
-    @property
-    def _names(self) -> dict[nn.Module, str]:
-        return {part: name for name, part in self.module.named_modules()}
-
-    @property
-    def names_of_units(self) -> list[str]:
-        """Of the modules that are gathered by themselves, the outer ones first."""
-        names = self._names
-        return [names[unit] for unit in self.units]
 
     @property
     def elements(self) -> int:
@@ -234,59 +223,33 @@ class ShardedModule:
     @property
     def has_begun(self) -> bool:
         """Whether a backward has begun whose gradients are to be completed."""
-        return self._fresh is not None
+        return self._without_gradient is not None
 
     @property
     def parameters(self) -> list[Tensor]:
         """What optimizers step, whatever is gathered just now."""
         return [leaf.parameter for leaf in self.leaves]
 
-    @torch.no_grad()
-    def _make(self, module: nn.Module, whole: set[Tensor]) -> None:
-        """Brings what is not sharded yet to the device, with rank 0's values. Collective."""
-        made: dict[Tensor, nn.Parameter] = {}
-        for part in module.modules():
-            before = dict(part.named_parameters(recurse=False))
-            if any(tensor.is_meta for tensor in (*before.values(), *part.buffers(recurse=False))):
-                materialize(part, self._device, part in self._to_reset)
-                for own, parameter in before.items():
-                    # Making a module makes other parameters, and those that were one must be one again.
-                    setattr(part, own, made.setdefault(parameter, getattr(part, own)))
-                whole.update(made[parameter] for parameter in before.values() if parameter in whole)
-        tensors: list[Tensor] = []
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(self._device)
-                tensors.append(tensor)
-        broadcast_tensors(tensors, self.group)
-
-    def _find_leaves(self) -> Iterator[Leaf]:
-        """Gathers every unit once, as the parameters of a graph are made only then. Collective."""
+    def _find_leaves(self) -> list[Leaf]:
+        """Gathers every unit once, as the leaves of graphs exist from then on. Collective."""
         self._free()
-        places: dict[Tensor, tuple[nn.Module, str]] = {}
-        for part in self.module.modules():
-            own_parameters: Iterable[tuple[str, Tensor]] = part.named_parameters(recurse=False)
-            for own, parameter in own_parameters:
-                places.setdefault(parameter, (part, own))
-        found: dict[Tensor, Tensor] = {}
-        for unit in self._parts:
-            unit.unshard()
-            for parameter, (owner, own) in places.items():
-                leaf = getattr(owner, own)
-                if parameter not in found and not isinstance(leaf, DTensor):
-                    # Gradients of what is gathered in fewer bits are as wide as the parameter's own.
-                    leaf.grad_dtype = parameter.dtype
-                    found[parameter] = leaf
-            unit.reshard()
-        for parameter in self.module.parameters():
-            yield Leaf(found[parameter], parameter)
+        found: dict[Any, Any] = {p: p for p in self.module.parameters() if not isinstance(p, DTensor)}
+        for part in self._parts:
+            part.unshard()
+            found.update(gathered_by_fsdp(part))
+            part.reshard()
+        for parameter, leaf in found.items():
+            # Gradients of what is gathered in fewer bits are as wide as the parameter's own.
+            leaf.grad_dtype = parameter.dtype
+        return [Leaf(found[parameter], parameter) for parameter in self.module.parameters()]
 
     def _register_hooks(self) -> Iterator[RemovableHandle]:
         for leaf, hook in self._hooks_of_leaves():
             yield leaf.register_post_accumulate_grad_hook(hook)
-        for number, (unit, name) in enumerate(zip(self.units, self.names_of_units, strict=True)):
+        names = {part: name for name, part in self.module.named_modules()}
+        for number, unit in enumerate(self.units):
             # Before the hook that gathers: while it waits, other ranks can see what for.
-            note = functools.partial(self._note_forward, number, name)
+            note = functools.partial(self._note_forward, number, names[unit])
             yield cast(Any, unit).register_forward_pre_hook(note, prepend=True)
 
     def _hooks_of_leaves(self) -> Iterator[tuple[Any, Callable[[Tensor], None]]]:
@@ -309,46 +272,24 @@ class ShardedModule:
     def _note_forward(self, number: int, name: str, *_: Any) -> None:
         self.unit_called = name
         if self._before_gradients is None:
-            self._ran.append(number)
+            self._called.append(number)
             return
         if torch.is_grad_enabled():
             self._before_gradients()
         self._evaluated.append(number)
-
-    def check_belongs(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuses optimizers of parameters that the module no longer has. Not collective.
-
-        Raises:
-            ValueError: An optimizer was made before the module was sharded.
-        """
-        for optimizer in optimizers:
-            if any(isinstance(p, HeldParameter) for group in optimizer.param_groups for p in group["params"]):
-                raise ValueError(
-                    f"{type(optimizer).__name__} was made of parameters that have been replaced by sharded ones since."
-                    " Make it in `configure_optimizers`, of `self.parameters()`."
-                )
 
     def reshard(self) -> None:
         """Frees what is gathered: parameters are then what optimizers step. Not collective."""
         self._graphs.forget()
         self._free()
 
-    def check_no_data_assigned(self) -> None:
-        """Call before parameters are used. Not collective.
+    def assigned(self) -> str | None:
+        """The name of a parameter whose ``data`` was set, if there is one. Not collective.
 
         torch takes ``parameter.data = value`` of a shard, and goes on with the old values. All that such an assignment
         changes is the storage object of the parameter.
-
-        Raises:
-            RuntimeError: ``data`` of a shard was set.
         """
-        for name, parameter, storage in self._storages:
-            if parameter.untyped_storage() is not storage:
-                raise RuntimeError(
-                    f"`data` of parameter {name!r} was set between steps. The parameter is sharded, and torch"
-                    " forgets what is assigned to `data` of a shard. Write in place, under `torch.no_grad()`; or"
-                    " write whole values within `trainer.strategy.full_parameters()`, which all ranks enter."
-                )
+        return next((name for name, one, storage in self._storages if one.untyped_storage() is not storage), None)
 
     def _free(self) -> None:
         self.unit_called = ""
@@ -373,16 +314,15 @@ class ShardedModule:
         """Within it, what is gathered is noted for :meth:`follow_evaluation_step`. Not collective.
 
         Args:
-            before_gradients: Is called where a forward or a backward is to give gradients: nobody follows that.
+            before_gradients: Is called before a forward or a backward with gradients, which no rank can follow.
         """
-        self.check_no_data_assigned()
         self._evaluated.clear()
         self._before_gradients = before_gradients
         try:
             yield
         finally:
             self._before_gradients = None
-            self._pass = digest((self._pass, self._evaluated))
+            self._evaluation_digest = digest((self._evaluation_digest, self._evaluated))
             # Without a backward nothing else would, and code between steps would see what is gathered.
             self.reshard()
 
@@ -397,21 +337,33 @@ class ShardedModule:
             self.units[number].unshard()
             if self._reshards_after_forward:
                 self.units[number].reshard()
-        self._pass = digest((self._pass, self._evaluated))
+        self._evaluation_digest = digest((self._evaluation_digest, self._evaluated))
         self.reshard()
 
+    def check_no_data_assigned(self, control: Collectives) -> None:
+        """Looks whether code has done between steps what torch forgets. Collective: one all-reduce of 16 bytes.
+
+        Raises:
+            RuntimeError: ``data`` of a shard was set on some rank; raised on all ranks.
+        """
+        name = self.assigned()
+        if any_rank(name is not None, control):
+            refuse_assigned(name)
+
     def end_evaluation(self, control: Collectives) -> None:
-        """Compares the evaluation steps since the last call. Collective if there were any: one all-reduce of 16 bytes.
+        """Compares the evaluation steps since the last call. Collective if there were any: two messages of 16 bytes.
 
         Args:
             control: Works on host memory.
 
         Raises:
             DifferentModulesError: Ranks have called different units, or in another order; raised on all ranks.
+            RuntimeError: ``data`` of a shard was set on some rank; raised on all ranks.
         """
-        if not self._pass:
+        if not self._evaluation_digest:
             return
-        called, self._pass = self._pass, 0
+        self.check_no_data_assigned(control)
+        called, self._evaluation_digest = self._evaluation_digest, 0
         if not all_have_same(called, control):
             raise DifferentModulesError(
                 "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
@@ -438,21 +390,22 @@ class ShardedModule:
             # By a backward, users' hooks are found at what it reaches.
             if leaf.tensor is not leaf.parameter and leaf.tensor not in self._lent and has_hooks(leaf.parameter):
                 self._lent[leaf.tensor] = lend_hooks(leaf.parameter, leaf.tensor)
-        if self._fresh is None:
-            # One that nobody has announced has been before.
+        if self._without_gradient is None:
+            # Of one that was not announced.
             self._graph_tasks.clear()
-            self._fresh = without_gradient(self.leaves) | self._graphs.had_no_gradient
+            self._without_gradient = without_gradient(self.leaves) | self._graphs.had_no_gradient
         self._graphs.begin_backward()
 
     def end_backward(self, factor: Callable[[], float]) -> None:
         """Completes the gradients of the backwards since the last call. Collective; one control message.
 
         Args:
-            factor: What their mean over ranks is multiplied by; asked for when the message has been launched.
+            factor: What their mean over ranks is multiplied by; called when the message has been launched.
 
         Raises:
             DifferentModulesError: Ranks have run different units, or in another order, in forward or in backward.
             NestedBackwardError: A backward has run within a backward, which FSDP2 reduces wrongly.
+            RuntimeError: ``data`` of a shard was set on some rank before the step; raised on all ranks.
         """
         if len(self._graph_tasks) > self._backwards:
             raise NestedBackwardError(
@@ -461,20 +414,24 @@ class ShardedModule:
             )
         used = [number in self._used for number in range(len(self.leaves))]
         left_over = [leaf.tensor is not leaf.parameter and leaf.tensor.grad is not None for leaf in self.leaves]
-        said = self._messages().launch(bytes([*used, *left_over]), self._place()).wait()
-        if not said.is_alike:
+        # In another order, ranks would add up gradients of different units.
+        order, assigned = digest((self._called, self._graphs.reached)), self.assigned()
+        combined = self._messages().launch(bytes([*used, *left_over, assigned is not None]), order).wait()
+        if combined.flags[-1]:
+            refuse_assigned(assigned)
+        if not combined.is_alike:
             raise DifferentModulesError(
                 "The ranks have called different modules in a training step, or in another order, or the loss is made"
                 " of what different ones have returned. Each gathers its parameters from all ranks and sends gradients"
                 " to all, so all must use the same: call a module that a rank has no use for, too, and add its result"
-                " multiplied by 0; or give such modules to the root by `wrap`, which names the others."
+                " multiplied by 0; or leave such modules to the root by `wrap`, which names the others."
             )
-        for number in self._fresh or ():
-            if not said.flags[number]:
+        for number in self._without_gradient or ():
+            if not combined.flags[number]:
                 # As if it had not taken part: optimizers step what has a gradient.
                 self.leaves[number].parameter.grad = None
-        self._average_whole(said.flags)
-        self._reduce_left_over(said.flags[len(self.leaves) :])
+        self._average_whole(combined.flags)
+        self._reduce_left_over(combined.flags[len(self.leaves) : -1])
         scale = factor()
         gradients = self._local_gradients() if scale != 1.0 else []
         if gradients:
@@ -490,22 +447,18 @@ class ShardedModule:
             if leaf.tensor is not leaf.parameter:
                 leaf.tensor.grad = None
         for part in self._parts:
-            for _, keeper in kept_by_fsdp(part):
-                keeper.unsharded_accumulated_grad = None
+            for _, fsdp_param in fsdp_params_of(part):
+                fsdp_param.unsharded_accumulated_grad = None
         self._forget_backwards()
         self._is_stuck = not hasattr(self.module, "reset_iter_state")
 
     def _forget_backwards(self) -> None:
         self._used.clear()
-        self._ran.clear()
+        self._called.clear()
         self._graphs.reached.clear()
         self._graph_tasks.clear()
         self._backwards = 0
-        self._fresh = None
-
-    def _place(self) -> int:
-        # In another order, ranks would add up gradients of different units.
-        return digest((self._ran, self._graphs.reached))
+        self._without_gradient = None
 
     @torch.no_grad()
     def _average_whole(self, used: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
 
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import Any, cast
@@ -43,6 +44,7 @@ def holds_shards(value: object) -> bool:
     return isinstance(value, DTensor)
 
 
+@torch.no_grad()
 def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
     """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
 
@@ -52,31 +54,10 @@ def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
         module: Sharded by FSDP2.
         keep: Whether this rank wants it.
     """
-    return _gather_state(module, module.state_dict(), keep)
-
-
-def gather_every_module_state(module: nn.Module, keep: bool) -> None:
-    """Has ``module.state_dict()`` be as :func:`gather_module_state` from now on, and collective.
-
-    Args:
-        module: Sharded by FSDP2.
-        keep: Whether this rank wants whole tensors; elsewhere the state is empty.
-    """
-
-    def gather_in_place(root: nn.Module, state: dict[str, Any], *_: Any) -> None:
-        whole = _gather_state(root, state, keep)
-        state.clear()
-        state.update(whole)
-
-    module.register_state_dict_post_hook(gather_in_place)  # type: ignore[no-untyped-call]
-
-
-@torch.no_grad()
-def _gather_state(module: nn.Module, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    tied = {name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+    tied = dict(module.named_parameters(remove_duplicate=False))
     gathered: dict[int, Any] = {}
     whole: dict[str, Any] = {}
-    for name, value in state.items():
+    for name, value in module.state_dict().items():
         number = id(tied.get(name, value))
         if number not in gathered:
             gathered[number] = gather(value, keep)
@@ -95,18 +76,14 @@ def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, An
         saved: What ``state_dict`` of an optimizer of a sharded module returns.
         keep: Whether this rank wants it.
     """
-    state: dict[Any, Any] = {}
-    # In one order on all ranks, whoever made which state first: by number, as torch counts parameters.
-    for number in sorted(saved["state"], key=lambda key: (isinstance(key, str), key)):
-        entries = saved["state"][number]
-        if isinstance(entries, Mapping):
-            gathered = {key: gather(entries[key], keep) for key in sorted(entries, key=str)}
-            whole: Any = {key: gathered[key] for key in entries}
-        else:
-            whole = gather(entries, keep)
-        if keep:
-            state[number] = whole
-    return {**saved, "state": state}
+    # In one order on all ranks, whichever rank made which state first: by number, as torch counts parameters.
+    numbers = sorted(saved["state"], key=lambda key: (isinstance(key, str), key))
+    state = {number: saved["state"][number] for number in numbers}
+    for number, entries in state.items():
+        if isinstance(entries, dict):
+            state[number] = {key: entries[key] for key in sorted(entries, key=str)}
+    whole = replace_leaves(state, functools.partial(gather, keep=keep))
+    return {**saved, "state": whole if keep else {}}
 
 
 @torch.no_grad()
@@ -127,14 +104,10 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
             "A hook has put shards of parameters into the checkpoint on some ranks only, or in other places. Put them"
             " in on all ranks, or `full_tensor()` of them, which all ranks call."
         )
-    gathered: dict[int, Any] = {}
 
+    @functools.cache
     def whole(tensor: Tensor) -> Any:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if id(tensor) not in gathered:
-            gathered[id(tensor)] = gather(tensor, keep)
-        return gathered[id(tensor)]
+        return gather(tensor, keep) if isinstance(tensor, DTensor) else tensor
 
     return replace_leaves(tree, whole)
 
@@ -176,40 +149,23 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
     Parameters that are one stay one. The copy then keeps weights, and cannot be called. A scatter for each of them.
 
     Args:
-        copy: Made before the module was sharded; what is sharded already stays.
+        copy: Copied before the module was sharded; what is sharded already stays.
         module: Sharded by FSDP2.
     """
-    made: dict[Tensor, nn.Parameter] = {}
+    shards: dict[Tensor, nn.Parameter] = {}
     for name, part in copy.named_modules():
         sharded = dict(module.get_submodule(name).named_parameters(recurse=False))
         for own, whole in list(part.named_parameters(recurse=False)):
             parameter = sharded[own]
             if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
                 continue
-            if whole not in made:
+            if whole not in shards:
                 scattered = distribute_tensor(
                     whole.detach().to(parameter.device), parameter.device_mesh, parameter.placements
                 )
                 shard = _with_own_part(scattered.to_local().clone(), parameter)
-                made[whole] = nn.Parameter(shard, whole.requires_grad)
-            setattr(part, own, made[whole])
-
-
-def shard_module_state(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A ``state_dict`` with this rank's parts of those tensors that the module has sharded. Not collective.
-
-    Args:
-        module: Sharded by FSDP2.
-        state: Of whole tensors, or of this rank's parts of them. Tensors of another shape stay as they are: loading
-            says so.
-    """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    sharded = {}
-    for name, value in state.items():
-        parameter = parameters.get(name)
-        is_cut = isinstance(parameter, DTensor) and fits_parameter(value, parameter) and not isinstance(value, DTensor)
-        sharded[name] = shard_like(value, cast(Tensor, parameter)) if is_cut else value
-    return sharded
+                shards[whole] = nn.Parameter(shard, whole.requires_grad)
+            setattr(part, own, shards[whole])
 
 
 def let_whole_states_be_loaded(module: nn.Module) -> None:
@@ -240,7 +196,7 @@ def _take_own_parts(
             continue
         if metadata.get("assign_to_params_buffers"):
             raise ValueError(
-                f"`load_state_dict(..., assign=True)` would put a whole tensor in the place of a shard,"
+                f"`load_state_dict(..., assign=True)` would replace a shard by a whole tensor,"
                 f" {prefix + name!r}. Leave `assign=True` out: values are then copied into the shards."
             )
         state[prefix + name] = shard_like(cast(Tensor, value), parameter)
@@ -249,7 +205,7 @@ def _take_own_parts(
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state of whole tensors, or of this rank's parts, with this rank's parts of what has its parameter's shape.
 
-    Not collective.
+    Not collective. What stays whole is copied.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     identifiers = [identifier for group in state["param_groups"] for identifier in group["params"]]
@@ -261,10 +217,8 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
             sharded[identifier] = replace_leaves(entries, torch.clone)
             continue
         sharded[identifier] = {
-            key: shard_like(value, parameter)
-            if fits_parameter(value, parameter)
-            else replace_leaves(value, torch.clone)
-            for key, value in entries.items()
+            key: shard_like(v, parameter) if fits_parameter(v, parameter) else replace_leaves(v, torch.clone)
+            for key, v in entries.items()
         }
     return {**state, "state": sharded}
 

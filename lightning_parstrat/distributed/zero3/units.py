@@ -56,7 +56,7 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tenso
     """Parameters that FSDP2 cannot shard, or could not without a change: they stay whole on every rank.
 
     Those without a dimension or an element, complex ones and those that have no gradients; those whose memory is not
-    contiguous, or that share it; names that DDP is told to ignore; and in a unit of several dtypes all but those of the
+    contiguous, or that share it; names that DDP is to ignore; and in a unit of several dtypes all but those of the
     commonest one. Not collective.
 
     Args:

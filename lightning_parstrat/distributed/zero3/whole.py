@@ -1,8 +1,11 @@
-"""A sharded module as a plain one with whole parameters, for a while; what is written to them stays."""
+"""Sharded modules as plain ones: with whole parameters for a while, or as deep copies, which FSDP2 refuses."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, cast
+import copy
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +14,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.gradients.local_tensors import local
-from lightning_parstrat.distributed.zero3.copies import plain
-from lightning_parstrat.distributed.zero3.state import shard_like
+from lightning_parstrat.distributed.zero3.state import let_whole_states_be_loaded, shard_like
+
+_ADDED: set[str] = set()
+"""Names of attributes that modules have for being sharded."""
+
+_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
+_WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
 
 
-class _Place(NamedTuple):
+class _Registration(NamedTuple):
     """Where a sharded parameter is registered."""
 
     owner: nn.Module
@@ -29,7 +37,7 @@ def shown_whole(module: nn.Module) -> Iterator[None]:
     """Within it a module is a plain one with whole parameters, in the dtype that they are kept in.
 
     Collective at its beginning: an all-gather of each parameter. Within it nothing is sent. When it ends, each rank
-    takes its part of each parameter back into its shard.
+    copies its part of each parameter into its shard.
 
     Args:
         module: Sharded by FSDP2; it must not be within a step.
@@ -40,37 +48,37 @@ def shown_whole(module: nn.Module) -> Iterator[None]:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-    places = [
-        _Place(owner, own_name, f"{prefix}.{own_name}".lstrip("."), parameter)
+    registrations = [
+        _Registration(owner, own_name, f"{prefix}.{own_name}".lstrip("."), parameter)
         for prefix, owner in module.named_modules()
         for own_name, parameter in owner.named_parameters(recurse=False)
         if isinstance(parameter, DTensor)
     ]
     shown: dict[Tensor, nn.Parameter] = {}
     ended: list[bool] = []
-    for place in places:
-        if place.parameter not in shown:
-            shown[place.parameter] = _make_whole(place, ended)
-    with plain(module):
+    for one in registrations:
+        if one.parameter not in shown:
+            shown[one.parameter] = _whole(one, ended)
+    with _plain(module):
         try:
-            for place in places:
-                setattr(place.owner, place.own_name, shown[place.parameter])
+            for one in registrations:
+                setattr(one.owner, one.own_name, shown[one.parameter])
             yield
         finally:
             ended.append(True)
-            _bring_back(places)
+            _restore(registrations)
 
 
-def _make_whole(place: _Place, ended: Sequence[bool]) -> nn.Parameter:
-    parameter = place.parameter
+def _whole(registration: _Registration, ended: Sequence[bool]) -> nn.Parameter:
+    parameter = registration.parameter
     whole = nn.Parameter(cast(DTensor, parameter.detach()).full_tensor(), parameter.requires_grad)
     vars(whole).update(vars(parameter))
 
     def refuse(_: Tensor) -> None:
         if ended:
             raise RuntimeError(
-                f"A backward came to {place.name!r} as `full_parameters()` had shown it, whose gradient no optimizer"
-                " would see. Compute the loss outside of it."
+                f"A backward came to {registration.name!r} as `full_parameters()` had shown it, whose gradient no"
+                " optimizer would see. Compute the loss outside of it."
             )
 
     if whole.requires_grad:
@@ -79,17 +87,16 @@ def _make_whole(place: _Place, ended: Sequence[bool]) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _bring_back(places: Sequence[_Place]) -> None:
+def _restore(registrations: Sequence[_Registration]) -> None:
     written: dict[DTensor, nn.Parameter | None] = {}
     lost = []
-    for place in places:
-        parameter = place.parameter
-        now = dict(place.owner.named_parameters(recurse=False)).get(place.own_name)
+    for owner, own_name, name, parameter in registrations:
+        now = dict(owner.named_parameters(recurse=False)).get(own_name)
         first = written.setdefault(parameter, now)
         fits = now is not None and now.shape == parameter.shape and now.dtype == parameter.dtype
         if not fits or (first is not now and not torch.equal(cast(Tensor, first), cast(Tensor, now))):
-            lost.append(place.name)
-        setattr(place.owner, place.own_name, parameter)
+            lost.append(name)
+        setattr(owner, own_name, parameter)
     if lost:
         raise ValueError(
             f"Within `full_parameters()` {listed(lost)} got another shape or dtype, or another value than what it is"
@@ -100,3 +107,64 @@ def _bring_back(places: Sequence[_Place]) -> None:
         value = cast(nn.Parameter, now)
         local(parameter).copy_(local(shard_like(value.detach(), parameter)))
         parameter.requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def _plain(module: nn.Module) -> Iterator[None]:
+    """Within it a module and all below it are of their own classes, without what sharding them has put into them.
+
+    Parameters stay as they are. Nothing is gathered: a module can be called if its parameters are whole.
+    """
+    with ExitStack() as undo:
+        for part in list(module.modules()):
+            own = vars(part)
+            if isinstance(part, FSDPModule):
+                undo.callback(setattr, part, "__class__", type(part))
+                own_class: Any = next(cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule))
+                part.__class__ = own_class
+            undo.callback(own.update, {name: own.pop(name) for name in _ADDED & own.keys()})
+            for hooks in [own[name] for name in _HOOKS if isinstance(own.get(name), dict)]:
+                undo.callback(_restore_hooks, hooks, dict(hooks))
+                for number in [number for number, hook in hooks.items() if _shards(hook)]:
+                    del hooks[number]
+        yield
+
+
+def _shards(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_WHO_SHARDS)
+
+
+def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    # In their order, beside what was registered or removed meanwhile.
+    now = dict(hooks)
+    hooks.clear()
+    hooks.update({number: hook for number, hook in before.items() if number in now or _shards(hook)})
+    hooks.update(now)
+
+
+def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
+    """Has ``copy.deepcopy`` of modules give ones of their own class that hold shards, as the originals do.
+
+    A copy gathers nothing: it cannot be called. Neither this nor copying is collective. Only these objects can be
+    copied; FSDP2 refuses all others of their classes.
+
+    Args:
+        modules: Sharded by FSDP2.
+        added: Names of attributes that they have for being sharded, which copies have not.
+    """
+    _ADDED.update(added, {"__deepcopy__"})
+    for module in modules:
+        vars(module)["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
+
+
+def _copy(original: "weakref.ref[nn.Module]", memo: dict[int, Any]) -> nn.Module:
+    module = cast(nn.Module, original())
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and id(gradient) not in memo:
+            # One that lies behind others in a buffer torch would copy by memory that a DTensor has not.
+            memo[id(gradient)] = gradient.clone()
+    with _plain(module):
+        twin = copy.deepcopy(module, memo)
+    let_whole_states_be_loaded(twin)
+    return twin

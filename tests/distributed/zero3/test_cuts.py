@@ -42,13 +42,22 @@ def look(shape: tuple[int, ...]) -> tuple[slice, slice, list[float], list[float]
     return cut.own, by_bounds, cut.of_parameter(cut.own).tolist(), state.tolist()
 
 
+def refuse(placement: Placement) -> None:
+    module = holder((4, 4), placement)
+    assert not cuts_in_rows(module.parameters())
+    with pytest.raises(ValueError, match=r"'weight' was cut otherwise.*checkpoint_format='full'"):
+        check_cut_in_rows(module)
+
+
 def look_at_all() -> list[tuple[slice, slice, list[float], list[float]]]:
+    refuse(Shard(1))
+    refuse(Replicate())
     return [look(shape) for shape in SHAPES]
 
 
 # Processes of their own: what torch remembers of a mesh would outlive its groups, and reach later tests.
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_holds_one_run_of_elements(own_pool: RankPool, ranks: int) -> None:
+def test_each_rank_holds_one_run_of_elements_and_other_cuts_are_refused(own_pool: RankPool, ranks: int) -> None:
     by_rank = own_pool.run(ranks, look_at_all)
     for number, shape in enumerate(SHAPES):
         end = 0
@@ -58,16 +67,3 @@ def test_each_rank_holds_one_run_of_elements(own_pool: RankPool, ranks: int) -> 
             assert elements == [float(element) for element in range(own.start, own.stop)]
             assert state == [2 * element for element in elements]
         assert end == torch.Size(shape).numel()
-
-
-def refuse(placement: Placement) -> str:
-    module = holder((4, 4), placement)
-    assert not cuts_in_rows(module.parameters())
-    with pytest.raises(ValueError, match="'weight' was cut otherwise") as raised:
-        check_cut_in_rows(module)
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("placement", [Shard(1), Replicate()], ids=str)
-def test_what_is_cut_otherwise_is_refused(own_pool: RankPool, placement: Placement) -> None:
-    assert all("checkpoint_format='full'" in said for said in own_pool.run(2, refuse, placement))

@@ -1,0 +1,578 @@
+"""Evaluations, predictions, checkpoints, whole weights and averages under ``zero3_custom`` are those of ``ddp``."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parstrat.cli.main import main
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from tests.comparing import assert_same
+from tests.pool import RankError, RankPool
+from tests.scripts import run_script
+from tests.slow import slow_unless
+from tests.strategies import zoo
+from tests.strategies.checkpoint.trainings import load
+from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "single": lambda: None,
+    "ddp": ddp,
+    "zero1": zero1,
+    "zero3": zero3,
+    "zero3 at once": lambda: zero3(min_num_params=10**9),
+    "zero3 sharded": lambda: zero3(checkpoint_format="sharded"),
+    "zero3 async": lambda: zero3(checkpoint_format="sharded", async_save=True),
+}
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def own(length: int) -> Any:
+    """A loader of this rank's samples."""
+    return zoo.loader(length, 4, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def weights_of(module: nn.Module) -> list[Tensor]:
+    return [whole(parameter.detach()).clone() for parameter in module.parameters()]
+
+
+# Evaluations and predictions.
+
+
+class Intricate(zoo.Zoo):
+    """Units within units, and one that is called twice."""
+
+    def build(self) -> None:
+        inner = [nn.Sequential(nn.Linear(zoo.FEATURES, zoo.FEATURES), nn.Tanh()) for _ in range(2)]
+        self.blocks = nn.ModuleList(nn.Sequential(one, nn.LayerNorm(zoo.FEATURES)) for one in inner)
+        self.net = nn.Linear(zoo.FEATURES, 1)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        for number in (0, 1, 0):
+            batch = self.blocks[number](batch)
+        return self.net(batch)
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self(batch)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self(batch).pow(2).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.compute_loss(batch))
+
+
+class ByHand(Intricate):
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+        optimizer.step()
+
+
+def evaluate_unevenly(make: Callable[[], Any], policy: dict[str, Any] | None) -> list[Any]:
+    """Of ranks with one, two and three batches: what each has itself, beside, between and after training."""
+    torch.manual_seed(0)
+    module, rank = make(), dist.get_rank()
+    strategy = ddp() if policy is None else zero3(**policy)
+    trainer = make_trainer(strategy, max_epochs=2, use_distributed_sampler=False, limit_predict_batches=rank + 1)
+    found = [trainer.predict(module, [zoo.loader(4 * rank + 4, 4), zoo.loader(13, 2)])]
+    trainer.fit(module, own(24), zoo.loader(4 * rank + 4, 4))
+    found += [float(trainer.callback_metrics["val_loss"]), trainer.validate(module, zoo.loader(4 * rank + 4, 4))]
+    return [*found, weights_of(module)]
+
+
+UNEVEN: list[tuple[type[Intricate], dict[str, Any], int]] = [
+    (Intricate, {"wrap": ["Linear", "Sequential"]}, 3),
+    (Intricate, {"wrap": ["Linear", "Sequential"], "reshard_after_forward": False}, 2),
+    (ByHand, {}, 2),
+    (ByHand, {"min_num_params": 10**9}, 3),
+]
+
+
+@pytest.mark.parametrize("row", slow_unless(lambda row: row < 3, range(4)))
+def test_ranks_evaluate_different_numbers_of_batches(pool: RankPool, row: int) -> None:
+    make, policy, ranks = UNEVEN[row]
+    expected = pool.run(ranks, evaluate_unevenly, make, None)
+    assert_same(pool.run(ranks, evaluate_unevenly, make, policy), expected, **CLOSE)
+
+
+class Sensitive(Intricate):
+    """Evaluates how much its output depends on its input."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            batch = batch.clone().requires_grad_(True)
+            (gradient,) = torch.autograd.grad(self(batch).sum(), batch)
+        self.log("val_loss", gradient.norm(), sync_dist=True)
+
+
+def evaluate_gradients(strategy: str, batches: tuple[int, int]) -> list[Any]:
+    torch.manual_seed(0)
+    chosen = ddp() if strategy == "ddp" else zero3(**UNEVEN[0][1])
+    trainer = make_trainer(chosen, max_epochs=2, use_distributed_sampler=False, inference_mode=False)
+    module = Sensitive()
+    trainer.fit(module, own(24), zoo.loader(4 * batches[dist.get_rank()], 4))
+    return [float(trainer.callback_metrics["val_loss"]), weights_of(module)]
+
+
+def test_an_evaluation_may_compute_gradients(pool: RankPool) -> None:
+    expected = pool.run(2, evaluate_gradients, "ddp", (2, 2))
+    assert_same(pool.run(2, evaluate_gradients, "zero3", (2, 2)), expected, **CLOSE)
+    # Nobody follows gradients of a batch more.
+    with pytest.raises(RankError, match=r"val_dataloader.*gradients are computed"):
+        pool.run(2, evaluate_gradients, "zero3", (1, 2))
+
+
+def train_by_turns(order: list[str]) -> list[Tensor]:
+    """Of one module that Trainers train, one after the other."""
+    torch.manual_seed(0)
+    module = zoo.MLP()
+    for strategy in order:
+        make_trainer(STRATEGIES[strategy]()).fit(module, own(24), own(8))
+    return weights_of(module)
+
+
+def test_another_strategys_module_is_trained_on(pool: RankPool) -> None:
+    expected = pool.run(2, train_by_turns, ["ddp"] * 3)
+    assert_same(pool.run(2, train_by_turns, ["zero1", "ddp", "zero3"]), expected, **CLOSE)
+
+
+# Whole weights, and modules in checkpoints.
+
+
+class Net(nn.Module):
+    """With tied weights, a buffer, a hook of the user's and methods that do not go by ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(zoo.FEATURES, zoo.FEATURES) for _ in range(2)))
+        self.first = nn.Linear(zoo.FEATURES, zoo.FEATURES, bias=False)
+        self.last = nn.Linear(zoo.FEATURES, zoo.FEATURES, bias=False)
+        self.last.weight = self.first.weight
+        self.register_buffer("calls", torch.zeros(()))
+        self.blocks[0].register_forward_hook(double)
+        self.kept_in_a_list = [self.first.weight]
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.calls += 1
+        return self.last(torch.tanh(self.blocks(self.first(batch))))
+
+    def generate(self, batch: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.softmax(self.blocks[1](batch) @ self.first.weight, 1)
+
+
+def double(_: nn.Module, arguments: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+class Holder:
+    """What hyperparameters may hold beside modules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+class Holds(zoo.Zoo):
+    def __init__(self, net: nn.Module, loss: nn.Module, holder: Holder | None = None, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net, self.loss = net, loss
+
+    def build(self) -> None:
+        pass
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return self.loss(self.net(batch), batch.flip(1))
+
+
+def train_with_modules_in_hyperparameters(folder: str) -> tuple[list[Tensor], list[str], str]:
+    """The weights that were saved, what was warned of, and what is said of a module within an object."""
+    with pytest.warns() as warned:
+        run = train(lambda: Holds(Net(), nn.MSELoss()), zero3())
+    run.trainer.save_checkpoint(f"{folder}/a.ckpt")
+    train(lambda: Holds(Net(), nn.MSELoss()), zero3(checkpoint_format="sharded")).trainer.save_checkpoint(
+        f"{folder}/b.ckpt"
+    )
+    net = Net()
+    within = train(lambda: Holds(net, nn.MSELoss(), Holder(net.blocks)), zero3())
+    with pytest.raises(Exception) as raised:
+        within.trainer.save_checkpoint(f"{folder}/never.ckpt")
+    return run.parameters[-1], [str(one.message) for one in warned], str(raised.value)
+
+
+def test_modules_in_hyperparameters_are_left_out_of_checkpoints(pool: RankPool, tmp_path: Path) -> None:
+    ((saved, warned, within), _) = pool.run(2, train_with_modules_in_hyperparameters, str(tmp_path))
+    assert any("leave out the hyperparameters net" in message for message in warned)
+    assert "FSDP" in within and not (tmp_path / "never.ckpt").exists()
+    for held in (
+        torch.load(tmp_path / "a.ckpt", weights_only=False)["hyper_parameters"],
+        ShardedCheckpoint(tmp_path / "b.ckpt", weights_only=False).skeleton["hyper_parameters"],
+    ):
+        assert sorted(held) == ["holder", "loss", "width"] and type(held["loss"]) is nn.MSELoss
+    loaded = Holds.load_from_checkpoint(tmp_path / "a.ckpt", net=Net(), weights_only=False)
+    assert_same([parameter.detach() for parameter in loaded.parameters()], saved)
+
+
+class Object(zoo.MLP):
+    """Its hyperparameters hold an object, which only `weights_only=False` loads."""
+
+    def __init__(self, holder: Any = None) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+
+
+def load_objects(strategy: str, folder: str) -> list[Tensor]:
+    """Evaluates by a checkpoint with objects, of a new module and of one that was trained, and trains further."""
+    torch.manual_seed(0)
+    module, path = Object(Holder(nn.Tanh())), f"{folder}/{strategy}.ckpt"
+    trainer = make_trainer(STRATEGIES[strategy](), max_epochs=2, default_root_dir=folder)
+    trainer.fit(module, zoo.loader(40, 4))
+    trainer.save_checkpoint(path)
+    expected = weights_of(module)
+    for one in (module, Object()):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.5)
+        for evaluate in (trainer.test, trainer.predict):
+            evaluate(one, zoo.loader(8, 4), ckpt_path=path, weights_only=False)
+        assert_same(weights_of(one), expected)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, zoo.loader(40, 4), ckpt_path=path, weights_only=False)
+    assert trainer.global_step == 30
+    return weights_of(module)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 sharded"])
+def test_objects_in_a_checkpoint_are_loaded_where_the_user_says_so(
+    pool: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    expected = pool.run(2, load_objects, "ddp", str(tmp_path))
+    assert_same(pool.run(2, load_objects, strategy, str(tmp_path)), expected, **CLOSE)
+
+
+class Targets(zoo.Zoo):
+    """Loads whole weights, of the whole module and of parts, in hooks."""
+
+    def build(self) -> None:
+        self.net = Net()
+        self.target = copy.deepcopy(self.net).requires_grad_(False)
+        self.start = copy.deepcopy(self.state_dict())
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch) - self.target(batch)).pow(2).mean() + self.net(batch).pow(2).mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 3 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+        if batch_idx == 4:
+            ours = {name.removeprefix("net."): value for name, value in self.start.items() if name.startswith("net.")}
+            self.net.load_state_dict({name: value.double() * 0.9 for name, value in ours.items()})
+            self.net.blocks[0].load_state_dict({"bias": torch.full((zoo.FEATURES,), 0.1)}, strict=False)
+
+    def on_train_end(self) -> None:
+        self.ended = weights_of(self)
+        self.load_state_dict(self.start)
+
+
+def load_whole_weights(strategy: str) -> list[Any]:
+    run = train(Targets, STRATEGIES[strategy]())
+    module = run.module
+    found = [module.ended, weights_of(module)]
+    halved = {name: value * 0.5 for name, value in module.start.items()}
+    module.load_state_dict(halved)
+    found.append(weights_of(module))
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(module.start)
+    found.append(weights_of(copied))
+    given = dict(halved)
+    given["net.first.weight"] = torch.zeros(3, 3)
+    given["more"] = given.pop("net.blocks.0.bias")
+    with pytest.raises(RuntimeError) as raised:
+        module.load_state_dict(given)
+    return [*found, str(raised.value).splitlines(), module.load_state_dict(halved, strict=False)]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 at once"])
+def test_whole_weights_are_loaded_as_under_ddp(pool: RankPool, strategy: str) -> None:
+    expected = pool.run(2, load_whole_weights, "ddp")
+    actual = pool.run(2, load_whole_weights, strategy)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_same(ours[:4], theirs[:4], **CLOSE)
+        assert [line.replace("FSDP", "") for line in ours[4]] == theirs[4] and len(theirs[4]) >= 4
+        assert ours[5] == theirs[5]
+
+
+def export(strategy: str) -> list[Any]:
+    """What programs do when a training has ended, and when a test has: weights, methods, pickles, copies, gradients."""
+    found = []
+    run = train(Targets, STRATEGIES[strategy]())
+    module, trainer, batch = run.module, run.trainer, torch.linspace(-1, 1, zoo.FEATURES).repeat(3, 1)
+    shards, had = list(module.parameters()), names_and_hooks(module)
+    for _ in range(2):
+        with shown(trainer, strategy):
+            assert not any(isinstance(parameter, DTensor) for parameter in module.parameters())
+            state = module.state_dict()
+            assert all(value.data_ptr() for value in state.values()) and type(module) is Targets
+            net = pickle.loads(pickle.dumps(module.net))
+            assert net.last.weight is net.first.weight
+            if dist.get_rank() == 0:
+                # Nothing is sent.
+                module.net.generate(batch)
+            dist.barrier()
+            loss = module.training_step(batch, 0) + module.net.blocks(batch).sum()
+            gradients = torch.autograd.grad(loss, list(module.net.parameters()))
+            found.append([{name: value.clone() for name, value in state.items() if name != "net.calls"}, gradients])
+            outputs = module.net.generate(batch), net(batch), copy.deepcopy(module.net)(batch)
+            found.append([output.detach() for output in outputs])
+        trainer.test(module, zoo.loader(8, 4), verbose=False)
+    if strategy != "ddp":
+        assert all(one is other for one, other in zip(module.parameters(), shards, strict=True))
+        assert names_and_hooks(module) == had
+    return found
+
+
+def names_and_hooks(module: nn.Module) -> list[dict[str, Any]]:
+    """What each part has, and of its hooks which, in their order."""
+    own = [vars(part).items() for part in module.modules()]
+    return [{name: list(value) if "hook" in name and value else None for name, value in of_part} for of_part in own]
+
+
+def shown(trainer: Any, strategy: str) -> Any:
+    return torch.enable_grad() if strategy == "ddp" else trainer.strategy.full_parameters()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero3 at once"])
+def test_a_module_is_a_plain_one_within_full_parameters_when_a_training_has_ended(
+    pool: RankPool, strategy: str
+) -> None:
+    expected = pool.run(2, export, "ddp")
+    assert_same(pool.run(2, export, strategy), expected, **CLOSE)
+
+
+class Writes(Callback):
+    def __init__(self, strategy: str) -> None:
+        self.strategy = strategy
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        with shown(trainer, self.strategy):
+            net = pl_module.net
+            with torch.no_grad():
+                torch._foreach_mul_([net[0].weight], 0.9)
+            net[0].bias.data = net[0].bias.data * 0.9
+            if trainer.global_step == 4:
+                net[2].load_state_dict({name: value * 0.5 for name, value in net[2].state_dict().items()})
+            if trainer.global_step == 6:
+                net[2].bias.requires_grad_(False)
+
+
+def write(strategy: str) -> list[list[Tensor]]:
+    return train(zoo.MLP, STRATEGIES[strategy](), callbacks=[Writes(strategy)]).parameters
+
+
+def test_what_is_written_to_whole_parameters_stays(pool: RankPool) -> None:
+    assert_same(pool.run(2, write, "zero3"), pool.run(2, write, "ddp"), **CLOSE)
+
+
+class Looks(Callback):
+    """Enters it where Lightning evaluates without gradients, and once more within it; there it saves, too."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        folder, strategy = trainer.default_root_dir, trainer.strategy
+        trainer.save_checkpoint(f"{folder}/outside.ckpt")
+        self.seen = weights_of(pl_module)
+        with strategy.full_parameters(), strategy.full_parameters() as module:
+            self.shown = [parameter.detach().clone() for parameter in module.parameters()]
+            module(torch.ones(1, zoo.FEATURES))
+            trainer.save_checkpoint(f"{folder}/inside.ckpt")
+
+
+class Called(zoo.MLP):
+    def forward(self, batch: Tensor) -> Tensor:
+        return self.net(batch)
+
+
+def look(kind: str, inference_mode: bool, folder: str) -> list[Any]:
+    looks = Looks()
+    strategy = zero3(gather_dtype="bf16", checkpoint_format=kind)
+    arguments = {"callbacks": [looks], "inference_mode": inference_mode, "default_root_dir": folder}
+    run = train(Called, strategy, validate=True, precision="bf16-mixed", **arguments)
+    fresh, found = Called(), [looks.seen, looks.shown]
+    for name in ("outside", "inside"):
+        trainer = make_trainer(zero3(), max_epochs=1)
+        trainer.validate(fresh, zoo.loader(8, 4), ckpt_path=f"{folder}/{name}.ckpt", verbose=False)
+        found.append(weights_of(fresh))
+    assert all(isinstance(parameter, DTensor) for parameter in run.module.parameters())
+    return found
+
+
+@pytest.mark.parametrize(("kind", "inference_mode"), [("full", True), ("sharded", False)])
+def test_it_shows_what_is_kept_in_an_evaluation_and_within_itself(
+    pool: RankPool, tmp_path: Path, kind: str, inference_mode: bool
+) -> None:
+    for seen, *others in pool.run(2, look, kind, inference_mode, str(tmp_path)):
+        assert seen[0].dtype == torch.float32
+        assert_same(others, [seen] * 3)
+
+
+SPAWNED = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_parstrat import ZeRO3Strategy
+
+class Counts(BoringModel):
+    def on_fit_end(self):
+        with self.trainer.strategy.full_parameters():
+            torch.save(self.layer.weight.detach(), f"{self.trainer.global_rank}.pt")
+
+def train(devices, **arguments):
+    strategy = ZeRO3Strategy(min_num_params=0, **arguments)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Counts())
+    return trainer.strategy
+
+if __name__ == "__main__":
+    with train(2, start_method="spawn").full_parameters() as shown:
+        ranks = [torch.load(f"{rank}.pt") for rank in range(2)]
+        print(all(torch.equal(one, shown.layer.weight) for one in ranks), type(shown.layer.weight).__name__)
+    strategy = train(1)
+    torch.distributed.destroy_process_group()
+    try:
+        with strategy.full_parameters():
+            pass
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_is_whole_when_spawned_ranks_have_ended_and_refused_without_a_group(tmp_path: Path) -> None:
+    printed = run_script(SPAWNED, tmp_path)
+    assert "True Parameter" in printed.splitlines()
+    refused = "MisconfigurationException `full_parameters()` was called when the process group had been destroyed"
+    assert refused in printed
+
+
+# Averages of weights: those of one process, in validation, at the end, in checkpoints, and after a resume.
+
+
+BATCH = 12
+
+
+class Loosely(WeightAveraging):
+    """A user's own: every other step, and at the ends of epochs."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None or (step_idx is not None and step_idx % 2 == 0)
+
+
+AVERAGES: dict[str, Callable[[], Callback]] = {
+    "mean": lambda: WeightAveraging(),
+    "exponential": lambda: EMAWeightAveraging(decay=0.8),
+    "exponential, without buffers": lambda: EMAWeightAveraging(decay=0.8, use_buffers=False, update_every_n_steps=2),
+    "a user's own": lambda: Loosely(),
+    "stochastic": lambda: StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1),
+}
+MODULES = {
+    "mlp": zoo.MLP,
+    "tied": zoo.TiedLanguageModel,
+    "whole parameters": zoo.Convolutional,
+    "scalars": zoo.BareParameters,
+}
+
+
+class Validated(Callback):
+    """The losses of validations, each the mean over ranks."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def average(
+    module: str, name: str, strategy: str, folder: str = "", resumed: str | None = None
+) -> tuple[list[float], list[Tensor]]:
+    """Validation losses and the weights at the end, which are averages; every second of 8 steps is saved."""
+    torch.manual_seed(0)
+    ranks, validated = dist.get_world_size(), Validated()
+    callbacks = [AVERAGES[name](), validated]
+    if folder:
+        callbacks.append(ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1))
+    trainer = make_trainer(
+        STRATEGIES[strategy](),
+        max_epochs=2,
+        callbacks=callbacks,
+        enable_checkpointing=bool(folder),
+        val_check_interval=2,
+    )
+    made = MODULES[module]()
+    of_rank = {"rank": dist.get_rank(), "world_size": ranks}
+    data = zoo.loader(4 * BATCH, BATCH // ranks, **of_rank)
+    trainer.fit(made, data, zoo.loader(BATCH, BATCH // ranks, **of_rank), ckpt_path=resumed, weights_only=False)
+    return validated.losses, weights_of(made)
+
+
+def assert_alike(actual: Any, expected: Any) -> None:
+    assert len(actual[0]) == len(expected[0]) > 0
+    assert_same(actual, expected, **CLOSE)
+
+
+# Every average, module and kind of checkpoint. Of stock loaders a training goes on at an epoch's end.
+ROUTES = [
+    ("tied", "mean", "zero3 sharded", 3, "zero3", 2),
+    ("mlp", "stochastic", "zero3", 2, "zero3", 3),
+    ("whole parameters", "exponential", "single", 1, "zero3", 2),
+    ("scalars", "exponential, without buffers", "zero3", 2, "ddp", 2),
+    ("whole parameters", "a user's own", "zero3 async", 2, "zero1", 3),
+]
+
+
+@pytest.mark.parametrize("route", slow_unless(lambda route: route < 3, range(5)))
+def test_averages_are_those_of_one_process_and_go_on_from_a_checkpoint(
+    pool: RankPool, tmp_path: Path, route: int
+) -> None:
+    module, name, source, source_ranks, target, target_ranks = ROUTES[route]
+    (expected,) = pool.run(1, average, module, name, "single")
+    for actual in pool.run(source_ranks, average, module, name, source, str(tmp_path)):
+        assert_alike(actual, expected)
+    path = str(tmp_path / ("step=4.ckpt" if {"single", "ddp"} & {source, target} else "step=6.ckpt"))
+    for losses, weights in pool.run(target_ranks, average, module, name, target, "", path):
+        assert_alike((losses, weights), (expected[0][-len(losses) :], expected[1]))
+
+
+@pytest.mark.parametrize("kind", ["zero3", "zero3 sharded"])
+def test_a_checkpoint_holds_what_that_of_one_process_does(pool: RankPool, tmp_path: Path, kind: str) -> None:
+    for strategy, ranks in (("single", 1), (kind, 3)):
+        pool.run(ranks, average, "tied", "exponential", strategy, str(tmp_path / strategy))
+    path = tmp_path / kind / "step=4.ckpt"
+    if path.is_dir():
+        assert main(["consolidate", str(path), str(tmp_path / "made.ckpt")]) == 0
+        path = tmp_path / "made.ckpt"
+    found, expected = load(path), load(tmp_path / "single" / "step=4.ckpt")
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        assert_same({key: found[key]}, {key: expected[key]}, **CLOSE)
+    # What is averaged is not what is trained.
+    assert not torch.allclose(found["state_dict"]["mix.weight"], found["current_model_state"]["mix.weight"])
