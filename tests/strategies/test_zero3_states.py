@@ -262,7 +262,7 @@ def load_objects(strategy: str, folder: str) -> list[Tensor]:
     return weights_of(module)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero3 sharded"])
+@pytest.mark.parametrize("strategy", slow_unless(lambda strategy: strategy == "zero3", ["zero3", "zero3 sharded"]))
 def test_objects_in_a_checkpoint_are_loaded_where_the_user_says_so(
     pool: RankPool, tmp_path: Path, strategy: str
 ) -> None:
@@ -312,7 +312,7 @@ def load_whole_weights(strategy: str) -> list[Any]:
     return [*found, str(raised.value).splitlines(), module.load_state_dict(halved, strict=False)]
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero3 at once"])
+@pytest.mark.parametrize("strategy", slow_unless(lambda strategy: strategy == "zero3", ["zero3", "zero3 at once"]))
 def test_whole_weights_are_loaded_as_under_ddp(pool: RankPool, strategy: str) -> None:
     expected = pool.run(2, load_whole_weights, "ddp")
     actual = pool.run(2, load_whole_weights, strategy)
@@ -361,7 +361,7 @@ def shown(trainer: Any, strategy: str) -> Any:
     return torch.enable_grad() if strategy == "ddp" else trainer.strategy.full_parameters()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "zero3 at once"])
+@pytest.mark.parametrize("strategy", slow_unless(lambda strategy: strategy == "zero3", ["zero3", "zero3 at once"]))
 def test_a_module_is_a_plain_one_within_full_parameters_when_a_training_has_ended(
     pool: RankPool, strategy: str
 ) -> None:
@@ -425,7 +425,9 @@ def look(kind: str, inference_mode: bool, folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "inference_mode"), [("full", True), ("sharded", False)])
+@pytest.mark.parametrize(
+    ("kind", "inference_mode"), slow_unless(lambda kind, _: kind == "full", [("full", True), ("sharded", False)])
+)
 def test_it_shows_what_is_kept_in_an_evaluation_and_within_itself(
     pool: RankPool, tmp_path: Path, kind: str, inference_mode: bool
 ) -> None:
@@ -563,7 +565,7 @@ def test_averages_are_those_of_one_process_and_go_on_from_a_checkpoint(
         assert_alike((losses, weights), (expected[0][-len(losses) :], expected[1]))
 
 
-@pytest.mark.parametrize("kind", ["zero3", "zero3 sharded"])
+@pytest.mark.parametrize("kind", slow_unless(lambda kind: kind != "zero3", ["zero3", "zero3 sharded"]))
 def test_a_checkpoint_holds_what_that_of_one_process_does(pool: RankPool, tmp_path: Path, kind: str) -> None:
     for strategy, ranks in (("single", 1), (kind, 3)):
         pool.run(ranks, average, "tied", "exponential", strategy, str(tmp_path / strategy))
