@@ -7,23 +7,21 @@ from typing import Any
 _NOTHING = object()
 
 
-def left_of_turns(order: Sequence[Any], taken: Sequence[int]) -> list[Any]:
+def left_of_turns(parts: Sequence[Sequence[Any]], taken: Sequence[int], whole: int | None = None) -> list[Any]:
     """What nobody has taken of an order in which ranks take turns: of N, rank r takes items r, r + N, r + 2N.
 
     Args:
-        order: All items, without padding.
-        taken: How many items each rank has taken.
+        parts: The items of each rank.
+        taken: How many of them each rank has taken.
+        whole: How many there are together, without padding; None if that is unknown.
     """
-    ranks, everybody = len(taken), min(taken)
-    # What all have taken is in front; only behind it have some taken more than others.
-    begin = everybody * ranks
-    return [item for place, item in enumerate(order[begin:], begin) if place // ranks >= taken[place % ranks]]
-
-
-def in_turns(parts: Sequence[Sequence[Any]]) -> list[Any]:
-    """Puts together what ranks would have taken in turns: the inverse of :func:`share`, but for padding."""
-    rounds = zip_longest(*parts, fillvalue=_NOTHING)
-    return [item for one_of_each in rounds for item in one_of_each if item is not _NOTHING]
+    rounds = enumerate(zip_longest(*parts, fillvalue=_NOTHING))
+    return [
+        item
+        for turn, items in rounds
+        for rank, item in enumerate(items)
+        if turn >= taken[rank] and item is not _NOTHING and (whole is None or turn * len(parts) + rank < whole)
+    ]
 
 
 def share(order: Sequence[Any], rank: int, ranks: int) -> list[Any]:

@@ -20,7 +20,7 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.watch import watching
-from lightning_parstrat.strategies.data.even import StandIn, all_batches
+from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns, trainer_of
 
@@ -209,13 +209,15 @@ class StepsOfAllRanks:
 class _AskedForEachBatch(StandIn):
     """Stands for a loader of which some rank does not know the length: ranks ask each other before each batch."""
 
+    __slots__ = ("_control", "_limit", "_prefix")
+
     def __init__(self, dataloader: Any, limit: int | None, prefix: str, control: Collectives) -> None:
         super().__init__(dataloader)
         self._limit, self._prefix, self._control = limit, prefix, control
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        batches, number = all_batches(self._dataloader), 0
+        batches, number = super().__iter__(), 0
         while number != self._limit and (batch := self._next(batches, number)) is not _NO_BATCH:
             yield batch
             number += 1
@@ -229,6 +231,7 @@ class _AskedForEachBatch(StandIn):
             _refuse(f"After {had} of a {self._prefix}_dataloader a rank has none left, while another one has")
         return batch
 
+    @override
     def __len__(self) -> int:
         # On no rank, so that all ask for it, or none.
         raise TypeError("the data loader of some rank does not know its length")

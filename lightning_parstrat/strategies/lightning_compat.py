@@ -231,6 +231,13 @@ def iterators_in_training(trainer: Trainer) -> list[tuple[Any, Any]]:
     return list(zip(combined.flattened, iterators or [None] * len(combined.flattened), strict=True))
 
 
+def replace_loaders(trainer: Trainer, by: Callable[[Any], Any]) -> None:
+    """Replaces the loaders that are trained on, in whatever holds them together."""
+    combined = trainer.fit_loop._combined_loader
+    if combined is not None:
+        combined.flattened = list(map(by, combined.flattened))
+
+
 def batches_fetched_ahead(trainer: Trainer) -> int:
     """How many batches were fetched that no step has been given."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))

@@ -1,6 +1,5 @@
 """What DDP's wrapper does for a module beside its gradients, and what uneven data needs: for strategies without one."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups, process_groups
-from lightning_parstrat.strategies.data.even import EvenDataLoader, make_even, restore
+from lightning_parstrat.strategies.data.even import make_even, users_own
 from lightning_parstrat.strategies.evaluation import EvaluatingStrategy
 from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
+from lightning_parstrat.strategies.lightning_compat import replace_loaders, trainer_of
 
 
 class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, WrapperlessDDPStrategy):
@@ -28,7 +28,6 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
         self._has_buffers = False
         # Lightning leaves out the validation on ranks without a batch: they would miss what others send in it.
         self._validated_by_some = False
-        self._even_dataloaders: list[weakref.ref[Any]] = []
         super().__init__(**kwargs)
 
     @property
@@ -56,11 +55,7 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
                 most, least = extremes_over_ranks(length, self._control)
                 self._validated_by_some |= least == 0 < most
             return dataloader
-        even = make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
-        if isinstance(even, EvenDataLoader):
-            # Weakly: loaders of earlier epochs may go.
-            self._even_dataloaders.append(weakref.ref(even))
-        return even
+        return make_even(dataloader, make_collectives(self._groups.control, torch.device("cpu")), allow_empty)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -78,10 +73,10 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
 
     @override
     def teardown(self) -> None:
-        """Gives data loaders their own classes back."""
-        for dataloader in self._even_dataloaders:
-            restore(dataloader())
-        self._even_dataloaders.clear()
+        """Gives the Trainer the user's own data loaders back: it puts them into a `CombinedLoader` of the user's."""
+        trainer = trainer_of(self.lightning_module)
+        if trainer is not None:
+            replace_loaders(trainer, users_own)
         self._validated_by_some = False
         super().teardown()
 

@@ -475,7 +475,8 @@ class CheckpointingStrategy(RanksStrategy):
         """Has loaders that are trained on know their place, from which a checkpoint's training goes on."""
         trainer = self._training_module.trainer
         if trainer.training:
-            self._positions.follow(dataloader, trainer)
+            control = self._control if self._has_ranks else None
+            self._positions.follow(dataloader, trainer, lambda fails: any_rank(fails, control) if control else fails)
         return super().process_dataloader(dataloader)
 
     @override

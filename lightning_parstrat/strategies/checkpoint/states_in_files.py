@@ -77,11 +77,10 @@ def with_states_of_all(own: Mapping[str, Any], read: Mapping[int, Any], control:
 
 
 def _go_on_alone(loaders: Mapping[int, Mapping[str, Any]], ranks: int, control: Collectives) -> bool:
-    """Whether this rank's loaders take nothing of where others stood: it is one of as many, and knows its orders."""
-    if ranks != control.world_size or list(loaders) != [control.rank]:
-        return False
-    states = loaders[control.rank]["ranks"]
-    return None not in states and all("items" not in (state["position"] or ()) for state in states)
+    """Whether this rank's loaders take nothing of where others stood: it is one of as many, and knows its own place."""
+    return (
+        ranks == control.world_size and list(loaders) == [control.rank] and None not in loaders[control.rank]["ranks"]
+    )
 
 
 def _with_states(

@@ -5,17 +5,22 @@ leaves out: one that Lightning has fetched ahead, as it does where a length is n
 """
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
-from lightning_parstrat.strategies.data.orders import is_stateful
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched,
+    batches_fetched_ahead,
     ended_in_epoch,
     iterators_in_training,
 )
+
+
+def is_stateful(owner: Any) -> bool:
+    """Whether a loader or a sampler knows by itself where it stands."""
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
 
 
 class OwnState(NamedTuple):
@@ -39,13 +44,9 @@ class OwnStates:
 
     Not collective. Costs, in every batch, that loaders are asked for their state, and that it is pickled: a copy of a
     large one by :func:`copy.deepcopy` would take ten times as long.
-
-    Args:
-        kept: By how many batches a checkpoint may be set back, at the moment.
     """
 
-    def __init__(self, kept: Callable[[Trainer], int]) -> None:
-        self._kept = kept
+    def __init__(self) -> None:
         self._begin: list[OwnState | None] = []
         self._noted: dict[int, Sequence[OwnState | None]] = {}
 
@@ -71,8 +72,11 @@ class OwnStates:
         fetched = batches_fetched(trainer)
         is_first = not self._noted and fetched == trainer.fit_loop.epoch_loop.batch_progress.current.processed
         self._noted.setdefault(fetched, self._begin if is_first else _said(trainer))
+        # By so many batches a checkpoint may be set back: of a window, of those in the fetcher, the one that is trained
+        # on, and the one that is fetched meanwhile.
+        kept = trainer.accumulate_grad_batches + batches_fetched_ahead(trainer) + 2
         # In order, as they were noted.
-        while len(self._noted) > self._kept(trainer) + 1:
+        while len(self._noted) > kept + 1:
             del self._noted[next(iter(self._noted))]
 
     def now(self, trainer: Trainer) -> Sequence[OwnState | None]:

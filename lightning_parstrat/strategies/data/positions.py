@@ -3,7 +3,7 @@
 import math
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.data import sized_len
@@ -12,30 +12,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_parstrat.core.epoch_order import share
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.strategies.data.even import loaders_iterator, restore
-from lightning_parstrat.strategies.data.orders import (
-    NotPlainError,
-    Order,
-    Recorded,
-    Replayed,
-    can_be_shared,
-    can_go_on,
-    is_stateful,
-    left_by_ranks,
-    unpacked,
-)
-from lightning_parstrat.strategies.data.own_states import OwnState, OwnStates
+from lightning_parstrat.distributed.torch_compat import batches_handed_out, index_iterator
+from lightning_parstrat.strategies.data.even import loaders_iterator
+from lightning_parstrat.strategies.data.own_states import OwnState, OwnStates, is_stateful
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.samplers import Pass, PositionedSampler, batches_before
-from lightning_parstrat.strategies.data.streams import (
-    can_go_on_in_stream,
-    drawn_from,
-    follow_workers,
-    handed_out,
-    leave_workers,
-)
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched,
     batches_fetched_ahead,
@@ -55,27 +37,22 @@ class Moment(NamedTuple):
     """Where a loader stands between two batches.
 
     Attributes:
-        sampler: The loader's.
-        in_pass: The pass over it that batches come from; None where none has begun.
-        begun: Whether the pass has settled its order.
-        batches: How many batches of this pass were trained on.
-        generators: States of the generators of loader and sampler.
+        position: Of the pass that batches come from, after those that were trained on; None if it has drawn nothing.
+        generators: States of the generators of loader and sampler: in that position, or now.
+        generators_now: Their states now.
+        iterated: Whether the loader's iterator had been made.
     """
 
-    sampler: PositionedSampler
-    in_pass: Pass | None
-    begun: bool
-    batches: int
+    position: dict[str, Any] | None
     generators: list[Tensor]
+    generators_now: list[Tensor]
+    iterated: bool
 
     def state(self, within_epoch: bool) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        # A pass that was begun since draws its order again, from the same random numbers.
-        goes_on = within_epoch and self.begun
-        position = self.in_pass.state(self.batches) if goes_on and self.in_pass is not None else None
-        # Of a pass whose rest had to be drawn for its state, generators stand at its end.
-        generators = self.generators if position is None else self.sampler.generator_states()
-        return {"position": position, "generators": generators, "iterated": within_epoch and self.in_pass is not None}
+        if within_epoch:
+            return {"position": self.position, "generators": self.generators, "iterated": self.iterated}
+        return {"position": None, "generators": self.generators_now, "iterated": False}
 
 
 Moments = Sequence[Moment | OwnState | None]
@@ -83,13 +60,13 @@ Moments = Sequence[Moment | OwnState | None]
 
 
 class LoaderPositions:
-    """Knows where the loaders of a training stand, and has them go on where a checkpoint was saved. Not collective."""
+    """Knows where the loaders of a training stand, and has them go on where a checkpoint was saved."""
 
     def __init__(self) -> None:
         self._loaders: list[weakref.ref[Any]] = []
         self._saved: Mapping[str, Any] | None = None
         self._saved_taken = 0
-        self._own = OwnStates(_set_back_at_most)
+        self._own = OwnStates()
         self._given: Sequence[Any] = ()
         self._has_own = False
         self._trained_before: int | None = None
@@ -111,85 +88,68 @@ class LoaderPositions:
         """
         self._saved, self._saved_taken, self._given = saved, 0, given
 
-    def follow(self, dataloader: Any, trainer: Trainer) -> None:
+    def follow(self, dataloader: Any, trainer: Trainer, any_rank: Callable[[bool], bool]) -> None:
         """Has a loader know its place from now on, and go on where the checkpoint was saved.
+
+        Collective if that was within an epoch.
 
         Args:
             dataloader: One that is to be trained on, in the order in which they are used; others than torch's with a
                 map-style dataset are left as they are.
             trainer: The Trainer.
+            any_rank: Says whether something holds on any rank.
         """
-        restore(dataloader)
-        states = self._next_saved()
+        of_ranks = [] if self._saved is None else self._saved["ranks"]
+        number, self._saved_taken = self._saved_taken, self._saved_taken + 1
+        states = [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
         self._has_own |= is_stateful(dataloader)
         _set_epoch(dataloader, trainer)
-        if not _knows_its_place(dataloader):
-            return
-        sampler = PositionedSampler(dataloader, lambda: _set_back_at_most(trainer))
-        if isinstance(dataloader.dataset, IterableDataset) and dataloader.num_workers:
-            follow_workers(dataloader, sampler.take_stream_begin)
-        self._loaders.append(weakref.ref(dataloader))
-        if None not in states and len(states) == trainer.world_size:
-            self._go_on(sampler, states, trainer.global_rank)
-            if dataloader.persistent_workers and not self._within_epoch and _next_epoch(trainer):
-                sampler.undo_workers_seed()
-        elif states and self._within_epoch:
-            self._share_rest(sampler, states, trainer.global_rank, trainer.world_size)
+        resumed: Pass | str | None = None
+        sampler = PositionedSampler(dataloader) if _knows_its_place(dataloader) else None
+        if sampler is not None:
+            self._loaders.append(weakref.ref(dataloader))
+            resumed = self._resumed(sampler, states, trainer)
+            lived_on = states and not self._within_epoch and _next_epoch(trainer)
+            sampler.keeps_seed = bool(dataloader.persistent_workers and lived_on)
+        if self._within_epoch and any_rank(isinstance(resumed, str)):
+            rank_zero_warn(
+                "The checkpoint was saved within an epoch, and a data loader cannot go on there:"
+                f" {resumed if isinstance(resumed, str) else _OTHERS}. It begins the epoch's samples anew."
+            )
+        elif self._within_epoch and is_stateful(dataloader) and len(states) not in (0, trainer.world_size):
+            rank_zero_warn(
+                f"The checkpoint was saved within an epoch of {counted(len(states), 'rank')}, and there are"
+                f" {trainer.world_size} now. A data loader with a state of its own gets that of rank 0 on all ranks, as"
+                " under `ddp`: samples may come twice or never in this epoch."
+            )
+        elif sampler is not None and isinstance(resumed, Pass):
+            sampler.resumed = resumed
+            self._shifted |= resumed.counts_anew
 
     @property
     def _within_epoch(self) -> bool:
         return self._saved is not None and bool(self._saved["within_epoch"])
 
-    def _next_saved(self) -> list[Any]:
-        """What each rank has saved of the loader that comes next; nothing where there is none."""
-        number, self._saved_taken = self._saved_taken, self._saved_taken + 1
-        of_ranks = [] if self._saved is None else self._saved["ranks"]
-        return [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
-
-    def _go_on(self, sampler: PositionedSampler, states: list[Mapping[str, Any]], rank: int) -> None:
-        position = states[rank]["position"] if self._within_epoch else None
-        sampler.set_generators_of_save(states[rank]["generators"], states[rank]["iterated"])
-        if position is None:
-            return
-        order: Order
-        if "items" in position:
-            items = unpacked(position["items"])
-            whole = position["whole"]
-            taken = sum(state["position"]["taken"] for state in states if state["position"])
-            order, left = Recorded(sampler.source, items, None if whole is None else whole - taken), len(items)
-        elif "stream" in position or "workers" in position:
-            sampler.go_on_in_stream(position)
-            return
-        elif Replayed.fits(sampler.source, position):
-            order, left = Replayed(sampler.source, position), max(0, position["length"] - position["taken"])
-        else:
-            self._begin_anew("its sampler, or the number of its samples, is another one")
-            return
-        before = position["batches"]
-        if sampler.grouping.size is not None and sampler.grouping.number(left) != len(sampler) - before:
-            # Batches of another size.
-            before, self._shifted = len(sampler) - sampler.grouping.number(left), True
-        sampler.resume(order, before)
-
-    def _share_rest(self, sampler: PositionedSampler, states: list[Any], rank: int, ranks: int) -> None:
-        positions = [None if state is None else state["position"] for state in states]
+    def _resumed(self, sampler: PositionedSampler, states: list[Any], trainer: Trainer) -> Pass | str | None:
+        """The pass that goes on; why none can, or None if nothing had been drawn."""
+        rank, ranks = trainer.global_rank, trainer.world_size
+        as_many = len(states) == ranks and None not in states
+        if as_many:
+            sampler.saved, sampler.set_at_begin = states[rank]["generators"], states[rank]["iterated"]
+            if not sampler.set_at_begin:
+                sampler.set_generators()
+        if not states or not self._within_epoch:
+            return None
         if None in states:
-            self._begin_anew("the checkpoint does not say for every rank where it stood")
-            return
-        if None in positions or not can_be_shared(sampler.source, positions):
-            self._begin_anew(f"{counted(len(states), 'rank')} had samples of their own, and there are {ranks} now")
-            return
-        left = left_by_ranks(sampler.source, positions)
-        own = share(left, rank, ranks)
-        before = len(sampler) - sampler.grouping.number(len(own))
-        sampler.resume(Recorded(sampler.source, own, whole=len(left)), before)
-        self._shifted = True
-
-    def _begin_anew(self, reason: str) -> None:
-        rank_zero_warn(
-            "The checkpoint was saved within an epoch, and a data loader cannot go on there:"
-            f" {reason}. It begins the epoch's samples anew."
-        )
+            return "the checkpoint does not say for every rank where it stood"
+        positions = [state["position"] for state in states]
+        if as_many:
+            return None if positions[rank] is None else sampler.gone_on(positions[rank]) or _OTHERS
+        if not any(positions):
+            return None
+        if not all(positions) or not sampler.shares_order:
+            return f"{counted(len(states), 'rank')} had samples of their own, and there are {ranks} now"
+        return sampler.dealt(positions, rank, ranks) or _OTHERS
 
     def begin_training(self, trainer: Trainer) -> None:
         """Has Lightning count batches from where the loaders go on: among other ranks an epoch has others."""
@@ -198,10 +158,15 @@ class LoaderPositions:
         self._trained_before = _batches_trained(trainer) if self._within_epoch else None
         begun_again = self._begun_again(trainer)
         self._own.begin(trainer, self._given, begun_again)
-        if self._within_epoch and not any(moment is None for moment in self.now(trainer)):
-            self._hide_lightnings_warning()
+        if self._within_epoch and None not in self.now(trainer):
+            warnings.filterwarnings("ignore", _LIGHTNINGS_WARNING)
+            self._hides_warning = warnings.filters[0]
         self._saved, self._given, self._warned = None, (), False
-        self._leave_passes(ends_epoch_first(trainer))
+        if ends_epoch_first(trainer):
+            # Nothing was drawn for iterators that are left for others.
+            for sampler in [positioned_sampler(reference()) for reference in self._loaders]:
+                if sampler is not None:
+                    sampler.set_generators()
         _begin_epoch_without_length(trainer)
         shifted, self._shifted = self._shifted, False
         if not shifted:
@@ -246,20 +211,6 @@ class LoaderPositions:
             self._own.note(trainer)
         return self._has_own
 
-    def _leave_passes(self, are_left: bool) -> None:
-        """Forgets what was saved; nothing was drawn for iterators that are left for others."""
-        for sampler in (positioned_sampler(reference()) for reference in self._loaders):
-            if sampler is not None:
-                if are_left:
-                    sampler.undo_pass()
-                sampler.forget_save()
-
-    def _hide_lightnings_warning(self) -> None:
-        known = list(warnings.filters)
-        warnings.filterwarnings("ignore", _LIGHTNINGS_WARNING)
-        entry = warnings.filters[0]
-        self._hides_warning = None if entry in known else entry
-
     def now(self, trainer: Trainer, fetching: bool = False) -> Moments:
         """Where the loaders stand after the batches that were trained on, whatever was fetched since.
 
@@ -283,33 +234,20 @@ class LoaderPositions:
 
     def state(self, moments: Moments, within_epoch: bool) -> list[dict[str, Any] | None]:
         """This rank's part of what a checkpoint has under :data:`LOADERS`."""
-        return [None if moment is None else self._state_of(moment, within_epoch) for moment in moments]
-
-    def _state_of(self, moment: Moment | OwnState, within_epoch: bool) -> dict[str, Any] | None:
-        try:
-            return moment.state(within_epoch)
-        except NotPlainError as error:
-            self._warn_once(
-                f"A checkpoint within an epoch cannot hold what a data loader's sampler yields (of class {error}):"
-                " a training that resumes there begins its samples anew, so that some come twice and some never. Have"
-                " the sampler yield integers, strings, or lists, tuples and tensors of them."
-            )
-            return None
-
-    def _warn_once(self, message: str) -> None:
-        if not self._warned:
-            self._warned = True
-            rank_zero_warn(message)
+        return [None if moment is None else moment.state(within_epoch) for moment in moments]
 
     def warn_of_lost(self, trainer: Trainer, moments: Moments) -> None:
         """Says once in a training that a checkpoint within an epoch does not know where a loader stands."""
         loaders = [loader for loader, _ in iterators_in_training(trainer)]
-        lost = [type(loader).__name__ for loader, moment in zip(loaders, moments, strict=False) if moment is None]
-        if lost:
-            self._warn_once(
-                f"A checkpoint is saved within an epoch, and a data loader ({lost[0]}) cannot be told where it stands:"
-                " a training that resumes there begins its samples anew, so that some come twice and some never. Give"
-                " it `state_dict` and `load_state_dict`, or take a `DataLoader` with a map-style dataset."
+        lost = [loader for loader, moment in zip(loaders, moments, strict=False) if moment is None]
+        if lost and not self._warned:
+            self._warned = True
+            name, dataset = lost[0].__class__.__name__, getattr(lost[0], "dataset", None)
+            over = "" if dataset is None else f" over {type(dataset).__name__}"
+            rank_zero_warn(
+                f"A checkpoint is saved within an epoch, and a data loader ({name}{over}) cannot be told where it"
+                " stands: a training that resumes there begins its samples anew, so that some come twice and some"
+                " never. Take torchdata's `StatefulDataLoader`, or a `DataLoader` with a map-style dataset."
             )
 
     def end_training(self, trainer: Trainer) -> None:
@@ -320,25 +258,17 @@ class LoaderPositions:
         """Gives all loaders their own samplers back, and forgets the checkpoint: the next run is not its training."""
         self.load(None)
         self._has_own = False
-        if self._hides_warning is not None:
-            filters: Any = warnings.filters
-            if self._hides_warning in filters:
-                filters.remove(self._hides_warning)
-            self._hides_warning = None
-        for reference in self._loaders:
-            dataloader = reference()
-            restore(dataloader)
-            leave_workers(dataloader)
+        filters: Any = warnings.filters
+        if self._hides_warning in filters:
+            filters.remove(self._hides_warning)
+        for dataloader in [reference() for reference in self._loaders]:
             sampler = positioned_sampler(dataloader)
             if sampler is not None:
                 sampler.remove(dataloader)
         self._loaders.clear()
 
 
-def _set_back_at_most(trainer: Trainer) -> int:
-    """How many batches that have been drawn a checkpoint saved next may leave out, when another one is drawn."""
-    # Of a window, of those in the fetcher, the one that is trained on, and the one that is fetched meanwhile.
-    return trainer.accumulate_grad_batches + batches_fetched_ahead(trainer) + 2
+_OTHERS = "the indices that its sampler draws again are others than those that were trained on"
 
 
 def _batches_trained(trainer: Trainer) -> int:
@@ -393,18 +323,16 @@ def positioned_sampler(dataloader: Any) -> PositionedSampler | None:
 
 
 def _knows_its_place(dataloader: Any) -> bool:
-    """Whether a loader is torch's own, hands out batches in order, and its dataset has indices, or knows its place."""
-    if (
-        is_stateful(dataloader)
-        or not isinstance(dataloader, DataLoader)
-        or type(dataloader).__iter__ is not DataLoader.__iter__
-    ):
+    """Whether a loader is torch's own, hands out batches in order, has indices, and nobody else has it go on."""
+    if not isinstance(dataloader, DataLoader) or type(dataloader).__iter__ is not DataLoader.__iter__:
         return False
-    if positioned_sampler(dataloader) is not None or not getattr(dataloader, "in_order", True):
-        return False
-    if isinstance(dataloader.dataset, IterableDataset):
-        return can_go_on_in_stream(dataloader)
-    return can_go_on(dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler)
+    sampler = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+    return (
+        not any(is_stateful(one) for one in (dataloader, sampler, getattr(sampler, "sampler", None)))
+        and positioned_sampler(dataloader) is None
+        and getattr(dataloader, "in_order", True)
+        and not isinstance(dataloader.dataset, IterableDataset)
+    )
 
 
 def _moment(dataloader: Any, iterator: Any, ahead: int, at_most: int | None) -> Moment | None:
@@ -412,10 +340,10 @@ def _moment(dataloader: Any, iterator: Any, ahead: int, at_most: int | None) -> 
     if sampler is None:
         return None
     own = loaders_iterator(iterator)
-    in_pass = drawn_from(own)
-    if type(in_pass) is not Pass:
-        return Moment(sampler, None, False, 0, sampler.generator_states())
-    number = handed_out(own)
+    in_pass, now = index_iterator(own), sampler.generator_states()
+    if not isinstance(in_pass, Pass) or not in_pass.begun:
+        return Moment(None, now, now, isinstance(in_pass, Pass))
+    number = batches_handed_out(own)
     # One that has come to its end before the others has handed out nothing since.
     batches = number - ahead if at_most is None else min(number, at_most - in_pass.batches_before)
-    return Moment(sampler, in_pass, in_pass.begun, batches, sampler.generator_states())
+    return Moment(*in_pass.state(batches), now, iterated=True)

@@ -1,294 +1,352 @@
-"""Samplers of data loaders that can begin in the middle of an epoch."""
+"""Samplers of data loaders that can begin in the middle of an epoch: what was drawn is drawn again, and dropped.
+
+A checkpoint holds the random state in which an epoch began, how many indices were drawn, and a digest of them. It holds
+indices only of an epoch that another number of ranks has begun.
+"""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from operator import index
+from typing import Any
 
+import numpy as np
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
-from lightning_parstrat.core.wording import counted
-from lightning_parstrat.strategies.data.orders import Order, is_stateful, order_of
-from lightning_parstrat.strategies.data.streams import Snapshot, Streamed, StreamedInWorkers, drawn_from
+from lightning_parstrat.core.epoch_order import left_of_turns, share
+from lightning_parstrat.distributed.torch_compat import index_iterator
+from lightning_parstrat.strategies.data.random_numbers import rng_preserved, rng_state, set_rng_state
+from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.lightning_compat import sampler_within
 
+_AT_ONCE = 1024
+"""So many indices are dropped at once: an epoch may have more than fit into memory."""
 
-class Grouping(NamedTuple):
-    """How batches are made of what a sampler yields.
+
+class Pass(Iterator[Any]):
+    """One pass over a loader's indices, which knows how to come to the same place again.
 
     Attributes:
-        size: Items of a batch; None where each item is one.
-        drop_last: Whether a shorter batch at the end is left out.
-    """
-
-    size: int | None
-    drop_last: bool
-
-    def batches(self, items: Any) -> Iterator[Any]:
-        """The batches of an iterable."""
-        return iter(items if self.size is None else BatchSampler(items, self.size, self.drop_last))
-
-    def number(self, items: int) -> int:
-        """How many batches so many items make."""
-        if self.size is None:
-            return items
-        return items // self.size if self.drop_last else -(-items // self.size)
-
-    def items(self, batches: int) -> int:
-        """How many items so many batches have, where all are full."""
-        return batches * (self.size or 1)
-
-
-class Pass:
-    """One pass over a loader's batches of indices, which knows in which order.
+        begun: Whether something has been drawn.
+        before: The pass before it, until another one begins.
+        batches_before: How many batches were trained on before the pass was saved and gone on with.
+        counts_anew: Whether Lightning has to count from ``batches_before``, not from what it has counted.
 
     Args:
         sampler: Whose.
-        order: Of the items.
-        batches_before: How many batches of the pass were trained on before it was saved and gone on with; None for a
-            new pass.
+        begin: What it began from, where it goes on.
+        items: All of its items, where it goes on.
+        taken: How many of them were trained on.
+        drawn: How many of them were drawn.
     """
 
-    def __init__(self, sampler: "PositionedSampler", order: Order, batches_before: int | None = None) -> None:
-        self.batches_before = batches_before or 0
-        self.begun = batches_before is not None
-        """Whether its order is settled: nothing more is drawn for it from generators that others draw from, too."""
-        self._sampler = sampler
-        self.order = order
-        self._before = sampler.latest
-        self._number = 0
-        self._grouping = sampler.grouping
-        self._batches = self._grouping.batches(order)
+    def __init__(
+        self,
+        sampler: "PositionedSampler",
+        begin: Mapping[str, Any] | None = None,
+        items: Iterable[Any] = (),
+        taken: int = 0,
+        drawn: int = 0,
+    ) -> None:
+        self.begun, self.counts_anew = begin is not None, False
+        self.before = sampler.latest
+        self.batches_before = self._number = 0
+        self._sampler, self._begin, self._size = sampler, begin, sampler.batch_size
+        self._taken_before, self._drawn, self._drawn_again = taken, drawn, drawn - taken
+        self._digest = hashlib.sha256()
+        self._generators_at_end: list[Tensor] | None = None
+        items = iter(items)
+        for at_once in [_AT_ONCE] * (taken // _AT_ONCE) + [taken % _AT_ONCE]:
+            _add(self._digest, list(islice(items, at_once)))
+        again = list(islice(items, drawn - taken))
+        _add(self._digest, again)
+        self._batches = sampler.batches(self._new_items() if begin is None else chain(again, items))
 
-    def __iter__(self) -> Iterator[Any]:
-        return self
+    def _new_items(self) -> Iterator[Any]:
+        # Only when the first is asked for: loaders with workers begin two passes, and drop the first.
+        self._begin = self._sampler.begin_state()
+        yield from self._sampler.source
 
+    @property
+    def digest(self) -> str:
+        """Of what has been drawn."""
+        return self._digest.hexdigest()
+
+    @override
     def __next__(self) -> Any:
-        # Only now: loaders with workers begin two passes, and drop the first.
         if self._number == 0:
             self._sampler.begin(self)
             self.begun = True
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._generators_at_end = self._sampler.generator_states()
+            raise
         self._number += 1
+        items = [batch] if self._size is None else batch
+        new = items[self._drawn_again :]
+        self._drawn_again = max(0, self._drawn_again - len(items))
+        self._drawn += len(new)
+        _add(self._digest, new)
         return batch
 
-    def forget_pass_before(self) -> None:
-        """Lets go of the pass before, of which nobody asks any more when the next has begun."""
-        self._before = None
-
-    def state(self, batches: int) -> dict[str, Any] | None:
-        """What a checkpoint keeps of it.
+    def state(self, batches: int) -> tuple[dict[str, Any], list[Tensor]]:
+        """What a checkpoint keeps of it, and the states that generators have then.
 
         Args:
             batches: How many of its batches were trained on. Fewer than none: the last of the pass before were not.
         """
-        if batches < 0 and self._before is not None:
-            return self._before.state(self._before.order.number_made(self._before._number) + batches)
+        if batches < 0 and self.before is not None:
+            return self.before.state(self.before._number + batches)
         # Where a training begins, Lightning still counts as it did in the checkpoint.
         batches = max(0, batches)
-        state = self.order.state(self._grouping.items(batches))
-        return None if state is None else {**state, "batches": self.batches_before + batches}
+        position = {
+            "begin": self._begin,
+            "taken": min(self._taken_before + batches * (self._size or 1), self._drawn),
+            "drawn": self._drawn,
+            "digest": self.digest,
+            "batches": self.batches_before + batches,
+        }
+        return position, self._generators_at_end or self._sampler.generator_states()
 
 
-_OWN_NAMES = frozenset(
-    {
-        "_before_seed",
-        "_generators",
-        "_generators_of_save",
-        "_name",
-        "_own",
-        "_resumed",
-        "_saved_generators",
-        "_set_back",
-        "_stream",
-        "_stream_begins",
-        "_undoes_seed",
-        "_workers",
-        "latest",
-    }
-)
-"""What a :class:`PositionedSampler` has beside the sampler that it stands for."""
-
-
-class PositionedSampler:
+class PositionedSampler(StandIn):
     """Stands for a loader's sampler of batches, or of samples where it makes none. Not collective.
+
+    Attributes:
+        latest: The pass that has begun last.
+        resumed: The next pass, where it is one that goes on.
+        saved: States of the generators when a checkpoint was saved.
+        set_at_begin: Whether generators are set to these when the next pass begins. By then the loader has drawn a seed
+            for its workers, which the training that was saved had drawn before.
+        keeps_seed: Whether the next pass draws no seed: the workers of the training that was saved had lived on.
 
     Args:
         dataloader: The loader; it gets its own sampler back by :meth:`remove`.
-        set_back: By how many batches a checkpoint may be set back, at the moment.
     """
 
-    def __init__(self, dataloader: DataLoader[Any], set_back: Callable[[], int]) -> None:
-        self._set_back = set_back
+    __slots__ = ("_generators", "_name", "_rng", "keeps_seed", "latest", "resumed", "saved", "set_at_begin")
+
+    def __init__(self, dataloader: DataLoader[Any]) -> None:
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
-        self._own: Any = getattr(dataloader, self._name)
-        self._stream = dataloader.dataset if isinstance(dataloader.dataset, IterableDataset) else None
-        self._workers = dataloader.num_workers
-        self._stream_begins = Snapshot((None,) * self._workers, 0)
+        super().__init__(getattr(dataloader, self._name))
         self.latest: Pass | None = None
-        self._generators = _generators_of(dataloader, self._own, self.source)
-        self._generators_of_save: list[Tensor] = []
-        self._saved_generators: list[Tensor] = []
-        self._resumed: Callable[[], Pass] | None = None
-        self._undoes_seed = False
-        self._before_seed: Tensor | None = None
+        self.resumed: Pass | None = None
+        self.saved: Sequence[Tensor] = ()
+        self.set_at_begin = self.keeps_seed = False
+        self._rng: Tensor | None = None
+        inner = (self.source, getattr(self.source, "sampler", None))
+        owners = [*inner, *map(sampler_within, inner)]
+        values = [
+            dataloader.generator,
+            *(value for owner in owners for value in getattr(owner, "__dict__", {}).values()),
+        ]
+        # By identity: loader and sampler usually share one.
+        self._generators = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
         # The loader refuses this attribute to be set; what has it as `__dict__` does not ask it.
         vars(dataloader)[self._name] = self
 
+    def remove(self, dataloader: DataLoader[Any]) -> None:
+        """Gives a loader its own sampler back."""
+        vars(dataloader)[self._name] = self.stands_for
+
     @property
     def _is_plain(self) -> bool:
-        return type(self._own) is BatchSampler and self._stream is None
+        return type(self.stands_for) is BatchSampler
 
     @property
     def source(self) -> Any:
         """Yields the items that batches are made of, or the batches."""
-        return self._own.sampler if self._is_plain else self._own
+        return self.stands_for.sampler if self._is_plain else self.stands_for
 
     @property
-    def grouping(self) -> Grouping:
-        """How the next pass makes batches of them."""
-        return Grouping(self._own.batch_size, self._own.drop_last) if self._is_plain else Grouping(None, False)
+    def batch_size(self) -> int | None:
+        """Items of a batch of the next pass; None if each item is one."""
+        return self.stands_for.batch_size if self._is_plain else None
+
+    def batches(self, items: Any) -> Iterator[Any]:
+        """The batches of an iterable."""
+        own = self.stands_for
+        return iter(BatchSampler(items, own.batch_size, own.drop_last) if self._is_plain else items)
 
     @override
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What a user sets, such as another batch size, is the loader's own sampler's."""
-        if name in _OWN_NAMES:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._own, name, value)
-
-    def remove(self, dataloader: DataLoader[Any]) -> None:
-        """Gives a loader its own sampler back."""
-        if vars(dataloader).get(self._name) is self:
-            vars(dataloader)[self._name] = self._own
-
-    def resume(self, order: Order, batches_before: int) -> None:
-        """Has the next pass go on in an order that a checkpoint was saved in."""
-        self._resumed = lambda: Pass(self, order, batches_before)
-
-    def go_on_in_stream(self, position: Mapping[str, Any]) -> None:
-        """Has the iterable dataset go on where a checkpoint was saved; its iterator is made afterwards."""
-        if self._stream is None or not is_stateful(self._stream):
-            raise MisconfigurationException(
-                "The checkpoint has the state of an iterable dataset, and the data loader in its place has none that"
-                " takes one. Give `fit` the loaders of the training that was saved."
-            )
-        workers = len(position.get("workers", ()))
-        if workers != self._workers:
-            raise MisconfigurationException(
-                "The checkpoint was saved within an epoch, and has the state of an iterable dataset in"
-                f" {counted(workers, 'worker')}; the data loader has num_workers={self._workers}, whose parts of the"
-                f" data are others. Resume with num_workers={workers}, or from a checkpoint of an epoch's end."
-            )
-        order: Order
-        if workers:
-            order = StreamedInWorkers(self.source, workers, self._set_back, position)
-            self._stream_begins = order.begin
-        else:
-            if position["stream"] is not None:
-                self._stream.load_state_dict(copy.deepcopy(position["stream"]))
-            order = Streamed(self.source, self._stream, self._set_back, position["stream"])
-        self.resume(order, position["batches"])
-
-    def take_stream_begin(self) -> Snapshot:
-        """From where the next pass over an iterable dataset in workers goes on; those after it begin anew."""
-        begin, self._stream_begins = self._stream_begins, Snapshot((None,) * self._workers, 0)
-        return begin
+    def __iter__(self) -> Iterator[Any]:
+        # A loader asks for a pass first, and draws the seed then; with workers it asks once more.
+        if self.keeps_seed and self._rng is None:
+            self._rng = torch.get_rng_state()
+        return Pass(self) if self.resumed is None else self.resumed
 
     def begin(self, begun: Pass) -> None:
         """Notes that a pass draws its first batch."""
         if self.latest is not None:
-            self.latest.forget_pass_before()
-        self.latest = begun
-        self._resumed = None
-        if self._before_seed is not None:
-            torch.set_rng_state(self._before_seed)
-        self._undoes_seed, self._before_seed = False, None
-        # After the loader has drawn a seed for its workers, which the training that was saved had drawn before.
-        self._set_generators()
+            # Of the pass before it nobody asks any more.
+            self.latest.before = None
+        self.latest, self.resumed = begun, None
+        if self._rng is not None:
+            torch.set_rng_state(self._rng)
+        self.keeps_seed, self._rng = False, None
+        if self.set_at_begin:
+            self.set_generators()
 
-    def set_generators_of_save(self, states: list[Tensor], iterated: bool) -> None:
-        """Sets the generators of loader and sampler as they were when saved.
-
-        Args:
-            states: Of the generators.
-            iterated: Whether the loader's iterator had been made: then they are set when the next has been made, too.
-        """
-        self._saved_generators = self._generators_of_save = states
-        if not iterated:
-            self._set_generators()
-
-    def undo_pass(self) -> None:
-        """Sets the generators again as they were when saved: the pass that was begun is left for another one."""
-        self._saved_generators = self._generators_of_save
-        self._set_generators()
-
-    def forget_save(self) -> None:
-        """Lets go of what was saved, when training has begun."""
-        self._generators_of_save = []
-
-    def undo_workers_seed(self) -> None:
-        """Has the next pass draw nothing for workers: those of the training that was saved had lived on."""
-        self._undoes_seed = True
-
-    def _set_generators(self) -> None:
-        states, self._saved_generators = self._saved_generators, []
-        for generator, state in zip(self._generators, states, strict=False):
-            generator.set_state(state)
+    def set_generators(self) -> None:
+        """Sets the generators as they were when saved."""
+        self.set_at_begin = False
+        self._set(self.saved)
 
     def generator_states(self) -> list[Tensor]:
         """States of the generators that loader and sampler have of their own."""
         return [generator.get_state() for generator in self._generators]
 
-    def __iter__(self) -> Iterator[Any]:
-        # A loader asks for a pass first, and draws the seed then; with workers it asks once more.
-        if self._undoes_seed and self._before_seed is None:
-            self._before_seed = torch.get_rng_state()
-        return Pass(self, self._new_order()) if self._resumed is None else self._resumed()
+    def _set(self, states: Sequence[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=False):
+            generator.set_state(state)
 
-    def _new_order(self) -> Order:
-        if self._stream is None:
-            return order_of(self.source)
-        if self._workers:
-            return StreamedInWorkers(self.source, self._workers, self._set_back)
-        return Streamed(self.source, self._stream, self._set_back)
+    def begin_state(self) -> dict[str, Any]:
+        """What decides the order of a pass that begins now; plain values and tensors."""
+        source = self.source
+        is_random = type(source) not in (DistributedSampler, SequentialSampler)
+        rng = rng_state() if is_random else None
+        return {"rng": rng, "generators": self.generator_states(), "seed": getattr(source, "seed", None)}
 
-    def __len__(self) -> int:
-        return len(self._own)
+    @contextmanager
+    def _drawn_again(self, source: Any, begin: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
+        """The items of a pass that began so, drawn from a sampler; later ones may be drawn when this has ended."""
+        if "items" in begin:
+            yield iter(_unpacked(begin["items"]))
+            return
+        generators = self.generator_states()
+        with rng_preserved():
+            if begin["rng"] is not None:
+                set_rng_state(begin["rng"])
+            self._set(begin["generators"])
+            if isinstance(source, DistributedSampler):
+                # For good: with another seed, the next epochs would not be those of the training that was saved.
+                source.seed = begin["seed"]
+            yield iter(source)
+        self._set(generators)
 
-    def __getattr__(self, name: str) -> Any:
-        # While it is being copied or unpickled it has none: asking itself for it would never end.
-        if name == "_own":
-            raise AttributeError(name)
-        return getattr(self._own, name)
+    def gone_on(self, position: Mapping[str, Any]) -> Pass | None:
+        """A pass that goes on where one was saved; None if what is drawn again is not what was drawn."""
+        begin, taken = position["begin"], position["taken"]
+        with self._drawn_again(self.source, begin) as items:
+            resumed = Pass(self, begin, items, taken, position["drawn"])
+        if resumed.digest != position["digest"]:
+            return None
+        resumed.batches_before = position["batches"]
+        length = sized_len(begin.get("items", self.source))
+        if length is not None and self.batch_size is not None:
+            self._end_with_epoch(resumed, length - taken)
+        return resumed
 
-    @override
-    def __reduce__(self) -> Any:
-        """Copies and pickles are of the loader's own sampler."""
-        return _itself, (self._own,)
+    def _end_with_epoch(self, resumed: Pass, left: int) -> None:
+        """Has Lightning count so that a pass ends where the epoch does, also if batches have another size."""
+        size, drops_last = self.batch_size or 1, self._is_plain and self.stands_for.drop_last
+        before = len(self) - (left // size if drops_last else -(-left // size))
+        resumed.counts_anew, resumed.batches_before = before != resumed.batches_before, before
 
     @property
-    def __class__(self) -> Any:
-        """To programs that ask what a loader's sampler is an instance of, it is what it stands for."""
-        return type(self._own)
+    def shares_order(self) -> bool:
+        """Whether ranks take one order in turns, so that others can take what is left of it."""
+        source = self.source
+        is_dealt = any(isinstance(one, DistributedSampler) for one in (source, getattr(source, "sampler", None)))
+        return is_dealt and sized_len(source) is not None
+
+    def dealt(self, positions: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Pass | None:
+        """This rank's part of what another number of ranks has left of an epoch; None as in :meth:`gone_on`.
+
+        Args:
+            positions: Of each rank that has begun it.
+            rank: This one.
+            ranks: How many there are now.
+        """
+        left = self._left_by(positions)
+        own = None if left is None else _packed(share(left, rank, ranks))
+        if left is None or own is None:
+            return None
+        resumed = Pass(self, {"items": own, "whole": len(left)}, _unpacked(own))
+        self._end_with_epoch(resumed, len(own))
+        resumed.counts_anew = True
+        return resumed
+
+    def _left_by(self, positions: Sequence[Mapping[str, Any]]) -> list[Any] | None:
+        """What no rank has taken of an epoch that ranks share, in its order; without padding where that is known."""
+        source, begin, of = self.source, positions[0]["begin"], len(positions)
+        alone: list[Any] = []
+        whole = begin.get("whole")
+        if "items" not in begin and type(source) in (DistributedSampler, DistributedSamplerWrapper):
+            # All orders at once: of N ranks, rank r has items r, r + N, r + 2N of what a single one has.
+            whole = len(source.dataset)
+            with self._drawn_again(_as_rank(source, 0, 1), begin) as items:
+                alone = list(items)
+        parts = []
+        for rank, position in enumerate(positions):
+            part = share(alone, rank, of)
+            if not alone or not _are_as_drawn(part, position):
+                sampler = _as_rank(source, rank, of)
+                with self._drawn_again(sampler, position["begin"]) as items:
+                    # No more than it says it has: it may go on forever.
+                    part = list(items if "items" in begin else islice(items, len(sampler)))
+            if not _are_as_drawn(part, position):
+                return None
+            parts.append(part)
+        return left_of_turns(parts, [position["taken"] for position in positions], whole)
 
 
-def _itself(sampler: Any) -> Any:
-    return sampler
+def _add(digest: Any, items: Sequence[Any]) -> None:
+    """Adds items to a digest: equal ones give the same, however they are put into batches."""
+    kinds = (Tensor, np.ndarray, np.generic)
+    # What torch and NumPy print may leave out values.
+    plain = (
+        one if type(one) is int else apply_to_collection(one, kinds, lambda value: value.tolist()) for one in items
+    )
+    digest.update("".join(f"{item!r};" for item in plain).encode())
 
 
-def _generators_of(dataloader: DataLoader[Any], *samplers: Any) -> list[torch.Generator]:
-    inner = [getattr(sampler, "sampler", None) for sampler in samplers]
-    owners = [*samplers, *inner, *(sampler_within(sampler) for sampler in (*samplers, *inner))]
-    values = [dataloader.generator, *(value for owner in owners for value in getattr(owner, "__dict__", {}).values())]
-    # By identity: loader and sampler usually share one.
-    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
+def _are_as_drawn(items: Sequence[Any], position: Mapping[str, Any]) -> bool:
+    digest = hashlib.sha256()
+    _add(digest, items[: position["drawn"]])
+    return digest.hexdigest() == str(position["digest"])
+
+
+def _as_rank(sampler: Any, rank: int, ranks: int) -> Any:
+    """A copy of a sampler that shares an order with those of other ranks, as one of them has it."""
+    own = copy.copy(sampler)
+    inner = own if isinstance(own, DistributedSampler) else copy.copy(own.sampler)
+    samples = len(inner.dataset)
+    inner.rank, inner.num_replicas = rank, ranks
+    inner.num_samples = samples // ranks if inner.drop_last else -(-samples // ranks)
+    inner.total_size = ranks * inner.num_samples
+    if inner is not own:
+        own.sampler = inner
+    return own
+
+
+def _packed(items: Sequence[Any]) -> Any:
+    """Indices as one tensor, batches of them as lists; None of anything else, which a checkpoint may not hold."""
+    try:
+        return torch.tensor([index(item) for item in items], dtype=torch.int64)
+    except TypeError:
+        pass
+    try:
+        return [[index(item) for item in batch] for batch in items]
+    except TypeError:
+        return None
+
+
+def _unpacked(items: Any) -> list[Any]:
+    found: list[Any] = items.tolist() if isinstance(items, Tensor) else items
+    return found
 
 
 def batches_before(iterator: Any) -> int:
     """How many batches of its pass a loader's iterator leaves out, as they came before a resume."""
-    own = drawn_from(iterator)
+    own = index_iterator(iterator)
     return own.batches_before if isinstance(own, Pass) else 0

@@ -15,12 +15,10 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 SAMPLES, BATCH = 45, 4
@@ -110,6 +108,13 @@ class Unknown(Sampler[int]):
         return self.samples
 
 
+class Unsized(Unknown):
+    """Does not say how many indices it has."""
+
+    def __len__(self) -> int:
+        raise TypeError
+
+
 class Permuted(Sampler[Any]):
     """A user's own: yields numbers of NumPy."""
 
@@ -125,64 +130,6 @@ class LastFirst(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(list(super().__iter__())[::-1])
-
-
-class Stream(IterableDataset[Tensor]):
-    """Knows its place; ranks have samples of their own."""
-
-    def __init__(self, samples: int = 30) -> None:
-        self.samples, self.position, self.begin_at = samples, 0, 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        numbered = Numbered(10_000)
-        self.position, self.begin_at = self.begin_at, 0
-        while self.position < self.samples:
-            self.position += 1
-            yield numbered[100 * dist.get_rank() + self.position - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.begin_at = state["position"]
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.samples
-
-
-class Parts(IterableDataset[Tensor]):
-    """Knows its place; each worker of each rank has samples of its own.
-
-    Args:
-        sizes: How many samples each worker has.
-    """
-
-    def __init__(self, *sizes: int) -> None:
-        self.sizes, self.rank = sizes, dist.get_rank()
-        self.position = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        info = get_worker_info()
-        assert info is not None and info.dataset is self
-        numbered = Numbered(100_000)
-        while self.position < self.sizes[info.id]:
-            self.position += 1
-            yield numbered[10_000 * self.rank + 1000 * info.id + self.position]
-        # As some do, it stands at its begin again when it has come to its end.
-        self.position = 0
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"position": torch.tensor(self.position)}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self.position = int(state["position"])
-
-
-def parts(*sizes: int, **arguments: Any) -> DataLoader[Any]:
-    defaults = {"batch_size": BATCH, "num_workers": len(sizes), "multiprocessing_context": forking()}
-    return DataLoader(Parts(*sizes), **{**defaults, **arguments})
 
 
 class StatefulLoader(DataLoader[Tensor]):
@@ -262,14 +209,6 @@ def cycled() -> CombinedLoader:
     return CombinedLoader({"long": loader(), "short": loader(13)}, "max_size_cycle")
 
 
-def streamed(samples: int) -> DataLoader[Any]:
-    return DataLoader(Stream(samples), batch_size=BATCH)
-
-
-def beside_stream(mode: Any, of_loader: int, *of_streams: int, **arguments: Any) -> CombinedLoader:
-    return CombinedLoader([loader(of_loader, **arguments), *map(streamed, of_streams)], mode)
-
-
 def stateful(samples: int = SAMPLES, kind: type[StatefulLoader] = StatefulLoader) -> StatefulLoader:
     return kind(Numbered(samples), batch_size=BATCH, generator=own_generator())
 
@@ -278,7 +217,11 @@ def without_length(samples: int = SAMPLES) -> StatefulLoader:
     return stateful(samples, WithoutLength)
 
 
-ROWS: dict[str, Row] = {
+def uneven(samples: int, more: int, **arguments: Any) -> DataLoader[Any]:
+    return loader(samples + more * dist.get_rank(), **arguments)
+
+
+SAMPLERS: dict[str, Row] = {
     "shuffled": Row(loader),
     "sequential": Row(lambda: loader(shuffle=False)),
     "drop_last": Row(lambda: loader(drop_last=True)),
@@ -297,17 +240,28 @@ ROWS: dict[str, Row] = {
     "a subclass of it": Row(lambda: loader(sampler=LastFirst(range(SAMPLES), seed=7), num_workers=1)),
     "unknown": Row(lambda: loader(sampler=Unknown()), OWN),
     "unknown, workers": Row(lambda: loader(sampler=Unknown(), num_workers=1)),
+    "unknown, no length": Row(lambda: loader(sampler=Unsized()), OWN),
+    "unknown, no length, accumulated": Row(lambda: loader(sampler=Unsized()), {**OWN, "accumulate_grad_batches": 5}),
     "numbers of NumPy": Row(lambda: loader(sampler=Permuted()), OWN),
     "batch sampler": Row(lambda: loader(batch_sampler=BySize(RandomSampler(range(SAMPLES)))), OWN),
     "batch sampler, injected": Row(lambda: loader(batch_sampler=BySize(RandomSampler(range(SAMPLES))))),
     "batches as samples": Row(
         lambda: loader(sampler=BatchSampler(RandomSampler(range(SAMPLES)), 3, False), batch_size=None), OWN
     ),
+}
+TOGETHER: dict[str, Row] = {
     "two": Row(lambda: [loader(), loader(29)]),
     "min_size": Row(lambda: CombinedLoader([loader(), loader(29, num_workers=1)], "min_size")),
     "max_size": Row(lambda: CombinedLoader([loader(), loader(13)], "max_size")),
     "max_size_cycle": Row(cycled),
     "cycle own": Row(cycled, OWN),
+    "no lengths": Row(lambda: [loader(13), loader(sampler=Unsized()), loader(sampler=Unsized(21))], OWN),
+    "no length first": Row(lambda: CombinedLoader([loader(sampler=Unsized(17)), loader()], "min_size"), OWN),
+    "uneven": Row(lambda: uneven(SAMPLES, 10), OWN),
+    "uneven, no lengths": Row(lambda: loader(sampler=Unsized(30 + 9 * dist.get_rank())), OWN),
+    "uneven, cycled": Row(lambda: [uneven(SAMPLES, 10), uneven(9, 4, num_workers=1)], OWN),
+}
+ARGUMENTS: dict[str, Row] = {
     "limited": Row(loader, {"limit_train_batches": 5}),
     "limited part": Row(loader, {"limit_train_batches": 0.7}),
     "limited, cycled": Row(cycled, {**OWN, "limit_train_batches": 5}),
@@ -315,63 +269,34 @@ ROWS: dict[str, Row] = {
     "validated across epochs": Row(loader, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
     "accumulated": Row(loader, {"accumulate_grad_batches": 2}),
     "accumulated own": Row(loader, {**OWN, "accumulate_grad_batches": 3}),
+    "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
     "reloaded": Row(loader, {"reload_dataloaders_every_n_epochs": 1}, from_module=True),
     "reloaded own": Row(loader, {**OWN, "reload_dataloaders_every_n_epochs": 1}, from_module=True),
     "overfitted": Row(loader, {"overfit_batches": 3}),
     "from the module": Row(cycled, from_module=True),
     "by steps": Row(loader, {"max_steps": 13, "max_epochs": -1}),
-    "stream": Row(lambda: DataLoader(Stream(), batch_size=BATCH)),
-    "stream with a length": Row(lambda: DataLoader(Sized(), batch_size=BATCH)),
-    "stream, accumulated": Row(lambda: DataLoader(Stream(), batch_size=BATCH), {"accumulate_grad_batches": 2}),
-    "stream, short windows": Row(lambda: DataLoader(Stream(), batch_size=BATCH), {"accumulate_grad_batches": 3}),
-    "stream by one": Row(lambda: DataLoader(Stream(), batch_size=None)),
-    "uneven stream": Row(lambda: DataLoader(Stream(30 + 9 * dist.get_rank()), batch_size=BATCH)),
-    "stream in workers": Row(lambda: parts(11, 3, 7)),
-    "stream in workers, accumulated": Row(
-        lambda: parts(4, 14, prefetch_factor=4, persistent_workers=True), {"accumulate_grad_batches": 3}
+}
+STATEFUL: dict[str, Row] = {
+    "stateful": Row(stateful, OWN),
+    "draws": Row(Dealt, OWN),
+    "draws, accumulated": Row(Dealt, {**OWN, "accumulate_grad_batches": 3}),
+    "stateful, cycled": Row(lambda: [loader(), Dealt(13)], OWN),
+    "stateful, uneven": Row(lambda: stateful(SAMPLES + 10 * dist.get_rank()), OWN),
+    "stateful, max_size": Row(lambda: CombinedLoader([stateful(), stateful(13)], "max_size"), OWN),
+    "no length": Row(without_length, OWN),
+    "no length, accumulated": Row(without_length, {**OWN, "accumulate_grad_batches": 3}),
+    "no length, uneven": Row(lambda: without_length(SAMPLES + 10 * dist.get_rank()), OWN),
+    "no length, distributed": Row(
+        lambda: WithoutLength(Numbered(), BATCH, sampler=DistributedSampler(range(SAMPLES)), generator=own_generator())
     ),
-    "stream in workers by one": Row(lambda: parts(2, 4, batch_size=None)),
-    "stream in workers, last dropped": Row(lambda: parts(9, 7, drop_last=True)),
-    "stream in workers, uneven": Row(lambda: parts(9, 5 + 9 * dist.get_rank())),
-    "cycled beside a stream": Row(lambda: beside_stream("max_size_cycle", 40, 10, 5)),
-    "stream, cycled beside": Row(lambda: beside_stream("max_size_cycle", 13, 30, 5, num_workers=1), OWN),
-    "streams in workers, cycled": Row(
-        lambda: [streamed(30), parts(4, 3), parts(9, 14)], {"accumulate_grad_batches": 3}
+    "no lengths, cycled": Row(lambda: [without_length(10), stateful(9), without_length(30), loader(21)], OWN),
+    "no length first, loader": Row(lambda: CombinedLoader([without_length(17), loader()], "min_size"), OWN),
+    "no length first, workers": Row(
+        lambda: CombinedLoader([without_length(17), loader(num_workers=1)], "min_size"), OWN
     ),
-    "uneven streams, cycled": Row(lambda: [streamed(25 + 9 * dist.get_rank()), streamed(17 - 9 * dist.get_rank())]),
-    "stream, limited, cycled": Row(lambda: beside_stream("max_size_cycle", 13, 30), {"limit_train_batches": 6}),
-    "stream, min_size": Row(lambda: beside_stream("min_size", 29, 30)),
-    "stream, min_size, shorter": Row(lambda: beside_stream("min_size", SAMPLES, 17)),
-    "stream, max_size": Row(lambda: beside_stream("max_size", 29, 30, 14)),
-    "stateful loader": Row(lambda: StatefulLoader(Numbered(), batch_size=BATCH, generator=own_generator()), OWN),
-    "stateful loader that draws": Row(Dealt, OWN),
-    "stateful loader, accumulated": Row(Dealt, {**OWN, "accumulate_grad_batches": 3}),
-    "stateful loader, cycled": Row(lambda: [loader(), Dealt(13)], OWN),
-    "stateful loader, max_size": Row(lambda: CombinedLoader([stateful(), stateful(13)], "max_size"), OWN),
-    "stateful, no length": Row(without_length, OWN),
-    "stateful, no length, accumulated": Row(without_length, {**OWN, "accumulate_grad_batches": 3}),
-    "stateful, no length, uneven": Row(lambda: without_length(SAMPLES + 10 * dist.get_rank()), OWN),
-    "stateful, no length, distributed": Row(
-        lambda: WithoutLength(
-            Numbered(),
-            batch_size=BATCH,
-            sampler=DistributedSampler(range(SAMPLES), seed=7),
-            generator=own_generator(),
-        )
-    ),
-    "stateful, cycled beside a stream": Row(lambda: [stateful(13), streamed(30)], OWN),
-    "stream, cycled beside stateful": Row(lambda: [loader(13), streamed(14), without_length(30)], OWN),
-    "stateful, no lengths": Row(lambda: [without_length(10), stateful(9), without_length(30), loader(21)], OWN),
-    "stream first, min_size": Row(lambda: CombinedLoader([streamed(17), loader()], "min_size")),
-    "stream first, min_size, workers": Row(lambda: CombinedLoader([streamed(17), loader(num_workers=1)], "min_size")),
-    "stream first, min_size, stateful": Row(lambda: CombinedLoader([streamed(17), Dealt()], "min_size"), OWN),
-    "stateful, min_size": Row(lambda: CombinedLoader([without_length(29), streamed(30)], "min_size"), OWN),
-    "stateful, no length, max_size": Row(
-        lambda: CombinedLoader([without_length(14), streamed(30), stateful(7)], "max_size"), OWN
-    ),
-    "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
-    "uneven": Row(lambda: loader(SAMPLES + 10 * dist.get_rank()), OWN),
-    "uneven, cycled": Row(
-        lambda: [loader(SAMPLES + 10 * dist.get_rank()), loader(9 + 4 * dist.get_rank(), num_workers=1)], OWN
+    "no length first, draws": Row(lambda: CombinedLoader([without_length(17), Dealt()], "min_size"), OWN),
+    "no lengths, max_size": Row(
+        lambda: CombinedLoader([without_length(14), without_length(30), stateful(7)], "max_size"), OWN
     ),
 }
+ROWS = {**SAMPLERS, **TOGETHER, **ARGUMENTS, **STATEFUL}

@@ -11,24 +11,11 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
 
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.slow import slow_unless
-from tests.strategies.data.rows import (
-    BATCH,
-    OWN,
-    Dealt,
-    Row,
-    Stream,
-    loader,
-    own_generator,
-    parts,
-    stateful,
-    without_length,
-)
-from tests.strategies.data.test_positions import Training, fit
+from tests.strategies.data.rows import OWN, Dealt, Row, loader, own_generator, stateful, without_length
+from tests.strategies.data.test_positions import KINDS, Training, fit
 
 START = "on_train_start"
 ENDS = ("on_validation_end", "on_train_epoch_end")
@@ -36,9 +23,12 @@ BEGINS = (START, "on_train_epoch_start")
 BATCHES = ("on_train_batch_start", "on_train_batch_end")
 STEPS = ("on_before_backward", "on_before_optimizer_step")
 
+SAVED_AFTER = (0, 1, 4, 5, 8)
+"""Batches after which hooks of a batch save: of three epochs of five."""
+
 
 class SavesInHooks(Callback):
-    """Saves whenever Lightning calls one of some hooks, and notes how many batches were trained on by then.
+    """Saves when Lightning calls one of some hooks, and notes how many batches were trained on by then.
 
     Args:
         folder: Where to.
@@ -53,9 +43,10 @@ class SavesInHooks(Callback):
 
     def _saving_in(self, hook: str) -> Callable[..., None]:
         def save(trainer: Trainer, *_: Any) -> None:
-            if not trainer.sanity_checking:
+            batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+            if not trainer.sanity_checking and (hook not in (*BATCHES, *STEPS) or batches in SAVED_AFTER):
                 name = f"{hook} {sum(one.startswith(hook) for one in self.saved)}"
-                self.saved[name] = trainer.fit_loop.epoch_loop.batch_progress.total.processed
+                self.saved[name] = batches
                 trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
 
         return save
@@ -73,18 +64,8 @@ def differences(
         same = batches - window < begun <= batches and actual.seen == expected.seen[begun:]
         difference = distance(actual.parameters, expected.parameters)
         if not same or difference != 0:
-            found[name] = (batches, begun, same, difference)
+            found[f"{folder} {name}"] = (batches, begun, same, difference)
     return found
-
-
-def resumed(folder: str, kind: str, row: Row, hooks: tuple[str, ...]) -> dict[str, Any]:
-    """What differs; nothing is expected to."""
-    expected = fit(kind, row, 0)
-    saving = SavesInHooks(folder, hooks)
-    saved = fit(kind, row, 0, saving)
-    assert saved.seen == expected.seen and distance(saved.parameters, expected.parameters) == 0
-    assert saving.saved
-    return differences(folder, kind, row, expected, saving.saved)
 
 
 class Case(NamedTuple):
@@ -109,116 +90,105 @@ def shuffled(**arguments: Any) -> Any:
     return loader(20, **arguments)
 
 
-def stream() -> Any:
-    return DataLoader(Stream(14), batch_size=BATCH)
+def generated() -> Any:
+    return shuffled(generator=own_generator())
 
 
 CASES = {
-    "shuffled": Case(shuffled, (*BEGINS, *ENDS, *BATCHES)),
     "distributed": Case(shuffled, ENDS, {"use_distributed_sampler": True}),
-    "generator": Case(lambda: shuffled(generator=own_generator()), (*ENDS, BATCHES[1])),
+    "generator": Case(generated, (*ENDS, BATCHES[1])),
+    "stateful that draws": Case(lambda: Dealt(20), (*BATCHES, *STEPS)),
+    "shuffled": Case(shuffled, (*BEGINS, *ENDS, *BATCHES)),
     "every other epoch": Case(shuffled, (*ENDS, *BATCHES), {"check_val_every_n_epoch": 2}),
     "twice an epoch": Case(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}),
     "accumulated": Case(shuffled, (*BEGINS, *ENDS, BATCHES[1]), {"accumulate_grad_batches": 2}),
     "validated in windows": Case(
         shuffled, (ENDS[0], *BATCHES), {"accumulate_grad_batches": 2, "val_check_interval": 2}
     ),
-    "stream": Case(stream, (*BEGINS, *ENDS, *BATCHES)),
-    "stream, accumulated": Case(stream, BATCHES, {"accumulate_grad_batches": 2}),
-    "stream in workers": Case(lambda: parts(8, 6), BATCHES),
     "stateful": Case(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES)),
-    "stateful that draws": Case(lambda: Dealt(20), (*BATCHES, *STEPS)),
     "stateful that draws, beside": Case(lambda: [shuffled(), Dealt(9)], BATCHES),
     "stateful, accumulated": Case(lambda: Dealt(20), (*BATCHES, STEPS[0]), {"accumulate_grad_batches": 2}),
     "stateful, validated": Case(lambda: Dealt(20), (ENDS[0], *BATCHES), {"val_check_interval": 2}),
     "stateful, no length": Case(lambda: without_length(20), (*BEGINS, *ENDS, *BATCHES, *STEPS)),
-    "stateful, no length, beside": Case(lambda: [stream(), stateful(5), without_length(9)], BATCHES),
+    "stateful, no length, beside": Case(lambda: [generated(), stateful(5), without_length(9)], BATCHES),
     "workers": Case(lambda: shuffled(num_workers=1), ENDS),
     "workers, generator": Case(lambda: shuffled(num_workers=1, generator=own_generator()), ENDS),
     "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
 }
+NAMES = list(CASES)
+GROUPS = {"quick": NAMES[:3], "by batches": NAMES[3:8], "stateful": NAMES[8:14], "workers": NAMES[14:]}
 
 
-def resumed_case(folder: str, kind: str, name: str, hooks: tuple[str, ...]) -> dict[str, Any]:
-    return resumed(folder, kind, CASES[name].row, hooks)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    slow_unless(
-        lambda name, kind: (
-            (name, kind)
-            in (
-                ("distributed", "TunedDDPStrategy"),
-                ("generator", "ZeRO1Strategy"),
-            )
-        ),
+def resumed(folder: str, names: list[str]) -> dict[str, Any]:
+    """What differs; nothing is expected to."""
+    found: dict[str, Any] = {}
+    for number, name in enumerate(names):
         # Where loaders stand has nothing to do with the strategy: each under one.
-        [(name, ("ZeRO1Strategy", "TunedDDPStrategy")[number % 2]) for number, name in enumerate(CASES)],
-    ),
-)
-def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
-    found = pool.run(2, resumed_case, str(tmp_path), kind, name, CASES[name].hooks, timeout=300)
-    assert found == [{}, {}]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("stateful, no length", "ZeRO1Strategy"), ("stateful that draws", "TunedDDPStrategy")]
-)
-def test_so_it_does_on_one_rank(pool: RankPool, tmp_path: Any, name: str, kind: str) -> None:
-    assert pool.run(1, resumed_case, str(tmp_path), kind, name, (*BATCHES, STEPS[0])) == [{}]
-
-
-def saved_by_checkpoints(folder: str, kind: str, at_train_end: bool) -> dict[str, Any]:
-    """Saved by Lightning's own callback, after the validation or after that at the end of the epoch."""
-    row = CASES["shuffled"].row
-    saving = ModelCheckpoint(
-        folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=at_train_end, enable_version_counter=False
-    )
-    expected = fit(kind, row, 0, saving, enable_checkpointing=True)
-    return differences(folder, kind, row, expected, {"epoch=0": 5, "epoch=1": 10})
-
-
-@pytest.mark.parametrize("at_train_end", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["ZeRO1Strategy", "TunedDDPStrategy"])
-def test_a_checkpoint_of_every_validated_epoch_goes_on(
-    pool: RankPool, tmp_path: Any, kind: str, at_train_end: bool
-) -> None:
-    assert pool.run(2, saved_by_checkpoints, str(tmp_path), kind, at_train_end) == [{}, {}]
-
-
-def resumed_twice(folder: str, name: str, hooks: tuple[str, ...]) -> dict[str, Any]:
-    """Resumes from every save, saves when that training starts, and resumes from there."""
-    row, kind = CASES[name].row, "ZeRO1Strategy"
-    saving = SavesInHooks(folder, hooks)
-    expected = fit(kind, row, 0, saving)
-    found = {}
-    for save, batches in saving.saved.items():
-        # In a training that has come to its end, nothing starts.
-        if batches < len(expected.seen):
-            again = SavesInHooks(f"{folder}/from {save}", (START,))
-            fit(kind, row, 50, again, path=f"{folder}/{save}.ckpt")
-            assert list(again.saved) == [f"{START} 0"]
-            different = differences(again.folder, kind, row, expected, dict.fromkeys(again.saved, batches))
-            if different:
-                found[save] = different
+        row, kind = CASES[name].row, KINDS[number % 2]
+        expected = fit(kind, row, 0)
+        saving = SavesInHooks(f"{folder}/{name}", CASES[name].hooks)
+        saved = fit(kind, row, 0, saving)
+        assert saved.seen == expected.seen and distance(saved.parameters, expected.parameters) == 0
+        assert saving.saved
+        found.update(differences(saving.folder, kind, row, expected, saving.saved))
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "hooks"),
-    slow_unless(
-        lambda name, hooks: (name, hooks) == ("generator", ENDS),
-        [
-            ("generator", ENDS),
-            *((name, (BATCHES[1],)) for name in ("shuffled", "accumulated", "stream", "twice an epoch")),
-        ],
-    ),
+    ("which", "ranks"),
+    [("quick", 2), *(pytest.param(which, 2, marks=pytest.mark.slow) for which in list(GROUPS)[1:])],
+)
+def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Path, which: str, ranks: int) -> None:
+    assert pool.run(ranks, resumed, str(tmp_path), GROUPS[which], timeout=300) == [{}] * ranks
+
+
+def saved_by_checkpoints(folder: str) -> dict[str, Any]:
+    """Saved by Lightning's own callback, after the validation or after that at the end of the epoch."""
+    row, found = CASES["shuffled"].row, {}
+    for kind, at_train_end in zip(KINDS, (False, True), strict=True):
+        saving = ModelCheckpoint(
+            f"{folder}/{kind}",
+            "{epoch}",
+            save_top_k=-1,
+            save_on_train_epoch_end=at_train_end,
+            enable_version_counter=False,
+        )
+        expected = fit(kind, row, 0, saving, enable_checkpointing=True)
+        found.update(differences(f"{folder}/{kind}", kind, row, expected, {"epoch=0": 5, "epoch=1": 10}))
+    return found
+
+
+def test_a_checkpoint_of_every_validated_epoch_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, saved_by_checkpoints, str(tmp_path)) == [{}, {}]
+
+
+def resumed_twice(folder: str, saves: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
+    """Resumes from every save, saves when that training starts or begins a batch, and resumes from there."""
+    found: dict[str, Any] = {}
+    for name, hooks in saves.items():
+        row, kind = CASES[name].row, KINDS[0]
+        saving = SavesInHooks(f"{folder}/{name}", hooks)
+        expected = fit(kind, row, 0, saving)
+        for save, batches in saving.saved.items():
+            # In a training that has come to its end, nothing starts.
+            if batches < len(expected.seen):
+                again = SavesInHooks(f"{saving.folder}/from {save}", (START,))
+                fit(kind, row, 50, again, path=f"{saving.folder}/{save}.ckpt")
+                assert list(again.saved) == [f"{START} 0"]
+                found.update(differences(again.folder, kind, row, expected, dict.fromkeys(again.saved, batches)))
+    return found
+
+
+TWICE = ("shuffled", "accumulated", "twice an epoch", "stateful that draws")
+
+
+@pytest.mark.parametrize(
+    "saves", [{"generator": ENDS}, pytest.param(dict.fromkeys(TWICE, BATCHES[1:]), marks=pytest.mark.slow)]
 )
 def test_a_resumed_training_may_be_saved_when_it_starts(
-    pool: RankPool, tmp_path: Any, name: str, hooks: tuple[str, ...]
+    pool: RankPool, tmp_path: Path, saves: dict[str, tuple[str, ...]]
 ) -> None:
-    assert pool.run(2, resumed_twice, str(tmp_path), name, hooks, timeout=300) == [{}, {}]
+    assert pool.run(2, resumed_twice, str(tmp_path), saves, timeout=300) == [{}, {}]
 
 
 class Validations(Callback):
@@ -240,7 +210,7 @@ class Validations(Callback):
 
 def validations_of_resumed(folder: str, name: str) -> list[Any]:
     """Each validation, in what order steps and validations came, of the whole training and of the resumed ones."""
-    row, kind = CASES[name].row, "ZeRO1Strategy"
+    row, kind = CASES[name].row, KINDS[0]
     whole, saving = Validations(), SavesInHooks(folder, (BATCHES[1], ENDS[0]))
     fit(kind, row, 0, whole, saving)
     found = [whole.after]
@@ -255,10 +225,11 @@ def validations_of_resumed(folder: str, name: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param("shuffled", marks=pytest.mark.slow), "twice an epoch"])
-def test_no_validation_is_left_out_or_made_twice(pool: RankPool, tmp_path: Any, name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "validations"), [("shuffled", 3), ("twice an epoch", 6)])
+def test_no_validation_is_left_out_or_made_twice(pool: RankPool, tmp_path: Path, name: str, validations: int) -> None:
     (found,) = pool.run(1, validations_of_resumed, str(tmp_path), name, timeout=300)
-    assert len(found[0]) == (3 if name == "shuffled" else 6)
+    assert len(found[0]) == validations
     assert found == [found[0]] * len(found)
 
 
@@ -270,22 +241,20 @@ class Told(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def preempted(folder: str, name: str, batches: int) -> dict[str, Any]:
-    row, kind = CASES[name].row, "ZeRO1Strategy"
-    expected = fit(kind, row, 0)
-    saving = ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False)
-    with pytest.raises(SystemExit):
-        fit(kind, row, 0, saving, Told(), enable_checkpointing=True)
-    return differences(folder, kind, row, expected, {"last": batches})
+def preempted(folder: str) -> dict[str, Any]:
+    found = {}
+    for name, batches in (("twice an epoch", 2), ("validated in windows", 4)):
+        row, kind = CASES[name].row, KINDS[0]
+        expected = fit(kind, row, 0)
+        saving = ModelCheckpoint(f"{folder}/{name}", save_last=True, save_top_k=0, enable_version_counter=False)
+        with pytest.raises(SystemExit):
+            fit(kind, row, 0, saving, Told(), enable_checkpointing=True)
+        found.update(differences(f"{folder}/{name}", kind, row, expected, {"last": batches}))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("name", "batches"), [("twice an epoch", 2), pytest.param("validated in windows", 4, marks=pytest.mark.slow)]
-)
-def test_a_training_that_was_preempted_in_a_validated_batch_goes_on(
-    pool: RankPool, tmp_path: Any, name: str, batches: int
-) -> None:
-    assert pool.run(2, preempted, str(tmp_path), name, batches) == [{}, {}]
+def test_a_training_that_was_preempted_in_a_validated_batch_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, preempted, str(tmp_path)) == [{}, {}]
 
 
 class Unpicklable(Dealt):
@@ -303,15 +272,12 @@ class TriesToSave(Callback):
                 trainer.save_checkpoint(f"{self.folder}/a.ckpt")
 
 
-def trained_unpicklable(folder: str, kind: str) -> float:
-    expected = fit(kind, Row(lambda: Dealt(20), OWN), 0)
-    actual = fit(kind, Row(lambda: Unpicklable(20), OWN), 0, TriesToSave(folder))
+def trained_unpicklable(folder: str) -> float:
+    expected = fit(KINDS[0], Row(lambda: Dealt(20), OWN), 0)
+    actual = fit(KINDS[0], Row(lambda: Unpicklable(20), OWN), 0, TriesToSave(folder))
     return distance(actual.parameters, expected.parameters)
 
 
-@pytest.mark.parametrize("kind", ["ZeRO1Strategy", "TunedDDPStrategy"])
-def test_a_state_that_cannot_be_pickled_ends_the_save_and_not_the_training(
-    pool: RankPool, tmp_path: Path, kind: str
-) -> None:
-    assert pool.run(2, trained_unpicklable, str(tmp_path), kind) == [0.0, 0.0]
+def test_a_state_that_cannot_be_pickled_ends_the_save_and_not_the_training(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(2, trained_unpicklable, str(tmp_path)) == [0.0, 0.0]
     assert not list(tmp_path.iterdir())
