@@ -5,16 +5,21 @@
 Trains in turns without saving and with each way of saving, and compares within a turn. The stall is what
 `Trainer.save_checkpoint` takes; the whole cost is what a run with saves takes longer than one without, per save: for
 async_save that has in it what the writing thread takes from training, and the wait for it at the end. The host's peak
-is how much the resident set of rank 0 grows during a save, above what it was before.
+is how much the resident set of rank 0 grows during a save, above what it was before. At the end a thread asks to be
+woken every millisecond while checkpoints are saved: the delay is how late it is, of a thousand times but one, on the
+rank where that is longest, less its delay in as long a time without saves.
 """
 
 import argparse
 import logging
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -25,6 +30,8 @@ from benchmarks.peers import FORMATS
 from benchmarks.ranks import become_ranks, global_rank
 
 WITHOUT = "zero1_custom"
+TICK = 0.001
+TICKED_SAVES = 4
 
 
 class Saves(Callback):
@@ -52,6 +59,59 @@ class Saves(Callback):
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         # By now a save that was under way is done.
         self.seconds = time.perf_counter() - self.began
+
+
+class Ticks(Callback):
+    """How late a thread wakes up that asks to be woken every millisecond: while checkpoints are saved, and without."""
+
+    def __init__(self, folder: Path, warm_up: int) -> None:
+        self.folder, self.warm_up = folder, warm_up
+        self.during = self.without = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.warm_up:
+            # What a first save imports and connects is not what later ones cost.
+            self._save(trainer)
+            began = time.perf_counter()
+            self.during = delay_during(lambda: [self._save(trainer) for _ in range(TICKED_SAVES)])
+            seconds = time.perf_counter() - began
+            self.without = delay_during(lambda: time.sleep(seconds))
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(self.folder / "ticks.ckpt")
+        trainer.strategy.wait_for_saves()
+
+
+def delay_during(action: Callable[[], Any]) -> float:
+    """The 99.9th percentile of the delays of a ticking thread while something is done, in seconds."""
+    late: list[float] = []
+    ends = threading.Event()
+
+    def tick() -> None:
+        while not ends.is_set():
+            began = time.perf_counter()
+            time.sleep(TICK)
+            late.append(time.perf_counter() - began - TICK)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    action()
+    ends.set()
+    thread.join()
+    return float(torch.tensor(late).quantile(0.999))
+
+
+def tick_delays(arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """By way of saving: the delay that saving adds, of each pair the longest of all ranks."""
+    found: dict[str, list[float]] = {name: [] for name in FORMATS if name != "ddp"}
+    for _ in range(arguments.pairs):
+        for name, delays in found.items():
+            ticks = Ticks(folder / name, arguments.warm_up)
+            fit(name, arguments, [ticks])
+            longest = torch.tensor(ticks.during - ticks.without)
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+            delays.append(float(longest))
+    return {name: spread(delays) for name, delays in found.items()}
 
 
 def measure(name: str, arguments: argparse.Namespace, folder: Path, every: int) -> Saves:
@@ -110,17 +170,22 @@ def main() -> None:
                 # Apart: `ddp` would move its files into the folders of sharded checkpoints.
                 folder = Path(holder[0]) / name
                 runs[name].append(measure(name, arguments, folder, 0 if name == WITHOUT else arguments.every))
+        dist.broadcast_object_list(holder)
+        ticks = tick_delays(arguments, Path(holder[0]))
         dist.barrier()
     if global_rank() != 0:
         return
     parameters = sum(parameter.numel() for parameter in make_decoder(arguments).parameters())
     result = {"label": arguments.label, "parameters": parameters, "checkpoints": summarize(runs)}
+    result["tick_delay_seconds"] = ticks
     for name, cost in result["checkpoints"].items():
         print(
             f"{name:36s} stall {cost['stall']['median']:.3f} s ({cost['ratio_to_synchronous']['median']:.2f} of the"
             f" synchronous one), whole cost {cost['whole_cost']['median']:.3f} s,"
             f" host peak {cost['host_peak_bytes']['median'] / 1e6:.0f} MB"
         )
+    for name, delay in ticks.items():
+        print(f"{name:36s} a thread wakes up {1000 * delay['median']:.1f} ms later while it is saved")
     write_result(result, arguments.output)
 
 

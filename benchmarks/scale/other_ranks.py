@@ -3,6 +3,7 @@
 Each writes a file of its own, which a load has to find, and tells rank 0 as much as it would be told.
 """
 
+import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks.scale.recorder import Recorder, not_counting_calls
-from lightning_parstrat.distributed.checkpoint.index import StoredPiece, file_of
+from lightning_parstrat.distributed.checkpoint.dcp import LayoutPlanner, LayoutWriter
+from lightning_parstrat.distributed.checkpoint.folder import states_of
+from lightning_parstrat.distributed.checkpoint.layout import Piece
 from lightning_parstrat.distributed.checkpoint.writing import Outline
 
 _SENT_BY_RANK_0: dict[int, Outline] = {}
 """By the number of ranks: rank 0 is played first."""
+_PLANS_OF_RANK_0: dict[int, list[Any]] = {}
 
 
 class OtherRanks:
@@ -25,7 +30,7 @@ class OtherRanks:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.folder: Path | None = None
-        self._index: Any = None
+        self._written: dict[int, Any] = {}
 
     def broadcast(self, original: Callable[..., None]) -> Callable[..., None]:
         """``dist.broadcast_object_list``: what this rank receives is what it would have sent itself."""
@@ -45,29 +50,51 @@ class OtherRanks:
         outline = _SENT_BY_RANK_0.get(size) if value == (None, None) else None
         return value if outline is None else (outline._replace(temporary=str(self.folder)), None)
 
-    def write_shard(self, original: Callable[..., None]) -> Callable[..., None]:
-        """``write_shard`` that has them write theirs."""
+    def gather(self, obj: Any, object_gather_list: list[Any] | None = None, **kwargs: Any) -> None:
+        """``dist.gather_object``, by which torch's checkpoints tell rank 0 what is planned and written."""
+        group, nbytes = kwargs["group"], len(pickle.dumps(obj))
+        received = nbytes * (group.size() - 1) if group.rank() == 0 else 0
+        self._recorder.launch(group.number, "all_gather", 8 * (group.size() - 1))
+        self._recorder.launch(group.number, "gather", received)
+        self._recorder.note_metadata(received)
+        if object_gather_list is not None:
+            # Once the others have written, each says what it has.
+            others = self._written if isinstance(obj, list) else {}
+            object_gather_list[:] = [others.get(rank, obj) for rank in range(group.size())]
 
-        def write(path: Path, pieces: list[Any], part_of: Any, own: bytes, own_begins: int) -> None:
-            original(path, pieces, part_of, own, own_begins)
+    def scatter(
+        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any] | None, **kwargs: Any
+    ) -> None:
+        """``dist.scatter_object_list``, by which rank 0 answers."""
+        group = kwargs["group"]
+        if scatter_object_input_list is not None:
+            _PLANS_OF_RANK_0[group.size()] = scatter_object_input_list
+        own = _PLANS_OF_RANK_0[group.size()][group.rank()]
+        received = len(pickle.dumps(own)) if group.rank() else 0
+        self._recorder.launch(group.number, "broadcast", 8 if group.rank() else 0)
+        self._recorder.launch(group.number, "scatter", received)
+        self._recorder.launch(group.number, "scatter", 8 if group.rank() else 0)
+        self._recorder.note_metadata(received)
+        scatter_object_output_list[0] = own
+
+    def write_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``LayoutWriter.write_data`` that has the others write theirs, where rank 0 is played."""
+
+        def write(writer: Any, plan: SavePlan, planner: Any) -> Any:
+            done = original(writer, plan, planner)
             with not_counting_calls():
-                # Rank 0 has a load before it; others look whether the next has written.
-                rank, size = dist.get_rank(), dist.get_world_size()
-                for other in range(size) if rank == 0 else [(rank + 1) % size]:
-                    file = path.parent / file_of(other)
-                    if not file.exists():
-                        original(file, self._index.of_rank(other), _zeros_of, own, self._index.end_of(other))
+                for rank in range(1, dist.get_world_size()) if dist.get_rank() == 0 else ():
+                    pieces = writer._layout.of_rank(rank)
+                    of_rank = LayoutPlanner(pieces)
+                    own = io.BytesIO(planner.resolve_data(plan.items[1]).getvalue())
+                    held = {states_of(rank): own, **{piece.tensor.name: _zeros_of(piece) for piece in pieces}}
+                    of_rank.set_up_planner({"held": held})
+                    theirs = LayoutWriter(writer._temporary, writer._final, writer._layout, pieces)
+                    planned = of_rank.finish_plan(_PLANS_OF_RANK_0[dist.get_world_size()][rank])
+                    self._written[rank] = original(theirs, planned, of_rank).value()
+            return done
 
         return write
-
-    def note_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``CheckpointPieces.index`` whose result is kept."""
-
-        def index(*args: Any) -> Any:
-            self._index = original(*args)
-            return self._index
-
-        return index
 
     def gather_object(self, value: Any, group: Any) -> list[Any]:
         """``gather_object`` of the package: the others send what this rank would, and have the same."""
@@ -81,5 +108,5 @@ class OtherRanks:
         return [value] * group.size() if is_root else []
 
 
-def _zeros_of(piece: StoredPiece) -> torch.Tensor:
-    return torch.zeros(piece.numel, dtype=piece.dtype)
+def _zeros_of(piece: Piece) -> torch.Tensor:
+    return torch.zeros(piece.numel, dtype=piece.tensor.dtype)

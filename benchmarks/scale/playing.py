@@ -21,8 +21,7 @@ from benchmarks.scale.played_group import PlayedGroup, PlayedStore
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Node, Topology
-from lightning_parstrat.distributed.checkpoint import writing
-from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces
+from lightning_parstrat.distributed.checkpoint.dcp import LayoutWriter
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.streams import Streams
@@ -49,8 +48,9 @@ def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_no
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(ExchangeThread, "run", _at_once),
         *_everywhere(agreement.gather_object, others.gather_object),
-        mock.patch.object(writing, "write_shard", others.write_shard(writing.write_shard)),
-        mock.patch.object(CheckpointPieces, "index", others.note_index(CheckpointPieces.index)),
+        mock.patch.object(LayoutWriter, "write_data", others.write_data(LayoutWriter.write_data)),
+        mock.patch.object(dist, "gather_object", others.gather),
+        mock.patch.object(dist, "scatter_object_list", others.scatter),
         *_naming_groups(recorder),
     ]
     for name in ("reduce_scatter", "all_gather"):

@@ -12,7 +12,18 @@ from typing import Any, Literal
 from torch import Tensor
 
 Phase = Literal["setup", "first steps", "step", "full save", "sharded save", "load", "end"]
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "barrier", "send", "recv"]
+Kind = Literal[
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+]
 
 _LABORATORY = str(Path(__file__).resolve().parent)
 _LATENCY_SECONDS, _SECONDS_PER_BYTE = 40e-6, 1e-9

@@ -1,18 +1,16 @@
 """``lightning-parstrat consolidate``: turns a sharded checkpoint into one file."""
 
 import pickle
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
-from tqdm import tqdm
 
 from lightning_parstrat._namespaces import package_in_use
 from lightning_parstrat.cli.errors import UsageError
-from lightning_parstrat.distributed.checkpoint.consolidation import consolidate, consolidated_bytes
+from lightning_parstrat.distributed.checkpoint.consolidation import consolidate
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError, is_sharded_checkpoint
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 
@@ -23,7 +21,7 @@ checkpoint_io, states_in_files = (
 
 _DESCRIPTION = """
 Turns a folder that was saved with checkpoint_format="sharded" into an ordinary Lightning checkpoint. Runs on one
-machine without a GPU, and holds one piece of one tensor in memory at a time. The folder is not changed.
+machine without a GPU, and needs twice the file's room on the disk, but little memory. The folder is not changed.
 
   lightning-parstrat consolidate checkpoints/last.ckpt last-full.ckpt
 """
@@ -59,11 +57,9 @@ def run(arguments: Namespace, program: list[str]) -> int:
         raise UsageError(f"{destination} already exists. Choose another name, or add --overwrite.")
     checkpoint = open_sharded(source, arguments.trusted)
     checkpoint.skeleton = loaded(lambda: _with_all_states(checkpoint), source)
-    total = consolidated_bytes(checkpoint)
     try:
-        with tqdm(total=total, unit="B", unit_scale=True, desc=destination.name, file=sys.stderr) as bar:
-            consolidate(checkpoint, destination, bar.update)
-    except (ValueError, OSError) as error:
+        loaded(lambda: consolidate(checkpoint, destination), source)
+    except OSError as error:
         raise UsageError(str(error)) from error
     print(f"{destination}: {destination.stat().st_size} bytes")
     return 0

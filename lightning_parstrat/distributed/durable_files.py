@@ -61,6 +61,18 @@ def written_durably(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def with_errors_of_the_disk() -> Iterator[None]:
+    """Within it, what is raised where ``torch.save`` cannot write is the error of the disk, such as that it is full."""
+    try:
+        yield
+    except RuntimeError as error:
+        # torch says of its zip file that it is at an "unexpected pos".
+        if isinstance(error.__context__, OSError) and "inline_container" in str(error):
+            raise error.__context__ from None
+        raise
+
+
 def put_in_place(temporary: Path, path: Path) -> None:
     """Gives a file or folder its final name, and removes what had the name before.
 
@@ -202,7 +214,7 @@ def sync(path: Path) -> None:
 
 
 def _is_of_checkpoint(name: str) -> bool:
-    return name.endswith(".distcp") or name.startswith(".metadata") or name == "checkpoint.pt"
+    return name.endswith(".distcp") or name.startswith(".metadata")
 
 
 def _last_change(path: Path) -> float:

@@ -89,14 +89,10 @@ Used through this file: what for | what happens without it.
     torch.optim.Adam._step_supports_amp_scaling
         knows optimizers that unscale gradients, and leave steps out, by themselves (`fused=True`) | their skipped steps
         in 16-mixed are not counted
-    torch._subclasses.fake_tensor.FakeTensorMode
-        reads how a checkpoint is laid out, without its tensors | `lightning-parstrat consolidate` fails
-    torch.serialization._checkpoint_offset
-        where in a checkpoint a tensor is | `lightning-parstrat consolidate` fails
-    torch._utils._rebuild_tensor_v3
-        what a piece of a sharded checkpoint is, to `torch.load` | no sharded checkpoint is written
     torch.distributed.checkpoint.filesystem._StorageInfo
-        where pieces lie, for torch's own reader of sharded checkpoints | only this package reads them
+        says in the index of a sharded checkpoint where pieces lie | no sharded checkpoint is written
+    torch.distributed.checkpoint.utils._create_file_view
+        reads a part of a piece of a sharded checkpoint | no sharded checkpoint is read by another number of ranks
     torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter
         what a data loader draws indices from, which knows its order | training does not begin; give loaders a
         `state_dict`, or resume at the begin of an epoch
@@ -131,15 +127,12 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 import dataclasses
 import functools
 import io
-import pickle
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -417,22 +410,6 @@ def users_of_storage(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def load_layout(path: Path) -> Any:
-    """What was saved to ``path``, its tensors without elements: they know where these are (:func:`offset_in_file`)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.load(path, weights_only=False)
-
-
-def offset_in_file(tensor: Tensor) -> int:
-    """Where in the file the elements of a tensor of :func:`load_layout` begin, in bytes."""
-    offset: int | None = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-    if offset is None:
-        raise AssertionError("torch has not noted where in the file a tensor is")
-    return offset + int(tensor.storage_offset()) * tensor.itemsize
-
-
 # Processes.
 
 
@@ -543,61 +520,17 @@ def unscales_in_step(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-@dataclass
-class _Storage:
-    """Stands for the memory of a tensor that is pickled."""
-
-    nbytes: int
-
-
-@dataclass
-class _Pickled:
-    """Is pickled as a 1-D tensor."""
-
-    dtype: torch.dtype
-    numel: int
-
-    def __reduce__(self) -> Any:
-        storage = _Storage(self.numel * self.dtype.itemsize)
-        arguments: tuple[Any, ...] = storage, 0, (self.numel,), (1,), False, OrderedDict(), self.dtype
-        return torch._utils._rebuild_tensor_v3, arguments
-
-
-class _TensorPickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, _Storage):
-            return "storage", torch.UntypedStorage, "0", "cpu", value.nbytes
-        return None
-
-
-def pickled_tensor(dtype: torch.dtype, numel: int) -> bytes:
-    """The description of a 1-D tensor in a file of ``torch.save``, whose elements are in the record ``data/0``."""
-    content = io.BytesIO()
-    _TensorPickler(content, protocol=2).dump(_Pickled(dtype, numel))
-    return content.getvalue()
-
-
-def checkpoint_metadata(tensors: Mapping[str, tuple[torch.dtype, int, Sequence[Any]]]) -> Any:
-    """The index that torch's reader of sharded checkpoints asks for.
-
-    Args:
-        tensors: By name: dtype, elements, and pieces with ``start``, ``numel``, ``file``, ``position`` and ``length``.
-    """
+def place_in_file(file: str, position: int, length: int) -> Any:
+    """Where a piece of a sharded checkpoint lies, as torch's index of one says it."""
     # Here, as it takes long to import.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
 
-    known: dict[str, Any] = {}
-    stored = {}
-    for name, (dtype, numel, pieces) in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size([one.start]), torch.Size([one.numel])) for one in pieces]
-        known[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size([numel]), chunks)
-        for one in pieces:
-            stored[MetadataIndex(name, [one.start])] = _StorageInfo(one.file, one.position, one.length)
-    return Metadata(known, storage_data=stored)
+    return _StorageInfo(file, position, length)
+
+
+def elements_in_file(file: io.IOBase, position: int, length: int) -> int:
+    """Where in a file the elements of a tensor begin that ``torch.save`` has written into a part of it, in bytes."""
+    from torch.distributed.checkpoint.utils import _create_file_view
+
+    reader: Any = torch._C.PyTorchFileReader(cast(BinaryIO, _create_file_view(file, position, length)))
+    return position + int(reader.get_record_offset("data/0"))

@@ -20,7 +20,6 @@ from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import counted, listed
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
-from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -405,7 +404,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             self._wait_for_all()
             state = optimizer.state_dict()
             if self._saves_sharded:
-                state = with_placeholders_for_state(state, optimizer, self._position_of(optimizer), self._placeholders)
+                state = with_placeholders_for_state(state, optimizer, self._position_of(optimizer))
             return gather_optimizer_state(state, self.is_global_zero)
 
     @override
@@ -440,19 +439,20 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         super()._save_sharded(_without_sharded_hyperparameters(checkpoint), *args)
 
     @override
-    def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
+    def _cuts_of_weights(self) -> Mapping[str, Cut]:
         # Before its setup a module is whole, and takes whole weights.
-        weights, module = super()._own_weights(loaded), self._training_module
-        if not is_sharded_module(module):
-            return weights
+        if not is_sharded_module(self._training_module):
+            return {}
         self._reshard()
-        named = dict(module.named_parameters(remove_duplicate=False))
-        cuts = self._cuts_of_parameters()
-        by_name = {name: cuts[parameter] for name, parameter in named.items() if parameter in cuts}
-        weights = loaded.own_weights(weights, by_name)
-        parts = {name: value for name, value in weights.items() if isinstance(value, OwnPart)}
-        weights.update({name: shard_like(value, named[name]) for name, value in parts.items()})
-        return weights
+        named, cuts = self._training_module.named_parameters(remove_duplicate=False), self._cuts_of_parameters()
+        return {name: cuts[parameter] for name, parameter in named if parameter in cuts}
+
+    @override
+    def _filled(self) -> dict[str, Any]:
+        filled, named = super()._filled(), dict(self._training_module.named_parameters(remove_duplicate=False))
+        parts = {name: part for name, part in filled["state_dict"].items() if isinstance(part, OwnPart)}
+        filled["state_dict"].update({name: shard_like(part, named[name]) for name, part in parts.items()})
+        return filled
 
     @property
     @override

@@ -118,20 +118,20 @@ def test_a_save_and_a_load(save: str, tmp_path: Path) -> None:
     for (_, size, rank), counters in counted.items():
         saved = counters[f"{save} save"]
         # All come, twice, and agree on what there is of the state and whether training can go on from it; then whether
-        # the file was written, or of a folder, whether all have written, see each other's files, and it has its name.
-        agreements = 4 + (3 if save == "sharded" else 1)
+        # the file was written. Of a folder torch agrees on that, by collectives.
+        agreements = 4 if save == "sharded" else 5
         # In a full save, a rank sends rank 0 a message for each bucket, and its random numbers in two.
         gathered = len(BUCKETS) + 2 if save == "full" and rank else 0
         assert saved["messages"] == agreements * doublings(size) + gathered
-        # Rank 0 receives random numbers; of a folder, it says what is in it.
-        assert (saved["metadata_bytes"] > 0) == ((save == "full") == (rank == 0))
-        assert saved["metadata_bytes"] < 20_000 or rank == 0
+        # Rank 0 receives random numbers; of a folder, it says what is in it, and receives a few words of each rank.
+        assert (saved["metadata_bytes"] > 0) == (save == "sharded" or rank == 0)
+        assert saved["metadata_bytes"] < (600 * size if save == "sharded" and rank == 0 else 20_000) or save == "full"
         if rank == 0:
             # Whether all could open it, what it is, and which save's; of a folder, what it holds, part by part.
             assert counters["load"]["messages"] == (3 if save == "full" else 7) * doublings(size)
             assert counters["load"]["metadata_bytes"] == 0
     buffers = [counted["nccl", size, 0][f"{save} save"]["largest_receive_bytes"] for size in (8, 64)]
-    assert buffers[1] <= buffers[0]
+    assert buffers[1] <= (600 * 64 if save == "sharded" else buffers[0])
 
 
 def test_the_page_has_the_tables_of_what_was_counted_and_estimated() -> None:
@@ -141,8 +141,9 @@ def test_the_page_has_the_tables_of_what_was_counted_and_estimated() -> None:
     assert "\n".join(markdown(table)) in page
     assert "\n".join(estimate.table()) in page
     for title, by_size in table:
-        # With the logarithm at most.
-        assert growth(by_size) <= 0.25 or ("messages" not in title and "buffer" not in title), title
+        # With the logarithm at most, but for a few words of each rank in a sharded save.
+        few = title == "sharded save: largest buffer, bytes" and by_size[1024] < 600 * 1024
+        assert growth(by_size) <= 0.25 or few or ("messages" not in title and "buffer" not in title), title
 
 
 def test_growth_is_a_power_of_the_number_of_ranks() -> None:

@@ -270,8 +270,8 @@ FAULTS = (
     Fault(
         "a rank reads the part of another from a sharded checkpoint",
         "distributed/checkpoint/reading.py",
-        "runs[name] = Run(target, cut.own.start)",
-        "runs[name] = Run(target, 0)",
+        "runs[source.name] = Run(part, cut.own.start)",
+        "runs[source.name] = Run(part, 0)",
         ("tests/strategies/checkpoint/test_routes.py::test_training_goes_on_as_if_it_had_not_stopped",),
     ),
     Fault(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_parstrat.distributed import durable_files
-from lightning_parstrat.distributed.checkpoint import writing
+from lightning_parstrat.distributed.checkpoint import dcp
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.zero1 import state
 from lightning_parstrat.strategies.checkpoint import checkpoints
@@ -42,8 +42,7 @@ def kill() -> None:
 
 
 def _mid_file(kills: KillsAt) -> None:
-    for module, name in ((torch, "save"), (writing, "write_zipped")):
-        setattr(module, name, _half(getattr(module, name), kills))
+    torch.save = _half(torch.save, kills)
 
 
 def _half(write: Callable[..., Any], kills: KillsAt) -> Callable[..., Any]:
@@ -66,12 +65,12 @@ def _before_fsync(kills: KillsAt) -> None:
 
 
 def _before_rename(kills: KillsAt) -> None:
-    for module in (durable_files, writing):
+    for module in (durable_files, dcp):
         _before(module, "put_in_place", kills)
 
 
 def _after_rename(kills: KillsAt) -> None:
-    for module in (durable_files, writing):
+    for module in (durable_files, dcp):
         _after(module, "put_in_place", kills)
 
 
@@ -102,7 +101,7 @@ def _mid_removal(kills: KillsAt) -> None:
 
 def _between_ranks(kills: KillsAt) -> None:
     """When the others have sent or written their parts."""
-    for module, name in ((state, "_send"), (writing, "write_shard"), (checkpoints, "gather_object")):
+    for module, name in ((state, "_send"), (dcp.LayoutWriter, "write_data"), (checkpoints, "gather_object")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
-from lightning_parstrat.distributed.checkpoint import writing
+from lightning_parstrat.distributed.checkpoint import dcp
 from lightning_parstrat.distributed.comm import liveness as liveness
 from tests.faults.jobs import TIMEOUT
 from tests.faults.points import POINTS, KillsAt, kill
@@ -114,7 +114,7 @@ class SaysWhereItIs(Callback):
             (trainer.strategy, "load_checkpoint", "load"),
             (trainer.strategy, "save_checkpoint", "save"),
             # The thread of an asynchronous save goes on where `save_checkpoint` has returned.
-            (writing._Folder, "write", "save"),
+            (dcp.LayoutWriter, "write_data", "save"),
         ):
             setattr(owner, name, _announced(getattr(owner, name), what))
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-SKELETON = "checkpoint.pt"
-"""The file with everything that is not in the other files, and with the names of the tensors that are."""
+SKELETON = "checkpoint"
+"""Under this name rank 0 writes all that is not in pieces, with placeholders for the tensors that are."""
 
 METADATA = ".metadata"
-"""The index of the other files, as torch calls it."""
+"""The file that says where each piece is, as torch calls it."""
 
 OF_ANOTHER_JOB = (
     "probably another job saves to the same folder. Give each job a folder of its own (`dirpath` of ModelCheckpoint, or"
@@ -23,8 +23,18 @@ class CheckpointDamagedError(ValueError):
     """A checkpoint is truncated, damaged, or lacks a part."""
 
 
+def states_of(rank: int) -> str:
+    """Under which name a rank writes what it alone needs to go on."""
+    return f"ranks/{rank}"
+
+
+def file_of(rank: int) -> str:
+    """The file that a rank writes, as torch calls it."""
+    return f"__{rank}_0.distcp"
+
+
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether a folder is, or should be, one of these checkpoints."""
     # Lightning's own sharded checkpoints (of FSDP) have this file beside the same index.
     of_others = (path / "meta.pt").exists()
-    return path.is_dir() and ((path / SKELETON).exists() or ((path / METADATA).exists() and not of_others))
+    return path.is_dir() and not of_others and ((path / METADATA).exists() or (path / file_of(0)).exists())

@@ -1,4 +1,4 @@
-"""Which part of each tensor of a checkpoint a rank writes when all ranks write together.
+"""Which tensors of a checkpoint all ranks write together, and which part of each a rank writes.
 
 A tensor is described in terms that all ranks understand (:class:`TensorSource`). In the checkpoint that rank 0 puts
 together, a placeholder on the meta device stands for it: it has shape, strides and dtype but no elements.
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.tensor_trees import in_storage_order, leaves, replace_leaves
+from lightning_parstrat.core.tensor_trees import in_storage_order, replace_leaves
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
-from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, SplitBounds, StoredTensor
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.state import StandIn, grouped_parameters
+from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, SavedTensor, split_bounds
+from lightning_parstrat.distributed.zero1.state import grouped_parameters
 
 _BYTES_WORTH_SPLITTING = 2**22
 
@@ -33,44 +32,28 @@ class TensorSource(NamedTuple):
 
     optimizer: int | None
     parameter: int | str
-    entry: str = ""
+    entry: Any = ""
+
+    @property
+    def name(self) -> str:
+        """Under which it is written."""
+        if self.optimizer is None:
+            return f"state_dict/{self.parameter}"
+        return f"optimizer_states/{self.optimizer}/state/{self.parameter}/{self.entry}"
 
 
-class Named(NamedTuple):
-    """What a placeholder stands for, and the dtype of its elements."""
+def placeholder(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, source: TensorSource) -> Tensor:
+    """Stands for a tensor whose elements are written by the ranks that own them; it is pickled with its source."""
+    made = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
+    # Of plain values, which `weights_only` lets pass.
+    made.parstrat_source = tuple(source)  # type: ignore[attr-defined]
+    return made
 
-    source: TensorSource
-    dtype: torch.dtype
 
-
-class Placeholders:
-    """Stand for tensors whose elements are written by the ranks that own them."""
-
-    def __init__(self) -> None:
-        self._issued: dict[int, tuple[Tensor, TensorSource]] = {}
-
-    def issue(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, source: TensorSource) -> Tensor:
-        """A tensor on the meta device, known from then on."""
-        placeholder = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
-        # Kept, too: an id is given again once its object is gone.
-        self._issued[id(placeholder)] = placeholder, source
-        return placeholder
-
-    def for_slots(self, optimizer: int) -> StandIn:
-        """Issues them for the state of an optimizer that is cut in buckets.
-
-        Args:
-            optimizer: Its position.
-        """
-
-        def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
-            return self.issue(slot.parameter.shape, slot.strides, dtype, TensorSource(optimizer, position, entry))
-
-        return stand_in
-
-    def source_of(self, tensor: Tensor) -> TensorSource | None:
-        """What a tensor stands for; None where it is an ordinary one."""
-        return self._issued[id(tensor)][1] if id(tensor) in self._issued else None
+def source_of(tensor: Tensor) -> TensorSource | None:
+    """What a tensor stands for; None where it is an ordinary one."""
+    source = getattr(tensor, "parstrat_source", None)
+    return None if source is None else TensorSource(*source)
 
 
 class CheckpointPieces:
@@ -99,9 +82,10 @@ class CheckpointPieces:
         self._parameters = parameters
         self._optimizers = optimizers
         self._cuts = cuts
-        self._groups = groups
+        self._copies = len(groups)
+        self._writers = [rank for of_a_shard in zip(*groups, strict=True) for rank in of_a_shard]
 
-    def with_placeholders(self, tree: Any, placeholders: Placeholders) -> Any:
+    def with_placeholders(self, tree: Any) -> Any:
         """A copy of a tree in which placeholders stand for parameters, wherever they are found."""
         # By memory, not by identity: a state dict holds detached views. Empty tensors have no memory to tell them
         # apart.
@@ -114,32 +98,33 @@ class CheckpointPieces:
                 return tensor
             if name not in issued:
                 source = TensorSource(None, name)
-                issued[name] = placeholders.issue(tensor.shape, self._strides(source), tensor.dtype, source)
+                parameter, cut = self._find(source)
+                strides = strides_in_storage(parameter) if cut is None else cut.strides
+                issued[name] = placeholder(tensor.shape, strides, tensor.dtype, source)
             return issued[name]
 
         return replace_leaves(tree, replacement)
 
-    def index(self, named: Mapping[str, Named]) -> CheckpointIndex:
-        """Where each rank writes what: by the layout alone. Linear in the number of tensors, whatever the ranks."""
-        cuts: dict[Any, tuple[int, Sequence[int]]] = {}
+    def layout(self, sources: Mapping[TensorSource, torch.dtype]) -> CheckpointLayout:
+        """Which rank writes what of these tensors, by how they are cut alone."""
+        bounds: dict[Any, Sequence[int]] = {}
         tensors = []
-        for name, (source, dtype) in named.items():
+        for source, dtype in sources.items():
             parameter, cut = self._find(source)
             if cut is None:
                 numel, offset = self._whole(source, parameter).numel(), 0
-                key: Any = self._shares(source, numel, numel * dtype.itemsize)
-                bounds: Sequence[int] = key
+                shares: Sequence[int] = self._shares(source, numel, numel * dtype.itemsize)
             else:
-                numel, offset, key = cut.numel, cut.offset, cut.key
-                bounds, copies = cut.bounds, len(self._groups)
-                bounds = bounds if copies == 1 else SplitBounds(bounds, copies)
-            number, _ = cuts.setdefault(key, (len(cuts), bounds))
-            tensors.append(StoredTensor(name, dtype, numel, number, offset))
-        return CheckpointIndex(tensors, [bounds for _, bounds in cuts.values()], self._groups)
+                numel, offset = cut.numel, cut.offset
+                if cut.key not in bounds:
+                    bounds[cut.key] = split_bounds(cut.bounds, self._copies)
+                shares = bounds[cut.key]
+            tensors.append(SavedTensor(source.name, dtype, numel, offset, shares))
+        return CheckpointLayout(tensors, self._writers)
 
-    def part(self, named: Named, start: int, numel: int) -> Tensor:
+    def part(self, source: TensorSource, piece: Piece) -> Tensor:
         """Elements of a tensor that this rank writes: 1-D, in storage order, a view where that is possible."""
-        source, elements = named.source, slice(start, start + numel)
+        elements = slice(piece.start, piece.start + piece.numel)
         parameter, cut = self._find(source)
         if cut is None:
             return in_storage_order(self._whole(source, parameter))[elements]
@@ -147,16 +132,16 @@ class CheckpointPieces:
             return cut.of_parameter(elements)
         state = cut.of_state(self._optimizers[source.optimizer], source.entry, elements)
         # As before a first step: other ranks may keep what this one does not.
-        return torch.zeros(numel, dtype=named.dtype) if state is None else state
+        return torch.zeros((), dtype=piece.tensor.dtype).expand(piece.numel) if state is None else state
 
     def _shares(self, source: TensorSource, numel: int, nbytes: int) -> range:
         """How what all ranks have is shared out among them."""
-        number = len(self._groups) * len(self._groups[0])
+        number = len(self._writers)
         if nbytes >= _BYTES_WORTH_SPLITTING:
             length = -(-numel // number)
             return range(0, length * number + 1, length)
         # Each piece costs an entry in the index and a read. A checksum spreads small tensors over the ranks.
-        own = zlib.crc32(repr(source).encode()) % number
+        own = zlib.crc32(source.name.encode()) % number
         return range(-own * numel, (number - own) * numel + 1, max(numel, 1))
 
     def _find(self, source: TensorSource) -> tuple[Tensor, Cut | None]:
@@ -172,41 +157,34 @@ class CheckpointPieces:
         value: Tensor = self._optimizers[source.optimizer].state[parameter][source.entry]
         return value.detach()
 
-    def _strides(self, source: TensorSource) -> Sequence[int]:
-        parameter, cut = self._find(source)
-        return strides_in_storage(parameter) if cut is None else cut.strides
 
-
-def with_placeholders_for_state(
-    state_dict: dict[str, Any], optimizer: Optimizer, position: int, placeholders: Placeholders
-) -> dict[str, Any]:
+def with_placeholders_for_state(state_dict: dict[str, Any], optimizer: Optimizer, position: int) -> dict[str, Any]:
     """A copy of a state dict, with placeholders for tensors of their parameter's shape.
 
     Args:
         state_dict: Of ``optimizer``, in torch's own format: with tensors that are whole on every rank, or DTensors.
         optimizer: Its optimizer, which steps parameters, not shards in buckets.
         position: Position of the optimizer among those of the training.
-        placeholders: Issues the placeholders.
     """
     parameters = grouped_parameters(optimizer)
+
+    def stand_in(index: int, key: Any, value: Any) -> Any:
+        if not _is_like(value, parameters[index]):
+            return value
+        return placeholder(value.shape, strides_in_storage(value), value.dtype, TensorSource(position, index, key))
+
     state = {}
     for index, entries in state_dict["state"].items():
         state[index] = entries
-        if not isinstance(index, int):
-            continue
-        large = [key for key, value in entries.items() if _is_like(value, parameters[index])]
-        state[index] = {
-            **entries,
-            **{
-                key: placeholders.issue(
-                    entries[key].shape,
-                    strides_in_storage(entries[key]),
-                    entries[key].dtype,
-                    TensorSource(position, index, key),
+        if isinstance(index, int):
+            state[index] = {
+                key: placeholder(
+                    value.shape, strides_in_storage(value), value.dtype, TensorSource(position, index, key)
                 )
-                for key in large
-            },
-        }
+                if _is_like(value, parameters[index])
+                else value
+                for key, value in entries.items()
+            }
     return {**state_dict, "state": state}
 
 
@@ -215,18 +193,6 @@ def strides_in_storage(tensor: Tensor) -> Sequence[int]:
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.stride()
     return torch.empty(tensor.shape, device="meta").stride()
-
-
-def sources_in(tree: Any, placeholders: Placeholders) -> dict[str, Named]:
-    """What the placeholders of a tree stand for, by the name of the place where each is found first."""
-    named: dict[str, Named] = {}
-    seen: set[int] = set()
-    for leaf in leaves(tree):
-        source = placeholders.source_of(leaf.tensor)
-        if source is not None and id(leaf.tensor) not in seen:
-            seen.add(id(leaf.tensor))
-            named[leaf.name] = Named(source, leaf.tensor.dtype)
-    return named
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:

@@ -14,7 +14,12 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.durable_files import check_may_be_replaced, remove_atomically, written_durably
+from lightning_parstrat.distributed.durable_files import (
+    check_may_be_replaced,
+    remove_atomically,
+    with_errors_of_the_disk,
+    written_durably,
+)
 
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
@@ -46,14 +51,8 @@ class DurableCheckpointIO(TorchCheckpointIO):
             return
         # Asked again when the name is given; here, before gigabytes have been written in vain.
         check_may_be_replaced(local)
-        with written_durably(local) as temporary, open(temporary, "xb") as file:
-            try:
-                torch.save(checkpoint, file)
-            except RuntimeError as error:
-                # Where the disk is full, torch then says of its zip file that it is at an "unexpected pos".
-                if isinstance(error.__context__, OSError) and "inline_container" in str(error):
-                    raise error.__context__ from None
-                raise
+        with written_durably(local) as temporary, with_errors_of_the_disk(), open(temporary, "xb") as file:
+            torch.save(checkpoint, file)
 
     @override
     def load_checkpoint(

@@ -28,7 +28,12 @@ from lightning_parstrat.distributed.checkpoint.folder import (
     CheckpointNotSavedError,
     is_sharded_checkpoint,
 )
-from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, Placeholders, with_placeholders_for_state
+from lightning_parstrat.distributed.checkpoint.pieces import (
+    CheckpointPieces,
+    TensorSource,
+    placeholder,
+    with_placeholders_for_state,
+)
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import (
@@ -44,8 +49,9 @@ from lightning_parstrat.distributed.comm.process_groups import checkpoint_group,
 from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
+from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.optimizer_sharding import is_sharded, sharding_of
-from lightning_parstrat.distributed.zero1.state import check_shapes, gather_state_dict
+from lightning_parstrat.distributed.zero1.state import StandIn, check_shapes, gather_state_dict
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     CHECKPOINT_KEY,
     FORMAT,
@@ -54,7 +60,7 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     local_path,
     local_path_of_folder,
 )
-from lightning_parstrat.strategies.checkpoint.pending_save import FileExists, PendingSave, prepare_callbacks
+from lightning_parstrat.strategies.checkpoint.pending_save import PendingSave, exists_when_saved, prepare_callbacks
 from lightning_parstrat.strategies.checkpoint.resume import (
     RNG,
     VALIDATION_IS_DUE,
@@ -107,7 +113,6 @@ class CheckpointingStrategy(RanksStrategy):
 
     def __init__(self, checkpoint_format: CheckpointFormat = "full", async_save: bool = False, **kwargs: Any) -> None:
         self._checkpoint_policy = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
-        self._placeholders = Placeholders()
         self._loaded: ShardedCheckpoint | None = None
         self._loaded_entries: Mapping[str, Any] = {}
         self._pending = PendingSave()
@@ -166,7 +171,7 @@ class CheckpointingStrategy(RanksStrategy):
             return self._state_of_sharded(optimizer)
         state = super().optimizer_state(optimizer)
         if self._saves_sharded:
-            return with_placeholders_for_state(state, optimizer, self._position_of(optimizer), self._placeholders)
+            return with_placeholders_for_state(state, optimizer, self._position_of(optimizer))
         return state
 
     def _state_of_sharded(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -176,8 +181,15 @@ class CheckpointingStrategy(RanksStrategy):
         with missing_ranks_named(self._liveness, what), watching(_SAVE, _SAVE_ON_ALL):
             # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
             self._wait_for_all()
-            issue = self._placeholders.for_slots(self._position_of(optimizer)) if self._saves_sharded else None
-            return gather_state_dict(optimizer, destination=0, stand_in=issue)
+            return gather_state_dict(optimizer, 0, self._stand_in_for(optimizer) if self._saves_sharded else None)
+
+    def _stand_in_for(self, optimizer: Optimizer) -> StandIn:
+        number = self._position_of(optimizer)
+
+        def stand_in(position: int, entry: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
+            return placeholder(slot.parameter.shape, slot.strides, dtype, TensorSource(number, position, entry))
+
+        return stand_in
 
     @override
     def save_checkpoint(
@@ -242,15 +254,11 @@ class CheckpointingStrategy(RanksStrategy):
         cuts = {None: self._cuts_of_parameters(), **{n: self._cuts_of(one) for n, one in enumerate(optimizers)}}
         pieces = CheckpointPieces(self._written_parameters(), optimizers, cuts, self._groups_with_a_copy)
         if self.is_global_zero:
-            checkpoint = pieces.with_placeholders(self._as_saved(checkpoint), self._placeholders)
+            checkpoint = pieces.with_placeholders(self._as_saved(checkpoint))
         # Before and after training, nothing would wait for the save to end.
         asynchronous = self._checkpoint_policy.async_save and self._trains and not self._is_interrupted
         group = checkpoint_group(self._timeout)
-        try:
-            save = save_sharded(checkpoint, path, pieces, self._placeholders, own_states(resumes), group, asynchronous)
-        finally:
-            # They belong to this checkpoint; kept, they would pile up with every save.
-            self._placeholders = Placeholders()
+        save = save_sharded(checkpoint, path, pieces, own_states(resumes), group, asynchronous)
         if save is not None:
             self._pending.begin(save)
 
@@ -395,14 +403,14 @@ class CheckpointingStrategy(RanksStrategy):
     def _filled(self) -> dict[str, Any]:
         if self._loaded is None:
             raise AssertionError("a sharded checkpoint was to be read before it was opened")
-        skeleton = {**self._loaded.skeleton, "state_dict": self._own_weights(self._loaded)}
-        states = {key: value for key, value in skeleton.items() if key == "optimizer_states"}
-        filled = self._loaded.filled({key: value for key, value in skeleton.items() if key not in states})
-        return {**filled, **states}
+        states = {key: value for key, value in self._loaded.skeleton.items() if key == "optimizer_states"}
+        rest = {key: value for key, value in self._loaded.skeleton.items() if key not in states}
+        cuts: dict[Any, Cut] = {("state_dict", name): cut for name, cut in self._cuts_of_weights().items()}
+        return {**self._loaded.filled(rest, cuts.get), **states}
 
-    def _own_weights(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
-        """The checkpoint's weights, with what this rank has read of them apart from others."""
-        return loaded.skeleton["state_dict"]
+    def _cuts_of_weights(self) -> Mapping[str, Cut]:
+        """How those weights are cut of which this rank loads its part alone, by their names in the checkpoint."""
+        return {}
 
     def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
         """This package's entries with what ranks have said alone. Collective: all ranks succeed, or none."""
@@ -485,7 +493,7 @@ class CheckpointingStrategy(RanksStrategy):
         super().on_train_start()
         trainer = self._training_module.trainer
         if self._checkpoint_policy.async_save:
-            prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)], self._pending)
+            prepare_callbacks([c for c in trainer.callbacks if isinstance(c, ModelCheckpoint)], self.wait_for_saves)
         self._go_on()
         self._random, self._trains = RandomNumbers(), True
 
@@ -555,13 +563,12 @@ class CheckpointingStrategy(RanksStrategy):
         if trainer is not None:
             fetches_alone(trainer)
         for callback in [] if trainer is None else trainer.callbacks:
-            if isinstance(vars(callback).get("file_exists"), FileExists):
+            if getattr(vars(callback).get("file_exists"), "func", None) is exists_when_saved:
                 del callback.file_exists
         self._loaded = None
         self._loaded_entries = {}
         self._random = RandomNumbers()
         self._positions.release()
-        self._placeholders = Placeholders()
         super().teardown()
 
     def _position_of(self, optimizer: Optimizer) -> int:

@@ -1,6 +1,7 @@
 """A checkpoint that is being written while training goes on."""
 
-import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -31,11 +32,6 @@ class PendingSave:
     def is_under_way(self) -> bool:
         """Whether a save has begun that nobody has waited for."""
         return self._save is not None
-
-    def will_make(self, path: str) -> bool:
-        """Whether the save in progress will create that path."""
-        # ModelCheckpoint may ask by a relative path.
-        return self._save is not None and os.path.abspath(path) == os.path.abspath(self._save.path)
 
     def remove_later(self, path: Path) -> None:
         """Removes a checkpoint when its successor is complete, and not at all if that fails."""
@@ -78,30 +74,19 @@ class PendingSave:
                 rank_zero_warn(f"{save.path} was not saved: {error}")
 
 
-class FileExists:
-    """Stands in for a ModelCheckpoint's ``file_exists``: also files count that a save is going to make.
+def exists_when_saved(
+    callback: ModelCheckpoint, wait: Callable[[], None], filepath: str | Path, trainer: Trainer
+) -> bool:
+    """Stands in for a ModelCheckpoint's ``file_exists``: first waits for a save that may make that file. Collective.
 
-    ModelCheckpoint adds a version to a name that exists, and would miss a checkpoint that is still being written.
-
-    Args:
-        callback: The ModelCheckpoint.
-        pending: The save in progress.
+    ModelCheckpoint adds a version to a name that exists. It asks before each save, which would wait as well.
     """
-
-    def __init__(self, callback: ModelCheckpoint, pending: PendingSave) -> None:
-        self._callback = callback
-        self._pending = pending
-
-    def __call__(self, filepath: str | Path, trainer: Trainer) -> bool:
-        """Whether there is or will be such a file, the same on all ranks. Collective."""
-        if type(self._callback).file_exists(self._callback, filepath, trainer):
-            return True
-        will_be = trainer.is_global_zero and self._pending.will_make(str(filepath))
-        return trainer.strategy.reduce_boolean_decision(will_be, all=False)
+    wait()
+    return type(callback).file_exists(callback, filepath, trainer)
 
 
-def prepare_callbacks(callbacks: list[ModelCheckpoint], pending: PendingSave) -> None:
-    """Has callbacks know of checkpoints that are being written.
+def prepare_callbacks(callbacks: list[ModelCheckpoint], wait: Callable[[], None]) -> None:
+    """Has callbacks wait for a save in progress before they look for a name that is free.
 
     Raises:
         MisconfigurationException: One links to the latest.
@@ -113,4 +98,4 @@ def prepare_callbacks(callbacks: list[ModelCheckpoint], pending: PendingSave) ->
         )
     for callback in callbacks:
         if "file_exists" not in vars(callback):
-            callback.file_exists = FileExists(callback, pending)
+            callback.file_exists = partial(exists_when_saved, callback, wait)

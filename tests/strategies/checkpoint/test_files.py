@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_parstrat.cli.main import main
-from lightning_parstrat.distributed.checkpoint import reading
-from lightning_parstrat.distributed.checkpoint.index import CheckpointIndex, IndexUnpickler
+from lightning_parstrat.distributed.checkpoint import dcp, reading
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -19,17 +20,23 @@ from tests.strategies.checkpoint.trainings import FORMATS, MODULES, elements_of,
 from tests.strategies.parity import make_trainer, train, whole, zero1
 
 
-def index_of(path: Path) -> CheckpointIndex:
-    with open(path / ".metadata", "rb") as file:
-        found: CheckpointIndex = IndexUnpickler(file).load()
-    return found
+def pieces_in(path: Path, rank: int) -> dict[str, tuple[int, int]]:
+    """What a rank has written of which tensor, by torch's own index: the first element, and how many."""
+    metadata = torch_checkpoint.FileSystemReader(path).read_metadata()
+    chunks = {
+        (name, chunk.offsets[0]): chunk.sizes[0]
+        for name, stored in metadata.state_dict_metadata.items()
+        if isinstance(stored, TensorStorageMetadata)
+        for chunk in stored.chunks
+    }
+    own = [one for one, place in metadata.storage_data.items() if place.relative_path == f"__{rank}_0.distcp"]
+    return {one.fqn: (one.offset[0], chunks[one.fqn, one.offset[0]]) for one in own if one.offset is not None}
 
 
 def test_each_rank_writes_its_own_rows(pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.ckpt"
     pool.run(3, write, "gan", "zero3", "sharded", str(path))
-    index = index_of(path)
-    pieces = [{p.name: (p.start, p.numel) for p in index.of_rank(rank)} for rank in range(3)]
+    pieces = [pieces_in(path, rank) for rank in range(3)]
     # 12 rows of 10 columns over three ranks, and one row, of which the last two have nothing.
     for name in ("state_dict/generator.2.weight", "optimizer_states/0/state/2/exp_avg"):
         assert [of_rank.get(name) for of_rank in pieces] == [(0, 40), (40, 40), (80, 40)]
@@ -47,21 +54,22 @@ def test_groups_that_hold_the_same_share_it_out(pool: RankPool, tmp_path: Path, 
         assert sorted(file.name for file in path.glob("*.distcp")) == [f"__{rank}_0.distcp" for rank in range(4)]
     nbytes = [sum(tensor.nbytes for tensor in elements_of(path).values()) for path in paths]
     assert nbytes[0] == nbytes[1] > 0
-    index = index_of(paths[1])
     # Of what the two groups hold, each rank writes about a quarter; each element is there once.
-    written = [sum(piece.numel for piece in index.of_rank(rank)) for rank in range(4)]
-    assert sum(written) == sum(tensor.numel for tensor in index.tensors.values())
+    written = [sum(numel for _, numel in pieces_in(paths[1], rank).values()) for rank in range(4)]
+    assert sum(written) == sum(tensor.numel() for tensor in elements_of(paths[1]).values())
     assert max(written) < 0.4 * sum(written)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "tuned"])
-def test_torchs_own_reader_finds_tensors_by_their_names(pool: RankPool, tmp_path: Path, strategy: str) -> None:
+def test_torchs_own_converter_finds_all_by_their_names(pool: RankPool, tmp_path: Path, strategy: str) -> None:
     path = tmp_path / "a.ckpt"
     pool.run(3, write, "scheduled", strategy, "sharded", str(path))
-    known = torch_checkpoint.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {name: torch.empty(stored.size, dtype=stored.properties.dtype) for name, stored in known.items()}
-    torch_checkpoint.load(found, checkpoint_id=path)
-    assert_same(found, elements_of(path))
+    dcp_to_torch_save(path, tmp_path / "a.pt")
+    # Torch's keys are the parts of the names between slashes.
+    found = torch.load(tmp_path / "a.pt", weights_only=True)
+    elements = elements_of(path)
+    assert_same({name: found[name] for name in elements}, elements)
+    assert found["checkpoint"]["global_step"] == 4 and "rng" in found["ranks/2"]
 
 
 class OnMeta(zoo.Zoo):
@@ -89,18 +97,22 @@ def save(strategy: str, path: str) -> None:
 def read_from_disk(path: str, strategy: str) -> tuple[int, int, list[Tensor]]:
     """Bytes of elements that this rank reads, files whose sizes it asks for, and the weights it goes on from."""
     nbytes, sizes = [0], [0]
-    read_part, size = reading._read_part, reading._size
+    resolve_tensor, size = dcp.RunsPlanner.resolve_tensor, reading._size
 
-    def count_read(file: Any, part: Any) -> None:
-        nbytes[0] += part.target.nbytes
-        read_part(file, part)
+    def count_read(self: Any, item: Any) -> Tensor:
+        target = resolve_tensor(self, item)
+        nbytes[0] += target.nbytes
+        return target
 
     def count_size(file: Path) -> Any:
         sizes[0] += 1
         return size(file)
 
     module = READERS[strategy]()
-    with mock.patch.object(reading, "_read_part", count_read), mock.patch.object(reading, "_size", count_size):
+    with (
+        mock.patch.object(dcp.RunsPlanner, "resolve_tensor", count_read),
+        mock.patch.object(reading, "_size", count_size),
+    ):
         trainer = make_trainer(make(strategy), max_epochs=1, min_epochs=0)
         trainer.fit(module, zoo.loader(16, 4), ckpt_path=path, weights_only=True)
     return nbytes[0], sizes[0], [whole(parameter.detach()) for parameter in module.parameters()]

@@ -1,0 +1,240 @@
+"""What ``torch.distributed.checkpoint`` asks for: who writes and reads what. It takes long to import."""
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from typing_extensions import override
+
+from lightning_parstrat.distributed.checkpoint.folder import file_of
+from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, Run
+from lightning_parstrat.distributed.durable_files import put_in_place, sync, with_errors_of_the_disk
+from lightning_parstrat.distributed.torch_compat import elements_in_file, place_in_file
+
+Held = Mapping[str, Tensor | io.BytesIO] | Exception
+"""What a rank writes by name, or what has kept it from having it."""
+
+
+class LayoutPlanner(SavePlanner):
+    """Has each rank write its pieces, of which nobody has to be told. What is saved is ``{"held": Held}``.
+
+    Args:
+        pieces: This rank's.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = pieces
+        self._held: Mapping[str, Tensor | io.BytesIO] = {}
+
+    @override
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Raises what has kept this rank from having its pieces; so do all ranks."""
+        if isinstance(state_dict["held"], Exception):
+            raise state_dict["held"]
+        self._held = state_dict["held"]
+
+    @override
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([])
+
+    @override
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        # Broadcast when all is written. Rank 0 makes the one that is kept.
+        return all_plans, Metadata({})
+
+    @override
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        of_bytes = [
+            WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO, BytesIOWriteData(value.getbuffer().nbytes))
+            for name, value in self._held.items()
+            if isinstance(value, io.BytesIO)
+        ]
+        return dataclasses.replace(new_plan, items=[*of_bytes, *map(_item, self._pieces)])
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self._held[write_item.index.fqn]
+
+
+class LayoutWriter(FileSystemWriter):
+    """torch's writer, without a record of each piece that ranks would send rank 0, and it all of them.
+
+    Args:
+        temporary: The folder that is written.
+        path: Its name when it is complete.
+        layout: Who writes what.
+        pieces: This rank's.
+    """
+
+    def __init__(self, temporary: Path, path: Path, layout: CheckpointLayout, pieces: Sequence[Piece]) -> None:
+        super().__init__(temporary)
+        self._temporary, self._final, self._layout, self._pieces = temporary, path, layout, pieces
+
+    @override
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies nothing: pieces are views of buckets of all ranks, which torch would copy as a whole."""
+        return state_dict
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's file; rank 0 is told only how long what precedes the pieces is."""
+        with with_errors_of_the_disk():
+            written = super().write_data(plan, planner).value()
+        lengths = [one.size_in_bytes for one in written if one.index.offset is not None]
+        if lengths != [piece.saved_bytes for piece in self._pieces]:
+            raise RuntimeError("torch has written pieces of other lengths than expected: use checkpoint_format='full'.")
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([one for one in written if one.index.offset is None])
+        return future
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes the index of what all ranks have written, and gives the folder its name. On rank 0 alone."""
+        known: dict[str, Any] = {one.index.fqn: BytesStorageMetadata() for own in results for one in own}
+        known |= {
+            one.name: TensorStorageMetadata(_properties(one.dtype), torch.Size([one.numel]), [])
+            for one in self._layout.tensors
+        }
+        begins = [sum(one.size_in_bytes for one in own) for own in results]
+        records = []
+        for rank, piece, position in self._layout.placed(begins):
+            known[piece.tensor.name].chunks.append(_chunk(piece))
+            place = place_in_file(file_of(rank), position, piece.saved_bytes)
+            records.append(WriteResult(MetadataIndex(piece.tensor.name, [piece.start]), piece.saved_bytes, place))
+        self._check_all_there(len(results))
+        super().finish(Metadata(known), [*results, records])
+        # Before the rename: after a crash, a folder with its final name must hold all of its files.
+        sync(self._temporary)
+        put_in_place(self._temporary, self._final)
+
+    def _check_all_there(self, ranks: int) -> None:
+        """With folders of their own, nodes do not see each other's files."""
+        for rank in range(ranks):
+            if not (self._temporary / file_of(rank)).exists():
+                raise OSError(
+                    f"Rank {rank} has written {file_of(rank)}, but rank 0 does not see that in {self._temporary}. A"
+                    " sharded checkpoint needs a folder that all nodes share: set `dirpath` of ModelCheckpoint, or"
+                    " `default_root_dir` of the Trainer, to one."
+                )
+
+
+class RunsPlanner(DefaultLoadPlanner):
+    """Has this process read runs of tensors, and bytes, which are in :attr:`content` then.
+
+    Args:
+        metadata: The checkpoint's index.
+        wanted: By name; None for bytes.
+    """
+
+    def __init__(self, metadata: Metadata, wanted: Mapping[str, Run | None]) -> None:
+        super().__init__()
+        self._known, self._wanted = metadata.state_dict_metadata, wanted
+        self.content: dict[str, io.BytesIO] = {}
+
+    @override
+    def create_local_plan(self) -> LoadPlan:
+        items: list[ReadItem] = []
+        for name, run in self._wanted.items():
+            known, none = self._known[name], torch.Size([0])
+            if run is not None and isinstance(known, TensorStorageMetadata):
+                own = ChunkStorageMetadata(torch.Size([run.start]), torch.Size([run.target.numel()]))
+                items += create_read_items_for_chunk_list(name, known, [own])
+            else:
+                index = MetadataIndex(name)
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+        return LoadPlan(items)
+
+    @override
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.content[read_item.dest_index.fqn] = value
+
+    @override
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        run = self._wanted[index.fqn]
+        if run is None:
+            raise AssertionError("a tensor was read where bytes were wanted")
+        return run.target
+
+
+class PartsReader(FileSystemReader):
+    """torch's reader, which does not read a whole piece where a part of it is wanted."""
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._metadata = metadata.state_dict_metadata
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what is planned."""
+        whole = []
+        for item in plan.items:
+            known = self._metadata[item.storage_index.fqn]
+            if isinstance(known, TensorStorageMetadata) and _chunk_of(item, known).sizes != item.lengths:
+                self._read_part(item, planner.resolve_tensor(item))
+            else:
+                whole.append(item)
+        return super().read_data(LoadPlan(whole), planner)
+
+    def _read_part(self, item: ReadItem, target: Tensor) -> None:
+        place = self.storage_data[item.storage_index]
+        # As bytes: numpy has no bfloat16.
+        room = target.view(torch.uint8).numpy().data
+        with open(Path(self.path) / place.relative_path, "rb", buffering=0) as file:
+            begin = elements_in_file(file, place.offset, place.length)
+            file.seek(begin + item.storage_offsets[0] * target.itemsize)
+            while room:
+                read = file.readinto(room)
+                if not read:
+                    raise EOFError("the file ends too early")
+                room = room[read:]
+
+
+def _item(piece: Piece) -> WriteItem:
+    size = torch.Size([piece.tensor.numel])
+    data = TensorWriteData(_chunk(piece), _properties(piece.tensor.dtype), size)
+    return WriteItem(MetadataIndex(piece.tensor.name, [piece.start]), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.numel]))
+
+
+def _chunk_of(item: ReadItem, known: TensorStorageMetadata) -> ChunkStorageMetadata:
+    return known.chunks[item.storage_index.index or 0]
+
+
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    return TensorProperties(dtype=dtype)
