@@ -43,7 +43,8 @@ class StepsTogetherStrategy(EvaluatingStrategy, AccumulationAwareStrategy, Wrapp
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Lets all ranks draw equally many training batches, so that none waits for one that has ended. Collective."""
-        dataloader = super().process_dataloader(dataloader)
+        # It may be what stands for a loader of the epoch before: modules may give the same loaders again.
+        dataloader = super().process_dataloader(users_own(dataloader))
         trainer = self._training_module.trainer
         if self.world_size == 1:
             return dataloader

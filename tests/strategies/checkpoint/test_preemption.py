@@ -89,13 +89,22 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
     return told.saved_by, ended, before == after and callbacks == trainer.callbacks, trainer.global_step
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path, strategy: str) -> None:
-    results = pool.run(2, train_in_job, str(tmp_path), strategy, signal.SIGUSR1, 1, True)
-    assert results == [([], 143, True, 4)] * 2
-    assert (tmp_path / "asked").read_text() == "requeue 7\n"
-    saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
-    assert saved["global_step"] == 4 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
+def train_each_in_job(folder: str, cases: list[tuple[str, signal.Signals, int]]) -> list[Any]:
+    found = []
+    for number, case in enumerate(cases):
+        (own := Path(folder) / str(number)).mkdir(exist_ok=True)
+        found.append(train_in_job(str(own), *case, requeues=True))
+    return found
+
+
+def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path) -> None:
+    cases = [(strategy, signal.SIGUSR1, 1) for strategy in STRATEGIES]
+    results = pool.run(2, train_each_in_job, str(tmp_path), cases, timeout=200)
+    assert results == [[([], 143, True, 4)] * len(cases)] * 2
+    for number in range(len(cases)):
+        assert (tmp_path / f"{number}/asked").read_text() == "requeue 7\n"
+        saved = torch.load(tmp_path / f"{number}/hpc_ckpt_1.ckpt", weights_only=True)
+        assert saved["global_step"] == 4 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
 
 
 def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: Path) -> None:
@@ -104,11 +113,11 @@ def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: 
     assert (tmp_path / "hpc_ckpt_1.ckpt").exists() and not (tmp_path / "asked").exists()
 
 
-@pytest.mark.parametrize("strategy", ["zero1_custom", "zero2_custom"])
-def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path, strategy: str) -> None:
-    results = pool.run(2, train_in_job, str(tmp_path), strategy, signal.SIGUSR1, 3, True)
+def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
+    cases = [(strategy, signal.SIGUSR1, 3) for strategy in ("zero1_custom", "zero2_custom")]
+    results = pool.run(2, train_each_in_job, str(tmp_path), cases)
     # Told in the second window of three, agreed and saved at its end.
-    assert results == [([], 143, True, 2)] * 2
+    assert results == [[([], 143, True, 2)] * 2] * 2
 
 
 def test_where_slurm_does_not_requeue_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
@@ -143,32 +152,20 @@ def handlers_in_training() -> tuple[bool, bool, list[int]]:
     return look.found == usr1, given_back, called
 
 
-@pytest.mark.parametrize(
-    ("variables", "number"),
-    [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")],
-)
-def test_the_number_of_a_job(variables: dict[str, str], number: str) -> None:
-    with environment(**IN_JOB, **variables):
-        assert job_number() == number
+def test_the_number_of_a_job() -> None:
+    for variables, number in (({}, "7"), ({"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2")):
+        with environment(**IN_JOB, **variables):
+            assert job_number() == number
 
 
-@pytest.mark.parametrize(
-    ("own", "name", "in_job", "refused"),
-    [
-        ({"slurm_job": "6"}, "hpc_ckpt_1.ckpt", True, True),
-        ({"slurm_job": "7"}, "hpc_ckpt_1.ckpt", True, False),
-        ({"slurm_job": "6"}, "last.ckpt", True, False),
-        ({"slurm_job": "6"}, "hpc_ckpt_1.ckpt", False, False),
-        ({}, "hpc_ckpt_1.ckpt", True, False),
-    ],
-)
-def test_what_another_job_saved_for_itself_is_refused(own: Any, name: str, in_job: bool, refused: bool) -> None:
-    with environment(**(IN_JOB if in_job else {})):
-        if not refused:
-            check_job(own, f"somewhere/{name}")
-            return
+def test_what_another_job_saved_for_itself_is_refused() -> None:
+    with environment(**IN_JOB):
+        check_job({"slurm_job": "7"}, "somewhere/hpc_ckpt_1.ckpt")
+        check_job({"slurm_job": "6"}, "somewhere/last.ckpt")
+        check_job({}, "somewhere/hpc_ckpt_1.ckpt")
         with pytest.raises(MisconfigurationException, match=r"was saved by job 6 .* this is job 7"):
-            check_job(own, f"somewhere/{name}")
+            check_job({"slurm_job": "6"}, "somewhere/hpc_ckpt_1.ckpt")
+    check_job({"slurm_job": "6"}, "somewhere/hpc_ckpt_1.ckpt")
 
 
 class Counting(zoo.MLP):
@@ -198,6 +195,7 @@ def count_over_two_runs(folder: str, told_at: int) -> tuple[int, int, int, int]:
     """Two epochs of five batches, told to go before some batch of the first, and resumed."""
     preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
     path = f"{Path(folder).parent}/bin:{os.environ['PATH']}"
+    Path(folder).mkdir(exist_ok=True)
     rank = dist.get_rank()
     with environment(**IN_JOB, PATH=path):
         for run in range(2):
@@ -212,20 +210,21 @@ def count_over_two_runs(folder: str, told_at: int) -> tuple[int, int, int, int]:
                 trainer.fit(module, *data, ckpt_path=str(saved[0]) if saved else None, weights_only=False)
             except SystemExit:
                 continue
+    assert list(Path(folder).glob("hpc_ckpt_1.ckpt"))
     return module.batches, module.validations, module.epochs, trainer.global_step
 
 
-@pytest.mark.parametrize("told_at", [0, 2, 3, 4])
-def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp_path: Path, told_at: int) -> None:
+def count_each(folder: str) -> list[tuple[int, int, int, int]]:
+    return [count_over_two_runs(f"{folder}/{told_at}", told_at) for told_at in (0, 2, 3, 4)]
+
+
+def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp_path: Path) -> None:
     scontrol = tmp_path / "bin/scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text("#!/bin/bash\nexit 0\n")
     scontrol.chmod(stat.S_IRWXU)
-    folder = tmp_path / "run"
-    folder.mkdir()
     # Told before batch 3, they agree before batch 4, and save there; told before 4, after the epoch's end.
-    assert pool.run(2, count_over_two_runs, str(folder), told_at) == [(10, 4, 2, 10)] * 2
-    assert list(folder.glob("hpc_ckpt_1.ckpt"))
+    assert pool.run(2, count_each, str(tmp_path)) == [[(10, 4, 2, 10)] * 4] * 2
 
 
 def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], int]:

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_parstrat
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies.gradients.big_batch import Regression, loader, samples
 from tests.strategies.parity import make_trainer
 
@@ -132,26 +131,28 @@ def resumed_is_uninterrupted(
 
 
 SHARDED = {"checkpoint_format": "sharded"}
-CASES = [
-    ("ZeRO1Strategy", {}, "shuffled", "epochepoch=0.ckpt"),
+# Both strategies and formats, both kinds of loaders, from within an epoch and from its end.
+QUICK = [
     ("ZeRO1Strategy", SHARDED, "shuffled", "epochepoch=1.ckpt"),
     ("TunedDDPStrategy", {}, "shuffled", "epochepoch=0.ckpt"),
-    ("ZeRO1Strategy", {}, "stateful", "step=2.ckpt"),
     ("ZeRO1Strategy", {}, "stateful", "step=6.ckpt"),
-    ("ZeRO1Strategy", {}, "stateful", "step=7.ckpt"),
+]
+SLOW = [
+    ("ZeRO1Strategy", {}, "shuffled", "epochepoch=0.ckpt"),
     ("ZeRO1Strategy", {}, "stateful", "epochepoch=0.ckpt"),
+    ("ZeRO1Strategy", {}, "stateful", "step=7.ckpt"),
     ("ZeRO1Strategy", SHARDED, "stateful", "step=9.ckpt"),
     ("TunedDDPStrategy", {}, "stateful", "step=8.ckpt"),
 ]
-# Both strategies and formats, both kinds of loaders, from within an epoch and from its end.
-QUICK = [CASES[1], CASES[2], CASES[4], CASES[6]]
 
 
-@pytest.mark.parametrize(("kind", "arguments", "loader", "name"), slow_unless(lambda *case: case in QUICK, CASES))
-def test_training_goes_on_as_if_it_had_not_stopped(
-    pool: RankPool, tmp_path: Path, kind: str, arguments: dict[str, Any], loader: str, name: str
-) -> None:
-    assert pool.run(2, resumed_is_uninterrupted, str(tmp_path), kind, arguments, loader, name) == [True, True]
+def resumed_are_uninterrupted(folder: str, cases: list[Any]) -> list[bool]:
+    return [resumed_is_uninterrupted(f"{folder}/{number}", *case) for number, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("cases", [QUICK, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["quick", "slow"])
+def test_training_goes_on_as_if_it_had_not_stopped(pool: RankPool, tmp_path: Path, cases: list[Any]) -> None:
+    assert pool.run(2, resumed_are_uninterrupted, str(tmp_path), cases) == [[True] * len(cases)] * 2
 
 
 def resumed_on_three(folder: str, arguments: dict[str, Any], **trainer_args: Any) -> bool:
@@ -181,37 +182,33 @@ def test_buckets_that_are_not_made_anew_after_a_start_round_alike(
 
 
 class SaveAfter(Callback):
-    """Saves after a batch, wherever in a window that is."""
+    """Saves after some batches, wherever in a window they are."""
 
-    def __init__(self, folder: str, batch: int) -> None:
-        self.path, self.batch = str(Path(folder) / "inside.ckpt"), batch
+    def __init__(self, folder: str, *batches: int) -> None:
+        self.folder, self.batches = folder, batches
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
-            trainer.save_checkpoint(self.path)
+        batch = trainer.fit_loop.epoch_loop.total_batch_idx
+        if batch in self.batches:
+            trainer.save_checkpoint(f"{self.folder}/inside{batch}.ckpt")
 
 
-def window_is_replayed(folder: str, kind: str, arguments: dict[str, Any], batch: int) -> tuple[bool, bool]:
-    expected, seen = fit(
-        folder, kind, arguments, "stateful", None, 0, accumulate_grad_batches=3, callbacks=[SaveAfter(folder, batch)]
-    )
-    path = str(Path(folder) / "inside.ckpt")
-    actual, seen_again = fit(folder, kind, arguments, "stateful", path, 99, accumulate_grad_batches=3)
-    begin = batch // 3 * 3
-    return seen[begin:] == seen_again, distance(actual, expected) == 0
+def windows_are_replayed(folder: str, arguments: dict[str, Any], batches: tuple[int, ...]) -> list[tuple[bool, bool]]:
+    case, windows = (folder, "ZeRO1Strategy", arguments, "stateful"), {"accumulate_grad_batches": 3}
+    expected, seen = fit(*case, None, 0, **windows, callbacks=[SaveAfter(folder, *batches)])
+    found = []
+    for batch in batches:
+        actual, seen_again = fit(*case, f"{folder}/inside{batch}.ckpt", 99, **windows)
+        found.append((seen[batch // 3 * 3 :] == seen_again, distance(actual, expected) == 0))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("batch", "in_shards"),
-    slow_unless(
-        lambda batch, in_shards: batch in ((4,) if in_shards else (0, 4, 10)),
-        [(batch, in_shards) for in_shards in (False, True) for batch in (0, 1, 3, 4, 7, 10)],
-    ),
-)
-def test_an_open_window_is_trained_again(pool: RankPool, tmp_path: Path, batch: int, in_shards: bool) -> None:
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_an_open_window_is_trained_again(pool: RankPool, tmp_path: Path, in_shards: bool) -> None:
     arguments = {"expose_gradients": False, "shard_gradients": in_shards}
-    result = pool.run(2, window_is_replayed, str(tmp_path), "ZeRO1Strategy", arguments, batch)
-    assert result == [(True, True)] * 2
+    batches = (4, 7) if in_shards else (0, 1, 4, 10)
+    result = pool.run(2, windows_are_replayed, str(tmp_path), arguments, batches)
+    assert result == [[(True, True)] * len(batches)] * 2
 
 
 class Terminated(Callback):
@@ -225,40 +222,34 @@ class Terminated(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def told_to_end(folder: str, arguments: dict[str, Any], batch: int) -> tuple[Any, bool, bool]:
-    expected, seen = fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0)
-    elsewhere = str(Path(folder) / "elsewhere")
-    last = ModelCheckpoint(elsewhere, monitor="never", save_top_k=0, save_last=True, enable_version_counter=False)
-    ended: Any = None
-    try:
-        fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0, callbacks=[Terminated(batch), last])
-    except SystemExit as exit:
-        ended = exit.code
-    path = str(Path(elsewhere) / "last.ckpt")
-    actual, seen_again = fit(folder, "ZeRO1Strategy", arguments, "stateful", path, 99)
-    same = distance(actual, expected) == 0
-    return ended, seen[batch + 1 :] == seen_again, same
+def told_to_end(folder: str) -> list[tuple[Any, bool, bool]]:
+    expected, seen = fit(folder, "ZeRO1Strategy", {}, "stateful", None, 0)
+    found = []
+    for number, (arguments, batch) in enumerate(TOLD):
+        elsewhere = f"{folder}/{number}"
+        last = ModelCheckpoint(elsewhere, monitor="never", save_top_k=0, save_last=True, enable_version_counter=False)
+        ended: Any = None
+        try:
+            fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0, callbacks=[Terminated(batch), last])
+        except SystemExit as exit:
+            ended = exit.code
+        actual, seen_again = fit(folder, "ZeRO1Strategy", arguments, "stateful", f"{elsewhere}/last.ckpt", 99)
+        found.append((ended, seen[batch + 1 :] == seen_again, distance(actual, expected) == 0))
+    return found
 
 
-FORMATS: dict[str, dict[str, Any]] = {"full": {}, "sharded": SHARDED, "async": {**SHARDED, "async_save": True}}
-TOLD = [("full", 4), ("sharded", 5), ("async", 1)]
+TOLD: list[tuple[dict[str, Any], int]] = [({}, 4), (SHARDED, 5), ({**SHARDED, "async_save": True}, 1)]
 
 
-@pytest.mark.parametrize(
-    ("saved", "batch"),
-    slow_unless(lambda *told: told in TOLD, [(one, batch) for one in FORMATS for batch in (1, 4, 5)]),
-)
-def test_sigterm_saves_the_last_where_training_goes_on(pool: RankPool, tmp_path: Path, saved: str, batch: int) -> None:
+def test_sigterm_saves_the_last_where_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
     """Told in a batch, agreed on in it, saved when the next has been fetched, which counts not."""
-    arguments = FORMATS[saved]
-    assert pool.run(2, told_to_end, str(tmp_path), arguments, batch) == [(143, True, True)] * 2
+    assert pool.run(2, told_to_end, str(tmp_path)) == [[(143, True, True)] * len(TOLD)] * 2
 
 
 def resumed_twice(folder: str, arguments: dict[str, Any]) -> tuple[bool, bool]:
     """From the last batch of an epoch, and from what is saved within the next."""
     expected, seen = fit(folder, "ZeRO1Strategy", arguments, "stateful", None, 0)
-    first = str(Path(folder) / f"step={BATCHES}.ckpt")
-    second = str(Path(folder) / "inside.ckpt")
+    first, second = f"{folder}/step={BATCHES}.ckpt", f"{folder}/inside{BATCHES + 2}.ckpt"
     save = SaveAfter(folder, BATCHES + 2)
     fit(folder, "ZeRO1Strategy", arguments, "stateful", first, 50, callbacks=[save])
     actual, seen_again = fit(folder, "ZeRO1Strategy", arguments, "stateful", second, 99)
