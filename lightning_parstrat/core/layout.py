@@ -176,11 +176,6 @@ class BucketLayout(NamedTuple):
         """Elements that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all shards are equal."""
-        return isinstance(self.bounds, range)
-
     def shard_numel(self, rank: int) -> int:
         """Elements that ``rank`` owns, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]

@@ -6,16 +6,18 @@ mean gradient is shown to all, as under DDP; in a ``ParameterBucket`` (``paramet
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parstrat.core.layout import BucketLayout, Slot
+from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
 from lightning_parstrat.core.shard_groups import ShardPlace
 from lightning_parstrat.distributed.torch_compat import copy_all
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ParameterSlot:
     """One parameter's place in its bucket, and what is known of its gradient.
 
@@ -36,39 +38,25 @@ class ParameterSlot:
         idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
     """
 
-    __slots__ = (
-        "arrived",
-        "bucket",
-        "expected",
-        "fresh",
-        "idle_backwards",
-        "is_rebound",
-        "parameter",
-        "place",
-        "reduced",
-        "shard",
-        "shard_slice",
-        "strides",
-        "trainable",
-        "used",
-    )
+    parameter: Tensor
+    bucket: "GradientBucket"
+    place: Slot
+    strides: tuple[int, ...] = field(init=False)
+    shard_slice: ShardSlice | None = field(init=False)
+    shard: nn.Parameter | None = None
+    expected: bool = False
+    fresh: bool = False
+    arrived: bool = False
+    reduced: bool = False
+    used: bool = False
+    is_rebound: bool = False
+    trainable: bool = False
+    idle_backwards: int = 0
 
-    def __init__(self, parameter: Tensor, bucket: "GradientBucket", place: Slot) -> None:
-        self.parameter = parameter
-        self.bucket = bucket
-        self.place = place
+    def __post_init__(self) -> None:
         # empty_like keeps the strides of what is dense (channels_last) and makes the rest row-major, as torch does.
-        self.strides = torch.empty_like(parameter, device="meta").stride()
-        self.shard_slice = bucket.layout.slice_of(place, bucket.place.shard)
-        self.shard: nn.Parameter | None = None
-        self.expected = False
-        self.fresh = False
-        self.arrived = False
-        self.reduced = False
-        self.used = False
-        self.is_rebound = False
-        self.trainable = False
-        self.idle_backwards = 0
+        self.strides = torch.empty_like(self.parameter, device="meta").stride()
+        self.shard_slice = self.bucket.layout.slice_of(self.place, self.bucket.place.shard)
 
     @property
     def has_master_weights(self) -> bool:

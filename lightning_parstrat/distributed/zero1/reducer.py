@@ -20,8 +20,9 @@ are gathered again at the end of backward and ``param.grad`` is what DDP would s
 """
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -40,6 +41,7 @@ IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 More than one, because the optimizers of a GAN alternate."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Backward:
     """One backward that reduces gradients, from its announcement until all ranks know what came of it.
 
@@ -59,35 +61,18 @@ class _Backward:
             one for each bucket that has some left over, and a number for what was expected.
     """
 
-    # One is made for every step.
-    __slots__ = (
-        "buckets",
-        "graph_task",
-        "launched",
-        "message",
-        "missing",
-        "queue",
-        "scale",
-        "sent",
-        "settles_at_end",
-    )
+    scale: GradientScale | None
+    buckets: Sequence[GradientBucket]
+    missing: dict[GradientBucket, int] = field(default_factory=dict)
+    settles_at_end: bool = False
+    queue: list[GradientBucket] = field(init=False)
+    launched: int = 0
+    sent: set[GradientBucket] = field(default_factory=set)
+    graph_task: int | None = None
+    message: ControlMessage | None = None
 
-    def __init__(
-        self,
-        scale: GradientScale | None,
-        buckets: Sequence[GradientBucket],
-        missing: Mapping[GradientBucket, int] | None = None,
-        settles_at_end: bool = False,
-    ) -> None:
-        self.scale = scale
-        self.buckets = buckets
-        self.missing = dict(missing or {})
+    def __post_init__(self) -> None:
         self.queue = list(self.missing)
-        self.launched = 0
-        self.sent: set[GradientBucket] = set()
-        self.settles_at_end = settles_at_end
-        self.graph_task: int | None = None
-        self.message: ControlMessage | None = None
 
     @property
     def waiting(self) -> Sequence[GradientBucket]:

@@ -67,7 +67,7 @@ def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
-"""Makes what stands for a tensor, of the parameter at a position in the optimizer and of an entry of its state."""
+"""Makes what stands for a tensor: of a parameter at a position in the optimizer, of an entry of its state."""
 
 
 def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
@@ -99,7 +99,8 @@ def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_i
     if stand_in is None:
         gathered = collect(optimizer, buckets, ranks, control, to)
     elif control.rank == to:
-        gathered = _with_stand_ins(buckets, positions, stand_in)
+        make = stand_in
+        gathered = _unsharded(buckets, lambda slot, key, dtype: make(positions[slot], key, slot, dtype))
     by_position = {positions[slot]: state for slot, state in gathered.items()}
     if destination is None:
         by_position = broadcast_object(by_position, control.group)
@@ -215,14 +216,12 @@ def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None
         slot.shard.copy_(part)
 
 
-def _with_stand_ins(
-    buckets: Sequence["BucketState"], positions: Mapping[ParameterSlot, int], stand_in: StandIn
+def _unsharded(
+    buckets: Sequence["BucketState"], make: Callable[[ParameterSlot, str, torch.dtype], Tensor]
 ) -> dict[ParameterSlot, StateDict]:
+    """The state of each parameter, with tensors that ``make`` has made."""
     return {
-        slot: {
-            key: one.value if one.dtype is None else stand_in(positions[slot], key, slot, one.dtype)
-            for key, one in entries.items()
-        }
+        slot: {key: one.value if one.dtype is None else make(slot, key, one.dtype) for key, one in entries.items()}
         for bucket in buckets
         for slot, entries in bucket.by_slot().items()
     }
@@ -262,11 +261,6 @@ class BucketState:
         """Else for the parts of each shard, in their order."""
         self._starts = [slot.place.offset for slot in self.slots]
 
-    @property
-    def first_shard(self) -> int:
-        """The first shard with a part of any of them."""
-        return bisect_right(self.slots[0].bucket.layout.bounds, self._starts[0]) - 1
-
     def parts_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice]]:
         """What is in a shard: the parameters, and which elements of each, in storage order."""
         bounds = self.slots[0].bucket.layout.bounds
@@ -277,6 +271,10 @@ class BucketState:
             elements = slot.elements_of(shard)
             if elements.start < elements.stop:
                 yield slot, elements
+
+    def has_parts_in(self, shard: int) -> bool:
+        """Whether a shard has a part of any of them."""
+        return next(self.parts_of(shard), None) is not None
 
     def entries_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice, Entries]]:
         """The same, and what is kept for each parameter there."""
@@ -390,14 +388,11 @@ def _described_by(
     described: dict[int, list[int]] = {}
     own = ranks.index(destination) if destination in ranks else None
     for number, (bucket, differs) in enumerate(zip(buckets, differing, strict=True)):
-        if not differs:
-            knows = own is not None and next(bucket.parts_of(own), None) is not None
-            owners = [] if knows else [bucket.first_shard]
-        else:
-            owners = [other for other in range(len(ranks)) if next(bucket.parts_of(other), None) is not None]
-        for other in owners:
-            if other != own:
-                described.setdefault(other, []).append(number)
+        if not differs and own is not None and bucket.has_parts_in(own):
+            continue
+        owners = [shard for shard in range(len(ranks)) if shard != own and bucket.has_parts_in(shard)]
+        for shard in owners if differs else owners[:1]:
+            described.setdefault(shard, []).append(number)
     return dict(sorted(described.items()))
 
 
@@ -434,11 +429,7 @@ def collect(
         if control.rank in ranks:
             _send(optimizer, buckets, ranks.index(control.rank), control.group, destination)
         return {}
-    state: dict[ParameterSlot, dict[str, Any]] = {
-        slot: {key: one.value if one.dtype is None else _room(slot, one.dtype) for key, one in entries.items()}
-        for bucket in buckets
-        for slot, entries in bucket.by_slot().items()
-    }
+    state = _unsharded(buckets, _zeros)
     arriving: deque[tuple[Work, Tensor, list[_Place]]] = deque()
 
     def put(place: _Place, part: Tensor) -> None:
@@ -514,8 +505,8 @@ def _own_part(optimizer: Optimizer, place: _Place) -> Tensor:
     return slot.storage_order(value.detach()) if uncut else value.detach()
 
 
-def _room(slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
-    # Zeros, as before a first step: a rank may have no such entry where others have.
+def _zeros(slot: ParameterSlot, _: str, dtype: torch.dtype) -> Tensor:
+    # As before a first step: a rank may have no such entry where others have.
     return torch.empty_strided(slot.parameter.shape, slot.strides, dtype=dtype).zero_()
 
 
