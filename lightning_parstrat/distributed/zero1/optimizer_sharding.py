@@ -114,35 +114,27 @@ class OptimizerSharding:
         known = self._known_groups
         # Not `==`, which compares tensors by their elements. A list may have been edited in place.
         if known is None or not _same(now, known.parameters):
+            stepped = [list(self._stepped(parameters)) for parameters in now]
+            by_bucket: list[dict[GradientBucket | None, list[Tensor]]] = [{} for _ in now]
+            for of_group, found in zip(stepped, by_bucket, strict=True):
+                for bucket, tensor in of_group:
+                    found.setdefault(bucket, []).append(tensor)
             known = self._known_groups = _KnownGroups(
                 parameters=[list(parameters) for parameters in now],
-                stand_ins=[self.stand_ins(parameters) for parameters in now],
-                by_bucket=[self._by_bucket(parameters) for parameters in now],
+                stand_ins=[[tensor for _, tensor in of_group] for of_group in stepped],
+                by_bucket=by_bucket,
                 have_added=any(p not in self.slots and p not in self.replicated for group in now for p in group),
             )
         return known
 
-    def _by_bucket(self, parameters: Iterable[Tensor]) -> "dict[GradientBucket | None, list[Tensor]]":
-        """What this rank steps for ``parameters``, by the buckets that it lies in; None for what lies in none."""
-        found: dict[GradientBucket | None, list[Tensor]] = {}
+    def _stepped(self, parameters: Iterable[Tensor]) -> "Iterator[tuple[GradientBucket | None, Tensor]]":
+        """What this rank steps for ``parameters``: shards with their buckets, and what every rank steps with None."""
         for parameter in parameters:
             slot = self.slots.get(parameter)
             if slot is None:
-                found.setdefault(None, []).append(parameter)
+                yield None, parameter
             elif slot.shard is not None:
-                found.setdefault(slot.bucket, []).append(slot.shard)
-        return found
-
-    def stand_ins(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """What this rank steps for ``parameters``: its shards of them, and those that every rank steps replicated."""
-        found = []
-        for parameter in parameters:
-            slot = self.slots.get(parameter)
-            if slot is None:
-                found.append(parameter)
-            elif slot.shard is not None:
-                found.append(slot.shard)
-        return found
+                yield slot.bucket, slot.shard
 
     @contextmanager
     def showing_shards(self, optimizer: Optimizer) -> Iterator[None]:

@@ -205,12 +205,6 @@ class Foreign(nn.Module):
             return self.weight.detach().clone()
 
 
-def test_a_module_that_is_called_waits_for_its_own_parameters() -> None:
-    on_the_way = OnTheWay(nn.Sequential(Foreign()))
-    assert not torch.isnan(on_the_way.module[0]()).any()
-    assert on_the_way.arrivals == 1
-
-
 class CallsNoChild(nn.Module):
     """Its forward is put on the object, and reads what its children hold, as a captured CUDA graph does."""
 
@@ -226,10 +220,11 @@ class CallsNoChild(nn.Module):
         self.forward = replay
 
 
-def test_a_module_with_a_forward_of_its_own_waits_for_its_childrens_parameters() -> None:
-    on_the_way = OnTheWay(nn.Sequential(CallsNoChild()))
-    assert not torch.isnan(on_the_way.module[0]()).any()
-    assert on_the_way.arrivals == 1
+def test_a_module_that_is_called_waits_for_what_it_holds() -> None:
+    for make in (Foreign, CallsNoChild):
+        on_the_way = OnTheWay(nn.Sequential(make()))
+        assert not torch.isnan(on_the_way.module[0]()).any()
+        assert on_the_way.arrivals == 1
 
 
 def test_modules_are_watched_once_and_only_while_something_is_on_the_way() -> None:
@@ -269,13 +264,11 @@ def test_what_does_not_read_leaves_others_on_the_way() -> None:
     assert (first.arrivals, second.arrivals) == (1, 1)
 
 
-def test_gradients_reach_a_parameter_that_was_marked() -> None:
+def test_a_marked_parameter_gets_gradients_and_one_of_another_class_is_not_marked() -> None:
     on_the_way = OnTheWay(nn.Linear(4, 4))
     on_the_way.module(ONES).sum().backward()
     assert on_the_way.module.weight.grad is not None
 
-
-def test_a_parameter_of_another_class_is_not_marked() -> None:
     class Special(nn.Parameter):
         pass
 
