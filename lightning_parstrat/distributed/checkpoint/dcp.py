@@ -167,16 +167,19 @@ class RunsPlanner(DefaultLoadPlanner):
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
+        whole: list[ReadItem] = []
+        parts: list[ReadItem] = []
         for name, run in self._wanted.items():
             known, none = self._known[name], torch.Size([0])
-            if run is not None and isinstance(known, TensorStorageMetadata):
-                own = ChunkStorageMetadata(torch.Size([run.start]), torch.Size([run.target.numel()]))
-                items += create_read_items_for_chunk_list(name, known, [own])
-            else:
+            if run is None or not isinstance(known, TensorStorageMetadata):
                 index = MetadataIndex(name)
-                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
-        return LoadPlan(items)
+                whole.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+                continue
+            own = ChunkStorageMetadata(torch.Size([run.start]), torch.Size([run.target.numel()]))
+            for item in create_read_items_for_chunk_list(name, known, [own]):
+                is_whole = item.lengths == known.chunks[item.storage_index.index or 0].sizes
+                (whole if is_whole else parts).append(item)
+        return LoadPlan(whole, planner_data=parts)
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -194,21 +197,11 @@ class PartsReader(FileSystemReader):
     """torch's reader, which does not read a whole piece where a part of it is wanted."""
 
     @override
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        self._metadata = metadata.state_dict_metadata
-
-    @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what is planned."""
-        whole = []
-        for item in plan.items:
-            known = self._metadata[item.storage_index.fqn]
-            if isinstance(known, TensorStorageMetadata) and _chunk_of(item, known).sizes != item.lengths:
-                self._read_part(item, planner.resolve_tensor(item))
-            else:
-                whole.append(item)
-        return super().read_data(LoadPlan(whole), planner)
+        """Reads what is planned by :class:`RunsPlanner`."""
+        for item in plan.planner_data:
+            self._read_part(item, planner.resolve_tensor(item))
+        return super().read_data(plan, planner)
 
     def _read_part(self, item: ReadItem, target: Tensor) -> None:
         place = self.storage_data[item.storage_index]
@@ -232,10 +225,6 @@ def _item(piece: Piece) -> WriteItem:
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.numel]))
-
-
-def _chunk_of(item: ReadItem, known: TensorStorageMetadata) -> ChunkStorageMetadata:
-    return known.chunks[item.storage_index.index or 0]
 
 
 def _properties(dtype: torch.dtype) -> TensorProperties:
