@@ -22,11 +22,11 @@ from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.liveness import missing_ranks_named
+from lightning_parstrat.distributed.comm.liveness import met, missing_ranks_named
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups
-from lightning_parstrat.distributed.comm.watch import met, watching
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows

@@ -3,8 +3,9 @@
 import json
 import re
 import time
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from lightning_parstrat.distributed.comm.breadcrumbs import watching
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.torch_compat import default_store
 
 GRACE = timedelta(seconds=10)
@@ -66,7 +69,7 @@ class Liveness:
                 try:
                     self._store.wait([f"{call}/missing"], GRACE if grace is None else grace)
                 except RuntimeError:
-                    absent = [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+                    absent = self._absent(call)
             # Whoever says it first says it for all: one that comes meanwhile must not make ranks differ.
             found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
             if self._rank in found:
@@ -77,13 +80,13 @@ class Liveness:
             # Rank 0's process serves the store, so the store ends with it.
             return [] if self._rank == 0 else [0]
 
-    def meet(self, occasion: str, point: str, said: Callable[[], str]) -> None:
-        """Returns when all ranks have come. Collective; three requests to the store, and one more per look for others.
+    def meet(self, occasion: str, point: str, advice: str) -> None:
+        """Returns when all ranks have come. Collective; four requests to the store, and one more per look for others.
 
         Args:
             occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
             point: Where in the training it is, and what is done: the same on all ranks, or it is an error on all.
-            said: What is known of who has not come, for the error.
+            advice: What to do if ranks do not come, for the error.
 
         Raises:
             MissingRanksError: Ranks did not come within the store's timeout.
@@ -91,16 +94,18 @@ class Liveness:
         """
         call = self._next(occasion)
         began, timeout = time.monotonic(), self._store.timeout.total_seconds()
+        self._store.set(f"{call}/{self._rank}", "here")
         # Whoever sets it first gets its own point back.
         if self._store.compare_set(f"{call}/point", "", point).decode() != point:
             self._store.set(f"{call}/all", "apart")
-        else:
-            self._come(call)
+        # The last to arrive releases all: so each waits for one key, not for one per rank.
+        elif self._store.add(f"{call}/count", 1) == self._world_size:
+            self._store.set(f"{call}/all", "here")
         # Not by `wait`: no signal would be handled within it, and torch logs each that is not over in time.
         while not self._store.check([f"{call}/all"]):
             waited = time.monotonic() - began
             if waited > timeout:
-                raise MissingRanksError(f"Not all ranks have come to {occasion}. {said()}".rstrip())
+                raise MissingRanksError(f"{occasion}: {names_of(self._absent(call))} did not come. {advice}".rstrip())
             time.sleep(min(0.001 + waited / 4, _LONGEST_PAUSE))
         if self._store.get(f"{call}/all") != b"here":
             raise RuntimeError(
@@ -112,10 +117,48 @@ class Liveness:
         self._held[occasion] += 1
         return f"{occasion}/{self._held[occasion]}"
 
-    def _come(self, call: str) -> None:
-        # The last to arrive releases all: so each waits for one key, not for one per rank.
-        if self._store.add(f"{call}/count", 1) == self._world_size:
-            self._store.set(f"{call}/all", "here")
+    def _absent(self, call: str) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+
+
+# By the default group, whose end frees them: what they hold of the store would keep its port.
+_OF_TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, Liveness]" = weakref.WeakKeyDictionary()
+
+
+def begin_liveness(name: str) -> Liveness:
+    """Has ranks meet under a new name from now on, which must be the same on all; not collective."""
+    liveness = Liveness(name)
+    if dist.group.WORLD is not None:
+        _OF_TRAININGS[dist.group.WORLD] = liveness
+    return liveness
+
+
+@contextmanager
+def met(what: str, group: dist.ProcessGroup, advice: str = "", of: str = "") -> Iterator[None]:
+    """As :func:`watching`, and it only begins when all ranks have come, at the same point of the training.
+
+    For calls that a user may make on some ranks only: their collectives would be answered by others that those ranks
+    do next, and the results be mixed up. Here nothing is sent to them before. Costs each rank some five requests to
+    the store, which rank 0's process serves one after the other: for what is rare.
+
+    Args:
+        what: What the user has called.
+        group: The group by which the call communicates.
+        advice: What to do if some ranks have not come.
+        of: What the call is about, which must be the same on all ranks.
+
+    Raises:
+        MissingRanksError: Ranks did not come within the store's timeout, that of the default group.
+        RuntimeError: They came at different points of the training, or with something else.
+    """
+    world = dist.group.WORLD
+    if world is None or dist.get_world_size() == 1:
+        yield
+        return
+    with watching(what, advice):
+        liveness = _OF_TRAININGS.get(world) or begin_liveness("")
+        liveness.meet(what, f"{small_reductions_of(group)} {of}", advice)
+        yield
 
 
 # Gloo raises plain RuntimeErrors: only their text tells them from others.
@@ -135,23 +178,6 @@ def is_of_a_collective(error: BaseException) -> bool:
 def ends_collectives(error: BaseException) -> bool:
     """Whether an error says that what ranks have launched cannot complete, whoever is there."""
     return isinstance(error, (dist.DistError, NoCollectivesError))
-
-
-_EXPLANATION = "_lightning_parstrat_explanation"
-
-
-def add_explanation(error: BaseException, said: str) -> None:
-    """Adds to an error what is known of the ranks that have not come; see :func:`explanation_of`."""
-    setattr(error, _EXPLANATION, said)
-    # Python 3.10 has no notes.
-    if hasattr(error, "add_note"):
-        error.add_note(said)
-
-
-def explanation_of(error: BaseException) -> str:
-    """What :func:`add_explanation` has added; else empty."""
-    said: str = getattr(error, _EXPLANATION, "")
-    return said
 
 
 def names_of(ranks: list[int]) -> str:
@@ -180,8 +206,7 @@ def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
         missing = liveness.missing("fault") if is_of_a_collective(error) else []
         if not missing:
             raise
-        said = f"{what}: {names_of(missing)} did not take part. {REMEDY} {explanation_of(error)}".rstrip()
-        raise MissingRanksError(said) from error
+        raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error
 
 
 REMEDY = "Their output says why they ended or where they hang; checkpoints that were saved before are intact."

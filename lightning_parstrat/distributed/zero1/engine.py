@@ -24,9 +24,9 @@ from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.streams import streams_of
-from lightning_parstrat.distributed.comm.watch import met
 from lightning_parstrat.distributed.torch_compat import is_compiled_as_a_whole, replays_captured_graphs
 from lightning_parstrat.distributed.zero1.compiled_code import CompiledCode
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer

@@ -23,7 +23,7 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, receive_object, send_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.watch import met
+from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.work import Work, as_work
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot

@@ -43,10 +43,10 @@ from lightning_parstrat.distributed.comm.agreement import (
     any_rank_for_each,
     gather_object,
 )
+from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
 from lightning_parstrat.distributed.comm.process_groups import checkpoint_group, control_group
-from lightning_parstrat.distributed.comm.watch import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot

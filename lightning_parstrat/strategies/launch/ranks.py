@@ -1,10 +1,8 @@
 """The ranks of a training: checks how many were started, joins them, and names those that are missing."""
 
-import functools
 import logging
 import sys
 import uuid
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
@@ -32,7 +30,13 @@ from lightning_parstrat.distributed.comm.agreement import wait_for_all
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.distributed.comm.liveness import Liveness, ends_collectives, is_of_a_collective, names_of
+from lightning_parstrat.distributed.comm.liveness import (
+    Liveness,
+    begin_liveness,
+    ends_collectives,
+    is_of_a_collective,
+    names_of,
+)
 from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed
 from lightning_parstrat.distributed.comm.process_groups import (
@@ -42,7 +46,6 @@ from lightning_parstrat.distributed.comm.process_groups import (
     default_backend,
     world_size,
 )
-from lightning_parstrat.distributed.comm.watch import begin_watch, end_watch, explain_wait
 from lightning_parstrat.distributed.torch_compat import nccl_backends
 from lightning_parstrat.strategies.launch.elastic import (
     StartedLauncher,
@@ -50,8 +53,8 @@ from lightning_parstrat.strategies.launch.elastic import (
     connect_started,
     started_ranks,
 )
-from lightning_parstrat.strategies.launch.progress import progress_of
 from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, trainer_of
+from lightning_parstrat.strategies.waits import Waits, progress_of
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +66,8 @@ class RanksStrategy(DDPStrategy):
 
     Args:
         warn_after_seconds: After how many seconds in which it makes no progress a rank that waits for others says so,
-            in one line: in which collective, since when, and which ranks have not come and where those are. ``None``
-            says nothing before the ``timeout``.
+            in one line: in which call or hook, and which ranks have not come and where those are. ``None`` says nothing
+            before the ``timeout``.
         **kwargs: Arguments of the base class.
 
     Raises:
@@ -79,13 +82,14 @@ class RanksStrategy(DDPStrategy):
     _takes_shards: ClassVar[bool] = False
     """Whether a module may come with parameters in shards."""
 
-    _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness", "_known_messages"})
+    _not_copied: ClassVar[frozenset[str]] = frozenset({"_known_liveness", "_known_messages", "_waits"})
     """Attributes that belong to one training and its ranks, and are None outside of it."""
 
     def __init__(self, warn_after_seconds: float | None = 15.0, **kwargs: Any) -> None:
         self._wait_policy = WaitPolicy(warn_after_seconds=warn_after_seconds)
         self._known_liveness: Liveness | None = None
         self._known_messages: ControlMessages | None = None
+        self._waits: Waits | None = None
         self._ended = _ENDED
         self._has_aborted = False
         self._hook_seen = ""
@@ -161,15 +165,10 @@ class RanksStrategy(DDPStrategy):
         self._ended, self._has_aborted = _ENDED, False
         # For as long as that takes, a name that needs no agreement.
         self._known_liveness = Liveness("set-up")
-        self._known_liveness = Liveness(self.broadcast(uuid.uuid4().hex))
-        # Weakly: what is watched is held by the process group.
-        begin_watch(
-            self._known_liveness,
-            self.flag,
-            self._wait_policy.warn_after_seconds,
-            functools.partial(_progress_of, weakref.ref(self)),
-            waits_on_host=self.root_device.type == "cpu",
-        )
+        self._known_liveness = begin_liveness(self.broadcast(uuid.uuid4().hex))
+        warn_after = self._wait_policy.warn_after_seconds
+        if warn_after is not None and self.world_size > 1:
+            self._waits = Waits(self._known_liveness.name, self.flag, warn_after, self._progress)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -202,7 +201,8 @@ class RanksStrategy(DDPStrategy):
         if among_ranks and isinstance(exception, Exception) and nccl_backends():
             # Lightning says it only when it has moved everything to the host.
             log.error(f"{self.flag}, rank {self.global_rank}: the training ends by this exception:", exc_info=exception)
-        explain_wait(exception)
+        if self._waits is not None:
+            self._waits.explain(exception)
         missing: list[int] = []
         if among_ranks and is_of_a_collective(exception):
             missing = self._liveness.missing("exception")
@@ -228,7 +228,9 @@ class RanksStrategy(DDPStrategy):
         if self._known_messages is not None:
             self._known_messages.close()
             self._known_messages = None
-        end_watch(self._ended, wait=self._ended == _ENDED)
+        if self._waits is not None:
+            self._waits.end(self._ended)
+            self._waits = None
         self._ended = _ENDED
         super().teardown()
 
@@ -275,11 +277,6 @@ class RanksStrategy(DDPStrategy):
         if self._known_messages is None:
             self._known_messages = ControlMessages(self._control)
         return self._known_messages
-
-
-def _progress_of(strategy: "weakref.ref[RanksStrategy]") -> tuple[str, str]:
-    known = strategy()
-    return ("", "") if known is None else known._progress()
 
 
 class WrapperlessDDPStrategy(DDPStrategy, ABC):

@@ -4,14 +4,20 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import (
     Liveness,
     MissingRanksError,
+    begin_liveness,
     is_of_a_collective,
+    met,
     missing_ranks_named,
 )
+from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.pool import RankPool
 
 SHORT, LONG = timedelta(seconds=1.5), timedelta(seconds=60)
@@ -88,3 +94,36 @@ def test_errors_of_collectives_are_known() -> None:
         (MissingRanksError("barrier"), False),
     ):
         assert is_of_a_collective(error) is expected, error
+
+
+def come_to_a_call(name: str, how: str) -> str:
+    """Rank 1 never comes, comes later, or goes on to the next control message before it comes."""
+    liveness, group, rank = begin_liveness(name), process_groups().control, dist.get_rank()
+    messages = ControlMessages(make_collectives(group, torch.device("cpu")))
+    messages.signal = 1 + rank
+    if rank == 1 and how == "elsewhere":
+        messages.launch()
+    if rank == 1 and how == "late":
+        time.sleep(0.5)
+    timeout = liveness._store.timeout
+    liveness._store.set_timeout(SHORT if how == "never" else LONG)
+    said = ""
+    try:
+        if rank == 0 or how != "never":
+            with met("`optimizer.state_dict()`", group, "Call it on all ranks."):
+                dist.barrier(group=group)
+    except RuntimeError as error:
+        said = str(error)
+    finally:
+        liveness._store.set_timeout(timeout)
+    if rank == 0 or how != "elsewhere":
+        messages.launch()
+    return f"{said} {messages.latest().signal}"
+
+
+def test_a_call_that_not_all_ranks_make_mixes_nothing_up(pool: RankPool) -> None:
+    assert pool.run(2, come_to_a_call, "late", "late") == [" 3"] * 2
+    found = pool.run(2, come_to_a_call, "never", "never")
+    assert found == ["`optimizer.state_dict()`: rank 1 did not come. Call it on all ranks. 3", " 3"]
+    for error in pool.run(2, come_to_a_call, "elsewhere", "elsewhere"):
+        assert "was called by all ranks, but at different points of the training" in error and error.endswith(" 3")

@@ -1,0 +1,349 @@
+"""Says for whom a rank waits, and where that rank is, long before a timeout ends the wait.
+
+A step sends and notes nothing for it. A thread looks once a second at what the Trainer and torch count anyway, and
+publishes it to the process group's store every few seconds. If nothing moves for ``warn_after_seconds``, the thread
+reads what all ranks have published, and logs one line.
+"""
+
+import atexit
+import gc
+import json
+import logging
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.distributed.distributed_c10d import PrefixStore
+
+from lightning_parstrat.core.digests import digest
+from lightning_parstrat.distributed.comm import breadcrumbs
+from lightning_parstrat.distributed.comm.liveness import ends_collectives, is_of_a_collective, names_of
+from lightning_parstrat.distributed.torch_compat import default_store
+from lightning_parstrat.strategies.lightning_compat import current_hook, trainer_of
+
+log = logging.getLogger(__name__)
+
+_STORE_ANSWERS_WITHIN = 2.5
+"""Seconds."""
+
+_THREADS_NAME = "lightning_parstrat waits"
+
+Frames = list[tuple[str, int]]
+
+
+class Sign(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        number: How many signs the rank has published.
+        ended: How its training has ended; empty while it goes on.
+        position: How far the training has come; see :func:`progress_of`.
+        within: The innermost named call, else Lightning's hook.
+        launched: How many collectives it has launched by each process group.
+        waits: Whether its stack shows that it waits in a collective. It does not show what torch waits for in C++, as
+            in DDP's backward, and on GPUs nothing for which streams wait.
+        line: The line of the user's program that it executes.
+        silent: For how many seconds it has published nothing, as its reader finds; 0 if it goes on.
+    """
+
+    number: int = 0
+    ended: str = ""
+    position: str = ""
+    within: str = ""
+    launched: dict[str, int] = {}  # noqa: RUF012
+    waits: bool = False
+    line: str = ""
+    silent: float = 0.0
+
+    @property
+    def point(self) -> tuple[object, ...]:
+        """The same on ranks that wait for others together, and as long as nothing moves."""
+        return self.ended, self.position, self.within, self.launched
+
+    def is_behind(self, other: "Sign") -> bool:
+        """Whether the other one has launched a collective that this one has not."""
+        return any(self.launched.get(group, 0) < number for group, number in other.launched.items())
+
+    def __str__(self) -> str:
+        position = f"({self.position})" if self.within and self.position else self.position
+        return " ".join(filter(None, ("in", self.within, position, self.line and f"at {self.line}")))
+
+
+class _Still:
+    """What is known since something has last moved, ``looks`` whether this rank reads for all at its point."""
+
+    def __init__(self, point: tuple[object, ...]) -> None:
+        self.point, self.seconds = point, 0.0
+        self.lines, self.line = 0, ""
+        self.looks: bool | None = None
+
+
+class Waits:
+    """The thread of one training that says for whom this rank waits.
+
+    Args:
+        name: The same on all ranks and different for each training.
+        speaker: What lines begin with.
+        warn_after: After how many seconds in which nothing moves a rank says that it waits.
+        progress: How far the training has come, and in which hook; a method, which is not held.
+    """
+
+    def __init__(self, name: str, speaker: str, warn_after: float, progress: Callable[[], tuple[str, str]]) -> None:
+        self._speaker, self._warn_after, self._progress = speaker, warn_after, weakref.WeakMethod(progress)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        # Of all ranks together at most 200 signs a second: one process serves the store.
+        self._period = max(warn_after / 3, self._world_size / 200)
+        # torch's type stubs lack `clone` and `multi_get`.
+        self._store: Any = PrefixStore(f"lightning_parstrat/waits/{name}", default_store())
+        # Some launchers train in another thread than the main one.
+        self._trains_in, self._process = threading.get_ident(), os.getpid()
+        self._stopping, self._ended, self._signs = threading.Event(), "", 0
+        self._still = _Still(())
+        # Each rank's latest number, and when it was first read.
+        self._read_at: dict[int, tuple[int, float]] = {}
+        self._thread = threading.Thread(target=self._run, name=_THREADS_NAME, daemon=True)
+        for other in list(_BEGUN):
+            other.end()
+        _BEGUN.append(self)
+        self._thread.start()
+
+    def end(self, how: str = "") -> None:
+        """Ends the thread. Not collective.
+
+        Args:
+            how: How this rank's training has ended, for ranks that wait for it; empty if nobody is to know.
+        """
+        # A forked process has no threads, but a copy of their sockets.
+        if self in _BEGUN and self._process == os.getpid():
+            _BEGUN.remove(self)
+            self._ended = how
+            self._stopping.set()
+            self._thread.join(_STORE_ANSWERS_WITHIN)
+
+    def explain(self, error: BaseException) -> None:
+        """Adds to a collective's error for whom this rank waits. Not collective; up to 2.5 seconds."""
+        # Python 3.10 has no notes.
+        if (is_of_a_collective(error) or ends_collectives(error)) and hasattr(error, "add_note"):
+            where = self._where()._replace(waits=True)
+            if said := self._still.line or self._line(where, self._ask(self._read)):
+                error.add_note(said)
+
+    def _run(self) -> None:
+        # The store ends with the process that serves it: then nobody could be told, or asked.
+        with suppress(RuntimeError):
+            # Its own: the calls of one client wait for each other, and the training's may be waiting.
+            client = self._store.clone()
+            look = min(1.0, self._warn_after / 10)
+            self._publish(client)
+            before = published = time.monotonic()
+            while not self._stopping.wait(look):
+                passed, before = time.monotonic() - before, time.monotonic()
+                # A process that was stopped has not waited meanwhile.
+                self._look(min(passed, 2 * look))
+                if before - published >= self._period:
+                    self._publish(client)
+                    published = before
+            self._publish(client)
+
+    def _publish(self, client: Any) -> None:
+        # A request that has no answer, of some 300 bytes.
+        self._signs += 1
+        client.set(f"sign/{self._rank}", json.dumps(self._sign()))
+
+    def _sign(self) -> Sign:
+        frames = _frames_of_thread(self._trains_in)
+        return self._where()._replace(waits=_waits(frames), line=_line_of(frames))
+
+    def _where(self) -> Sign:
+        """Where this rank is, without a look at its stack."""
+        position = hook = ""
+        progress = self._progress()
+        # What it reads may be about to change: then it is read again in a moment.
+        with suppress(Exception):
+            position, hook = progress() if progress is not None else ("", "")
+        within = breadcrumbs.current_call()[0] or (f"`{hook}`" if hook else "")
+        return Sign(self._signs, self._ended, position, within, breadcrumbs.collectives_launched())
+
+    def _look(self, passed: float) -> None:
+        """Says what there is to say of a wait: by what ranks published some time before, and publish now."""
+        where, still = self._where(), self._still
+        if where.point != still.point:
+            self._still = _Still(where.point)
+            return
+        still.seconds += passed
+        times = (1, 4, 20 * (still.lines - 1))[min(still.lines, 2)]
+        # Others' output is read by fewer people than rank 0's.
+        due = self._warn_after * times + min(1.0, self._warn_after / 10) * (self._rank > 0)
+        if still.looks is None and still.seconds >= due - 1.5 * self._period:
+            sign = self._sign()
+            # Who waits at the same point would read and say the same.
+            turn = f"turn/{still.lines}/{digest((sign.waits, *sign.point))}"
+            still.looks = self._ask(lambda client: client.add(turn, 1)) in (1, None)
+            if still.looks:
+                # A rank that publishes nothing between two looks is silent.
+                self._ask(self._read)
+        if still.seconds >= due:
+            line = self._line(self._sign(), self._ask(self._read)) if still.looks else ""
+            still.lines, still.looks = still.lines + 1, None
+            # It may have gone on meanwhile.
+            if line and self._where().point == still.point and not self._stopping.is_set():
+                still.line = line
+                log.warning(line)
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        """What the store answers, over a connection of its own; None if it does not answer in time."""
+        answers: list[Any] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                answers.append(question(self._store.clone()))
+
+        thread = threading.Thread(target=ask, name=_THREADS_NAME, daemon=True)
+        thread.start()
+        thread.join(_STORE_ANSWERS_WITHIN)
+        return answers[0] if answers else None
+
+    def _read(self, client: Any) -> list[Sign | None]:
+        keys = [f"sign/{rank}" for rank in range(self._world_size)]
+        # Of one that is missing, the store would wait until it is there.
+        there = [True] * len(keys) if client.check(keys) else [client.check([key]) for key in keys]
+        found = iter(client.multi_get([key for key, is_there in zip(keys, there, strict=True) if is_there]))
+        signs = [Sign(*json.loads(next(found))) if is_there else None for is_there in there]
+        return [sign and sign._replace(silent=self._silence(rank, sign)) for rank, sign in enumerate(signs)]
+
+    def _silence(self, rank: int, sign: Sign) -> float:
+        # A rank publishes its next sign within a period. No clock of another node is compared.
+        if sign.ended or self._read_at.get(rank, (0, 0.0))[0] != sign.number:
+            self._read_at[rank] = sign.number, time.monotonic()
+        silence = time.monotonic() - self._read_at[rank][1]
+        return silence if silence > 1.2 * self._period else 0.0
+
+    def _line(self, where: Sign, now: list[Sign | None] | None) -> str:
+        said = line_of_wait(self._rank, self._still.seconds, where, now)
+        return f"{self._speaker}: {said} {breadcrumbs.current_call()[1]}".rstrip() if said else ""
+
+
+_BEGUN: list[Waits] = []
+
+
+def line_of_wait(rank: int, seconds: float, where: Sign, now: Sequence[Sign | None] | None) -> str:
+    """What is to be said of a wait; empty if it is not sure to be one.
+
+    Args:
+        rank: This rank.
+        seconds: For how long nothing has moved.
+        where: Where it is.
+        now: What all ranks have published; None if the store does not answer.
+    """
+    if not (where.waits or now is None or any(sign and sign.is_behind(where) for sign in now)):
+        return ""
+    line = f"rank {rank} has waited {seconds:.0f} s {where}"
+    if now is None:
+        return (
+            f"{line}. Where the others are is not known: the store does not answer, which rank 0's process or its"
+            " launcher serves. It is stopped, or cannot be reached."
+        )
+    ranks_at: dict[str, list[int]] = defaultdict(list)
+    for other, sign in enumerate(now):
+        is_there = sign and not sign.silent and sign.point == where.point and sign.waits == where.waits
+        if other != rank and not is_there:
+            ranks_at[_described(sign)].append(other)
+    if not ranks_at:
+        return f"{line}. All ranks are there, and none goes on: a connection or a disk is slow or cut off."
+    shown = [
+        f"{names_of(ranks)}, {'which' if len(ranks) == 1 else 'each of which'} {described}"
+        for described, ranks in list(ranks_at.items())[:4]
+    ]
+    left = sum(map(len, list(ranks_at.values())[4:]))
+    return f"{line} for {'; '.join(shown)}{f'; {left} more, which are elsewhere' if left else ''}."
+
+
+def _described(sign: Sign | None) -> str:
+    if sign is None:
+        return "has given no sign of life since training was set up"
+    if sign.silent:
+        reasons = "ended, stopped, cut off, or in C code that keeps Python's lock"
+        return f"has given no sign of life for {sign.silent:.0f} s or more ({reasons}) and was last {sign}"
+    return sign.ended or f"is {sign}"
+
+
+def _frames_of_thread(thread: int) -> Frames:
+    """What a thread of this process executes now, the innermost last; empty if it has ended."""
+    # While Python 3.11 makes a frame object it may collect garbage. The other thread then goes on, and the frame object
+    # is written into memory that is no longer that frame's.
+    collects = gc.isenabled() and sys.version_info[:2] == (3, 11)
+    if collects:
+        gc.disable()
+    try:
+        frame, frames = sys._current_frames().get(thread), []
+        # Frames are not kept: they would keep the step's tensors.
+        while frame is not None:
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+            frame = frame.f_back
+        return frames[::-1]
+    finally:
+        if collects:
+            gc.enable()
+
+
+_OWN = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = tuple(str(Path(package.__file__).parent) for package in (breadcrumbs, dist, torch.nn.parallel))
+# On their way to a collective, operators on tensors in shards go through these. They compute, too.
+_COMPUTES = f"{_TORCH}/distributed/tensor"
+_CALLS = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "_library", "_tensor.py", "autograd/function.py", "utils"))
+_STANDARD = (*{sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")}, "<")
+_INSTALLED = "-packages/"
+
+
+def _waits(frames: Frames) -> bool:
+    """Whether a stack shows that its thread waits in a collective."""
+    files = [file for file, _ in frames if _INSTALLED in file or not file.startswith(_STANDARD)]
+    calls = [file for file in files if not file.startswith(_CALLS)][-1:]
+    return any(file.startswith(_COLLECTIVES) and not file.startswith(_COMPUTES) for file in calls)
+
+
+def _line_of(frames: Frames) -> str:
+    """The innermost line that belongs to no library; else the innermost of all."""
+    users = [frame for frame in frames if not (_INSTALLED in frame[0] or frame[0].startswith((*_STANDARD, _OWN)))]
+    return "".join(f"{Path(file).name}:{line}" for file, line in (users or frames)[-1:])
+
+
+@atexit.register
+def _end_all() -> None:
+    """Ends all threads, and waits up to 30 seconds for those in the store's C++ code.
+
+    One that came back while the interpreter is torn down would abort the process: a training that has ended well would
+    count as failed. After a wire was cut, TCP sends again after at most as long as the cut was.
+    """
+    for waits in list(_BEGUN):
+        waits.end("ended")
+    deadline = time.monotonic() + 30.0
+    for thread in threading.enumerate():
+        if thread.name == _THREADS_NAME:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def progress_of(module: LightningModule | None) -> tuple[str, str]:
+    """A module's step and batch, such as "step 812, batch 12", and hook, such as "training_step". Any thread."""
+    trainer = trainer_of(module)
+    if module is None or trainer is None or trainer.state.stage is None:
+        return "", ""
+    stage, fits = trainer.state.stage, trainer.state.fn == TrainerFn.FITTING
+    trains = stage == RunningStage.TRAINING
+    loop = trainer.fit_loop.epoch_loop if fits else getattr(trainer, f"{stage.value}_loop")
+    progress = (loop.val_loop if fits and not trains else loop).batch_progress
+    step = f"step {trainer.global_step}, " if fits else ""
+    return f"{step}batch {progress.current.ready}{'' if trains else f' of {stage.value}'}", current_hook(module)

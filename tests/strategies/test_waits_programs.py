@@ -1,0 +1,169 @@
+"""Programs whose ranks wait for one that was stopped or killed, does something else, or has been cut off."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scripts import clean_environment
+from tests.slow import lack
+
+pytestmark = pytest.mark.slow
+
+TRAINING = """
+import datetime, os, signal, subprocess, sys, threading, time
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+
+class TornDown:
+    def __del__(self):
+        # Whatever is alive at the end is freed while the interpreter is torn down.
+        time.sleep(6)
+
+class Model(BoringModel):
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters())
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            self.waits(self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def waits(self, rank):
+        WAITS
+
+    def stops(self, seconds, then="CONT"):
+        # Another process: this one is stopped.
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{then} {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def fails(self):
+        time.sleep(2)
+        globals()["kept"] = TornDown()
+        raise ValueError("this rank alone")
+
+    def is_cut_off(self):
+        cut = "ip link set link0 down; sleep 10; ip link set link0 up"
+        subprocess.Popen(["sh", "-c", cut], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(0.5)
+
+cls = {"zero1_custom": ZeRO1Strategy, "ddp_tuned": TunedDDPStrategy}["STRATEGY"]
+strategy = cls(warn_after_seconds=1.5, timeout=datetime.timedelta(seconds=30), process_group_backend="gloo")
+trainer = Trainer(
+    accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, max_steps=5, logger=False,
+    limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+)
+trainer.fit(Model())
+left = [thread.name for thread in threading.enumerate() if "lightning_parstrat" in thread.name]
+print(f"rank {trainer.global_rank} is done, threads left: {left}", flush=True)
+"""
+
+
+def run_nodes(
+    folder: Path, strategy: str, does: str, address: str, prefixes: Sequence[Sequence[str]], **environment: str
+) -> tuple[list[str], list[int]]:
+    """What the program prints on two nodes of a rank each, and how it ends there."""
+    path = folder / "train.py"
+    path.write_text(TRAINING.replace("WAITS", does).replace("STRATEGY", strategy))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(free.getsockname()[1]), "LOCAL_RANK": "0"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    ranks = [
+        subprocess.Popen(
+            [*prefix, sys.executable, str(path)],
+            cwd=folder,
+            env=clean_environment(NODE_RANK=str(node), **environment),
+            **pipes,
+        )
+        for node, prefix in enumerate(prefixes)
+    ]
+    try:
+        return [rank.communicate(timeout=150)[0] for rank in ranks], [rank.returncode for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+SILENT = r"rank 1, which has given no sign of life for \d+ s or more .*stopped"
+BRANCH = 'rank == 0 and self.log("x", torch.tensor(1.0), sync_dist=True)'
+LOGS = r"`training_step` \(step 2, .*\) at train\.py:\d+"
+KILLED = "rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
+RAISES = "rank == 1 and (threading.Timer(20, lambda: None).start(), self.fails())"
+LOST = "self.fails() if rank else self.stops(8, 'KILL')"
+NO_STORE = "the store does not answer, which rank 0's process "
+PROGRAMS: list[Any] = [
+    pytest.param("ddp_tuned", "rank == 1 and self.stops(8)", [f"0 has waited .* for {SILENT}"], [0, 0], id="stopped"),
+    ("zero1_custom", "rank == 0 and self.stops(8)", [rf"1 has waited .*{NO_STORE}"], [0, 0]),
+    # Both name both, and so does the error of the timeout.
+    ("zero1_custom", BRANCH, [f"0 has waited .*{LOGS}", f"1 has waited .* rank 0, which is in {LOGS}"], [None, None]),
+    ("ddp_tuned", BRANCH, [f"0 has waited .*{LOGS} for .* `backward`", rf"in {LOGS}\.\n"], [None, None]),
+    ("zero1_custom", KILLED, ["Rank 1 did not answer: ended, or stuck elsewhere"], [None, None]),
+    ("ddp_tuned", RAISES, ["0 .* for rank 1, which ended its training by ValueError"], [None, 1]),
+    # A thread that comes back from the store while the interpreter is torn down does not abort the process.
+    ("zero1_custom", LOST, ["this rank alone"], [-9, 1]),
+]
+"""Strategy, what ranks do in the third batch, what is said, and how ranks end: None for any error."""
+
+
+@pytest.mark.parametrize(("strategy", "does", "said", "codes"), PROGRAMS)
+def test_a_program_says_for_whom_it_waits(
+    tmp_path: Path, strategy: str, does: str, said: list[str], codes: list[int | None]
+) -> None:
+    # As nodes: of processes that it has started itself, Lightning ends all as soon as it finds one gone.
+    outputs, found = run_nodes(tmp_path, strategy, does, "127.0.0.1", ((), ()))
+    for expected in said:
+        assert any(re.search(expected, output) for output in outputs), (expected, outputs)
+    for rank, (code, expected_code) in enumerate(zip(found, codes, strict=True)):
+        assert code == expected_code or (expected_code is None and code != 0), (rank, code, outputs)
+        assert code != 0 or f"rank {rank} is done, threads left: []" in outputs[rank], outputs
+
+
+ADDRESSES = "10.78.0.1", "10.78.0.2"
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces and a wire between them, as of two nodes."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        lack("network namespaces need root and iproute2")
+    names = [f"parstrat-wait-{os.getpid()}-{node}" for node in range(2)]
+
+    def ip(*arguments: str) -> None:
+        ran = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+        if ran.returncode != 0:
+            lack(f"network namespaces cannot be had: {ran.stderr.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", "link0", "netns", names[0], "type", "veth", "peer", "name", "link0", "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "link0")
+            for interface in ("lo", "link0"):
+                ip("-n", name, "link", "set", interface, "up")
+            ip("netns", "exec", name, "true")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def test_a_wire_that_is_cut_is_spoken_of(tmp_path: Path, namespaces: list[str]) -> None:
+    prefixes = [["ip", "netns", "exec", name] for name in namespaces]
+    does = "rank == 1 and self.is_cut_off()"
+    outputs, codes = run_nodes(tmp_path, "zero1_custom", does, ADDRESSES[0], prefixes, GLOO_SOCKET_IFNAME="link0")
+    # Rank 0's process serves the store, which rank 1 cannot reach.
+    assert re.search(r"rank 0 has waited .*rank 1, which has given no sign of life for \d+ s .*cut off", outputs[0])
+    assert re.search(rf"rank 1 has waited .*{NO_STORE}", outputs[1]), outputs
+    # A thread of the rank that could not reach the store may still be waiting for TCP to send again.
+    assert codes == [0, 0] and all(f"rank {rank} is done" in outputs[rank] for rank in range(2)), outputs
