@@ -225,7 +225,7 @@ class Waits:
 
     def _silence(self, rank: int, sign: Sign) -> float:
         # A rank publishes its next sign within a period. No clock of another node is compared.
-        if sign.ended or self._read_at.get(rank, (0, 0.0))[0] != sign.number:
+        if self._read_at.get(rank, (0, 0.0))[0] != sign.number:
             self._read_at[rank] = sign.number, time.monotonic()
         silence = time.monotonic() - self._read_at[rank][1]
         return silence if silence > 1.2 * self._period else 0.0
@@ -273,7 +273,7 @@ def line_of_wait(rank: int, seconds: float, where: Sign, now: Sequence[Sign | No
 def _described(sign: Sign | None) -> str:
     if sign is None:
         return "has given no sign of life since training was set up"
-    if sign.silent:
+    if sign.silent and not sign.ended:
         reasons = "ended, stopped, cut off, or in C code that keeps Python's lock"
         return f"has given no sign of life for {sign.silent:.0f} s or more ({reasons}) and was last {sign}"
     return sign.ended or f"is {sign}"
