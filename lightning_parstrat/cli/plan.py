@@ -102,7 +102,7 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     fitting = [name for name, row in by_name.items() if row["fits"] is not False]
     tuned, sharded = by_name["ddp_tuned"], by_name["zero1_custom"]
     if not fitting:
-        return None, _what_would_fit(training, room or 0.0)
+        return None, _what_would_fit(training)
     if training.ranks == 1:
         return "none", "Recommended: no strategy. There is one rank: nothing to shard, nothing to send."
     choice, why = fitting[0], "It shards least of those that fit."
@@ -128,19 +128,12 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     return choice, f"Recommended: strategy={choice}. {why}"
 
 
-def _what_would_fit(training: Training, room: float) -> str:
+def _what_would_fit(training: Training) -> str:
     least = min(footprints(training), key=lambda one: one.peak)
-    others = [
-        f"{one.strategy} in {precision}"
-        for precision in (("bf16-mixed", "bf16-true") if training.precision == "32-true" else ())
-        for one in footprints(replace(training, precision=precision))
-        if one.peak <= room
-    ]
-    instead = f" It would fit under {others[0]}." if others else ""
     return (
         f"It fits under no strategy: even {least.strategy} holds {amount(least.peak)} at most, {amount(least.held)} of"
-        f" it between steps.{instead} If most of it is held between steps, take more ranks; else smaller units (`wrap`"
-        " of zero3_custom), or tensor parallelism if a single layer is too large."
+        " it between steps. If most of it is held between steps, take more ranks, or --precision bf16-true; else"
+        " smaller units (`wrap` of zero3_custom), or tensor parallelism if a single layer is too large."
     )
 
 

@@ -25,7 +25,6 @@ _RESUME = [
     'if [ -n "$newest" ]; then program+=("--ckpt_path=$newest"); fi',
 ]
 
-_TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){0,2})|UNLIMITED|INFINITE", re.IGNORECASE)
 # Slurm has no quoting in #SBATCH lines: any other character could end the option, or begin another.
 _WORD = re.compile(r"[\w.:,=+%@/*\[\]()-]+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -82,48 +81,21 @@ class SlurmJob:
             number = getattr(self, option)
             if number is not None and number < 1:
                 raise UsageError(f"--{option.replace('_', '-')} {number}: must be 1 or more.")
-        for option in ("name", "partition", "account", "gres", "mem"):
+        for option in ("name", "time", "partition", "account", "gres", "mem"):
             word = getattr(self, option)
             if word is not None and not _WORD.fullmatch(word):
                 raise UsageError(
                     f"--{option} {word!r}: cannot be written in a line of the job file. Letters, digits and"
                     " .:,=+%@/*[]()_- are allowed."
                 )
-        if self.time is not None:
-            self._check_time(self.time)
         for name, value in self.env.items():
             if not _NAME.fullmatch(name):
                 raise UsageError(f"--env {name}={value}: {name!r} is not a valid name of a variable.")
-        for text in (*self.program, *self.env.values(), self.setup or ""):
-            if "\0" in text:
-                raise UsageError("An argument of a program cannot contain a NUL character.")
-
-    def _check_time(self, time: str) -> None:
-        if not _TIME.fullmatch(time):
-            raise UsageError(f"--time {time!r}: write minutes, or hours:minutes:seconds, or days-hours:minutes.")
-        seconds = seconds_of(time)
-        if self.requeue and seconds is not None and seconds <= self.grace_seconds:
-            raise UsageError(
-                f"--time {time} is not longer than the {counted(self.grace_seconds, 'second')} before its end at which"
-                " the job saves. Ask for more time, or set --grace-seconds."
-            )
 
     @property
     def task_count(self) -> int:
         """Ranks in all."""
         return self.nodes * self.devices
-
-
-def seconds_of(time: str) -> int | None:
-    """A time as Slurm takes it, in seconds; None for no limit."""
-    if time == "0" or not time[0].isdigit():
-        return None
-    # With days, what follows begins with hours; without, a single number is minutes and two are minutes:seconds.
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
-    if not dash:
-        numbers = [0, *numbers, *[0] * (2 - len(numbers))][-3:]
-    return int(days or 0) * 86400 + sum(number * size for number, size in zip(numbers, (3600, 60, 1), strict=False))
 
 
 def render(job: SlurmJob) -> str:

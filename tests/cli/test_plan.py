@@ -156,8 +156,7 @@ def test_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         "1GB": ("ddp_tuned", "It shards least of those that fit"),
         "150MB": ("zero1_custom", "It shards least of those that fit"),
         "60MB": ("zero3_custom", "Only with parameters sharded, too, it fits; it sends 1.5 times as much"),
-        "24MB": (None, "It would fit under zero3_custom in bf16-mixed."),
-        "1MB": (None, "take more ranks"),
+        "24MB": (None, "take more ranks, or --precision bf16-true"),
     }
     for memory, (choice, why) in rows.items():
         words = f"--parameters 10M --world-size 8 --reserve 0 --memory {memory}"
