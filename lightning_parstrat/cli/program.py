@@ -17,7 +17,6 @@ from lightning_parstrat.cli.errors import UsageError
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
 _SECTIONS = ("trainer", "model", "data", *_SUBCOMMANDS)
 _ARGUMENTS = ("num_nodes", "devices", "default_root_dir")
-_TORCHRUN = re.compile(r"(^|/)torchrun$|^torch\.distributed\.(run|launch)$")
 
 
 class Setting(NamedTuple):
@@ -35,14 +34,12 @@ class Program(NamedTuple):
         has_lightning_cli: Whether it takes LightningCLI's arguments, as far as its command line shows.
         subcommand: LightningCLI's, such as ``fit``.
         settings: What it asks for, by the Trainer's argument; later ones override earlier ones.
-        has_launcher: Whether torchrun starts it.
     """
 
     command: tuple[str, ...]
     has_lightning_cli: bool
     subcommand: str | None
     settings: Mapping[str, Setting]
-    has_launcher: bool
 
     def count(self, name: str) -> int | None:
         """A number of nodes or devices; None where it is not given as a number."""
@@ -64,8 +61,7 @@ def read_program(command: Sequence[str], folder: Path) -> Program:
     Raises:
         UsageError: A configuration of a LightningCLI cannot be read, or is not YAML.
     """
-    start = _start(command)
-    words = list(command[start:])
+    words = list(command[_start(command) :])
     commands = [word for at, word in enumerate(words) if word in _SUBCOMMANDS and not _is_value(words, at)]
     subcommand = commands[0] if commands else None
     settings: dict[str, Setting] = {}
@@ -83,8 +79,7 @@ def read_program(command: Sequence[str], folder: Path) -> Program:
             # Without "trainer." not LightningCLI's, but the usual names in programs that parse their own arguments.
             has_cli |= option.startswith("--trainer.")
             settings[name] = Setting(_of_string(value), f'the argument "{shown}"')
-    launched = any(_TORCHRUN.search(word) for word in command[:start])
-    return Program(tuple(command), has_cli, subcommand, settings, launched)
+    return Program(tuple(command), has_cli, subcommand, settings)
 
 
 def _start(command: Sequence[str]) -> int:
@@ -92,7 +87,7 @@ def _start(command: Sequence[str]) -> int:
     for position, word in enumerate(command):
         if re.fullmatch(r"\S+\.py", word):
             return position
-        if word == "-m" and position + 1 < len(command) and not _TORCHRUN.search(command[position + 1]):
+        if word == "-m" and position + 1 < len(command):
             return position + 1
     return 0
 

@@ -32,27 +32,15 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A training on a Slurm cluster.
+    """A training on a Slurm cluster. What is not explained here is the command's argument of that name.
 
     Args:
-        nodes: Number of nodes.
         devices: Devices of each node, which is also the number of its tasks.
         program: The training program and its arguments.
-        name: Name of the job.
-        time: Time limit, as Slurm takes it: minutes, or ``h:mm:ss``, or ``days-hours``.
-        partition: Partition to run in.
-        account: Account to charge.
-        gres: Generic resources of each node, such as ``gpu:4``.
-        cpus_per_task: Cores for each device's process.
-        mem: Host memory of each node, such as ``64G``.
         env: Variables to export.
-        setup: A file to source before the program starts, such as one that loads modules.
-        requeue: Whether the job goes back into the queue when it is preempted or its time is up.
-        grace_seconds: How long before the time limit the signal comes.
         runs: Parent of the jobs' folders, each for a job's logs and checkpoints.
         folder_option: The program's option for the folder of checkpoints; None for a program that has no such option.
         resumes: Whether the program takes ``--ckpt_path``, to resume from what an earlier run of the job has saved.
-        has_launcher: Whether the program starts the ranks of a node itself, as torchrun does.
     """
 
     nodes: int = 1
@@ -72,7 +60,6 @@ class SlurmJob:
     runs: str = RUNS
     folder_option: str | None = None
     resumes: bool = False
-    has_launcher: bool = False
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -92,30 +79,17 @@ class SlurmJob:
             if not _NAME.fullmatch(name):
                 raise UsageError(f"--env {name}={value}: {name!r} is not a valid name of a variable.")
 
-    @property
-    def task_count(self) -> int:
-        """Ranks in all."""
-        return self.nodes * self.devices
-
 
 def render(job: SlurmJob) -> str:
     """The job file, to be submitted from the folder that the program is to run in."""
-    parts = [
-        "#!/usr/bin/env bash",
-        *_directives(job),
-        "",
-        "set -euo pipefail",
-        *_environment(job),
-        *_folders(job),
-        *_launch(job),
-    ]
-    return "\n".join(parts) + "\n"
+    head = ["#!/usr/bin/env bash", *_directives(job), "", "set -euo pipefail"]
+    return "\n".join([*head, *_environment(job), *_folders(job), *_launch(job)]) + "\n"
 
 
 def _directives(job: SlurmJob) -> list[str]:
-    # Not --ntasks, which counts all nodes' tasks. torchrun starts the ranks of its node itself.
-    tasks = 1 if job.has_launcher else job.devices
-    asked = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": tasks, "cpus-per-task": job.cpus_per_task}
+    # Not --ntasks, which counts all nodes' tasks.
+    asked = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.devices}
+    asked |= {"cpus-per-task": job.cpus_per_task}
     asked |= {name: getattr(job, name) for name in ("mem", "gres", "partition", "account", "time")}
     lines = [f"#SBATCH --{option}={value}" for option, value in asked.items() if value is not None]
     if job.requeue:

@@ -23,7 +23,7 @@ The job saves and requeues itself when its time is up or it is preempted, and re
 What follows `--` is the program. If it uses LightningCLI, its arguments and YAML files are read: numbers of nodes and
 devices in them need not be repeated here, contradictions are refused, and missing ones are added to its command line.
 """
-_LAUNCHERS = ("mpirun", "mpiexec", "accelerate", "deepspeed", "srun")
+_LAUNCHERS = ("mpirun", "mpiexec", "accelerate", "deepspeed", "srun", "torchrun", "torch.distributed.run")
 
 
 def make_parser() -> ArgumentParser:
@@ -72,7 +72,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
     if arguments.json:
         print(json.dumps(found))
     else:
-        size = f"{counted(job.task_count, 'rank')} on {counted(job.nodes, 'node')}"
+        size = f"{counted(job.nodes * job.devices, 'rank')} on {counted(job.nodes, 'node')}"
         print(*notes, f"Submitted job {number}: {size}. Logs: {found['folder']}, {found['log']}", sep="\n")
     return 0
 
@@ -115,7 +115,6 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
             "runs": RUNS if root is None or root.value is None else str(Path(str(root.value)).expanduser()),
             "folder_option": "--trainer.default_root_dir" if program.has_lightning_cli else None,
             "resumes": program.has_lightning_cli and program.subcommand == "fit",
-            "has_launcher": program.has_launcher,
         }
     )
     return job, notes

@@ -106,8 +106,6 @@ def test_what_the_program_asks_for_need_not_be_given_again(capsys: pytest.Captur
     assert 'run_dir=./all/"slurm-$SLURM_JOB_ID"' in text
     text, _ = job_file(capsys, "--", *FIT, "--trainer.default_root_dir=~/runs")
     assert f"run_dir={Path.home()}/runs/" in text
-    text, _ = job_file(capsys, "--nodes", "2", "--devices", "4", "--", "torchrun", "--nproc-per-node=4", *FIT[1:])
-    assert "#SBATCH --ntasks-per-node=1" in text and "--trainer.devices=4" in text
 
 
 REFUSED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
@@ -120,6 +118,7 @@ REFUSED: list[tuple[tuple[str, ...], tuple[str, ...]]] = [
     (("--env", "A", "--", *FIT), ("write KEY=VALUE",)),
     (("--env", "A B=c", "--", *FIT), ("not a valid name of a variable",)),
     (("--", "mpirun", "-np", "2", "python", "train.py"), ("mpirun", "Give the program alone")),
+    (("--", "torchrun", "--nproc-per-node=4", *FIT[1:]), ("torchrun", "Give the program alone")),
     (("--", *FIT, "-c", "missing.yaml"), ("missing.yaml", "cannot be read", "No such file")),
     (("--", *FIT, "--config={bad"), ("must be YAML",)),
     (("--", *FIT, "--trainer.default_root_dir=s3://bucket/runs"), ("s3://bucket/runs", "file system")),
