@@ -108,64 +108,51 @@ def parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parse:
     return run
 
 
-@pytest.mark.parametrize(
-    ("strategy", "arguments"),
-    [
-        pytest.param(
-            "ddp",
-            (f"--trainer.strategy.class_path={CLASS_PATH}", "--trainer.strategy.init_args.bucket_cap_mb=2"),
-            id="by class",
-        ),
-        pytest.param(
-            class_path(bucket_cap_mb=SMALL_CAP),
-            ("--trainer.strategy.init_args.bucket_cap_mb=2",),
-            id="one argument",
-        ),
-    ],
-)
-def test_the_command_line_comes_before_the_file(strategy: Any, arguments: tuple[str, ...], parse: Parse) -> None:
-    built = parse(strategy, *arguments).trainer.strategy
-    assert isinstance(built, ZeRO1Strategy) and built._policy.bucket_cap_mb == 2
+def test_the_command_line_comes_before_the_file(parse: Parse) -> None:
+    argument = "--trainer.strategy.init_args.bucket_cap_mb=2"
+    by_class = parse("ddp", f"--trainer.strategy.class_path={CLASS_PATH}", argument).trainer.strategy
+    one_argument = parse(class_path(bucket_cap_mb=SMALL_CAP), argument).trainer.strategy
+    for built in (by_class, one_argument):
+        assert isinstance(built, ZeRO1Strategy) and built._policy.bucket_cap_mb == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
+def test_sizes_of_buckets_may_be_given_in_all_ways(parse: Parse) -> None:
+    sizes: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {}),
         ({"bucket_cap_mb": "auto", "tune_steps": 4, "comm_hook": "bf16"}, {}),
         ({"bucket_cap_mb": 8}, {"bucket_cap_mb": 8.0}),
         ({"bucket_cap_mb": [1.0, 4.0]}, {"bucket_cap_mb_list": [1.0, 4.0]}),
-    ],
-)
-def test_sizes_of_buckets_may_be_given_in_all_ways(
-    given: dict[str, Any], expected: dict[str, Any], parse: Parse
-) -> None:
-    built = parse({"class_path": "lightning_parstrat.TunedDDPStrategy", "init_args": given}).trainer.strategy
-    assert isinstance(built, TunedDDPStrategy)
-    # The parser gives every argument of DDP: what is no choice must not look like one.
-    names = ("bucket_cap_mb", "bucket_cap_mb_list")
-    assert {name: built._ddp_kwargs[name] for name in names if name in built._ddp_kwargs} == expected
+    ]
+    for given, expected in sizes:
+        built = parse({"class_path": "lightning_parstrat.TunedDDPStrategy", "init_args": given}).trainer.strategy
+        assert isinstance(built, TunedDDPStrategy)
+        # The parser gives every argument of DDP: what is no choice must not look like one.
+        names = ("bucket_cap_mb", "bucket_cap_mb_list")
+        assert {name: built._ddp_kwargs[name] for name in names if name in built._ddp_kwargs} == expected
 
 
-@pytest.mark.parametrize(
-    ("strategy", "arguments", "message"),
-    [
-        pytest.param(class_path(bucket_cap=2), (), "bucket_cap", id="an unknown argument"),
-        pytest.param(class_path(partition="rows"), (), "'rows'", id="a partition that is none"),
-        pytest.param(class_path(bucket_cap_mb="large"), (), "'large'", id="a word for a number"),
-        pytest.param({"class_path": "lightning_parstrat.ZeRO2Strategy"}, (), "ZeRO2Strategy", id="an unknown class"),
-        pytest.param(
-            class_path(), ("--trainer.strategy.init_args.partition=rows",), "rows", id="a partition on the command line"
-        ),
-    ],
-)
-def test_the_parser_refuses(
-    strategy: dict[str, Any], arguments: tuple[str, ...], message: str, parse: Parse, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        parse(strategy, *arguments)
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+REFUSED: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
+    (class_path(bucket_cap=2), (), ("bucket_cap",)),
+    (class_path(bucket_cap_mb="large"), (), ("'large'",)),
+    ({"class_path": "lightning_parstrat.ZeRO2Strategy"}, (), ("ZeRO2Strategy",)),
+    (class_path(), ("--trainer.strategy.init_args.partition=rows",), ("rows",)),
+    (class_path(partition="rows"), (), ("'rows'", "auto", "element", "parameter")),
+    (class_path(expose_gradients="maybe"), (), ("maybe", "auto")),
+    (class_path(master_weights="maybe"), (), ("maybe", "auto")),
+    (class_path(reduce_dtype="fp8"), (), ("fp8", "bf16")),
+    (class_path(partial_window="none"), (), ("none", "exact", "lightning")),
+    (class_path(clip_scope="all"), (), ("all", "optimizer", "global")),
+    (class_path(nonfinite_grads="ignore"), (), ("ignore", "propagate", "skip", "raise")),
+    (class_path(start_method="thread"), (), ("thread", "popen", "spawn", "fork", "forkserver")),
+]
+
+
+def test_the_parser_refuses_and_names_what_is_allowed(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy, arguments, said in REFUSED:
+        with pytest.raises(SystemExit) as refused:
+            parse(strategy, *arguments)
+        printed = capsys.readouterr().err
+        assert refused.value.code == 2 and all(word in printed for word in said), printed
 
 
 def test_a_value_that_the_strategy_refuses_ends_the_run_before_training(parse: Parse) -> None:
@@ -173,50 +160,22 @@ def test_a_value_that_the_strategy_refuses_ends_the_run_before_training(parse: P
         parse(class_path(bucket_cap_mb=-1.0))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("partition", "rows", ("auto", "element", "parameter")),
-        ("expose_gradients", "maybe", ("auto",)),
-        ("master_weights", "maybe", ("auto",)),
-        ("reduce_dtype", "fp8", ("bf16",)),
-        ("partial_window", "none", ("exact", "lightning")),
-        ("clip_scope", "all", ("optimizer", "global")),
-        ("nonfinite_grads", "ignore", ("propagate", "skip", "raise")),
-        ("start_method", "thread", ("popen", "spawn", "fork", "forkserver")),
-    ],
-)
-def test_the_parser_names_what_is_allowed(
-    name: str, value: str, allowed: tuple[str, ...], parse: Parse, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(class_path(**{name: value}))
-    said = capsys.readouterr().err
-    assert value in said and all(word in said for word in allowed), said
-
-
-@pytest.mark.parametrize("cls", ["lightning_parstrat.{}", "{}"])
-@pytest.mark.parametrize(
-    ("name", "argument", "advice"),
-    [
-        ("ZeRO1Strategy", "bucket_cap", "Did you mean 'bucket_cap_mb'?"),
-        ("ZeRO3Strategy", "stage", "parameters as well by ZeRO3Strategy."),
-        ("TunedDDPStrategy", "stage", "parameters as well by ZeRO3Strategy."),
-    ],
-)
-def test_a_wrong_argument_is_met_with_the_right_one(
-    cls: str, name: str, argument: str, advice: str, parse: Parse, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments in (
-        ({"class_path": cls.format(name), "init_args": {argument: 4}},),
-        ("ddp", f"--trainer.strategy={cls.format(name)}", f"--trainer.strategy.{argument}=4"),
-    ):
-        with pytest.raises(SystemExit) as refused:
-            parse(*arguments)
-        assert refused.value.code == 2
-        said = capsys.readouterr().err
-        assert said.count(f"{name}() got an unexpected keyword argument {argument!r}. ") == 1, said
-        assert said.rstrip().endswith(advice)
+def test_a_wrong_argument_is_met_with_the_right_one(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, name, argument, advice in [
+        ("lightning_parstrat.{}", "ZeRO1Strategy", "bucket_cap", "Did you mean 'bucket_cap_mb'?"),
+        ("{}", "ZeRO3Strategy", "stage", "parameters as well by ZeRO3Strategy."),
+        ("lightning_parstrat.{}", "TunedDDPStrategy", "stage", "parameters as well by ZeRO3Strategy."),
+    ]:
+        for arguments in (
+            ({"class_path": path.format(name), "init_args": {argument: 4}},),
+            ("ddp", f"--trainer.strategy={path.format(name)}", f"--trainer.strategy.{argument}=4"),
+        ):
+            with pytest.raises(SystemExit) as refused:
+                parse(*arguments)
+            assert refused.value.code == 2
+            said = capsys.readouterr().err
+            assert said.count(f"{name}() got an unexpected keyword argument {argument!r}. ") == 1, said
+            assert said.rstrip().endswith(advice)
 
 
 def test_what_another_class_refuses_is_left_to_it(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
