@@ -150,8 +150,8 @@ class Waits:
             before = published = time.monotonic()
             while not self._stopping.wait(look):
                 passed, before = time.monotonic() - before, time.monotonic()
-                # A process that was stopped has not waited meanwhile.
-                self._look(min(passed, 2 * look))
+                # A process that was stopped has not waited meanwhile, other than for the store's answers.
+                self._look(min(passed, 2 * look + 2 * _STORE_ANSWERS_WITHIN))
                 if before - published >= self._period:
                     self._publish(client)
                     published = before
@@ -190,8 +190,9 @@ class Waits:
             sign = self._sign()
             # Who waits at the same point would read and say the same.
             turn = f"turn/{still.lines}/{digest((sign.waits, *sign.point))}"
-            still.looks = self._ask(lambda client: client.add(turn, 1)) in (1, None)
-            if still.looks:
+            taken = self._ask(lambda client: client.add(turn, 1))
+            still.looks = taken in (1, None)
+            if taken == 1:
                 # A rank that publishes nothing between two looks is silent.
                 self._ask(self._read)
         if still.seconds >= due:

@@ -88,7 +88,7 @@ LOST = "self.fails() if rank else self.stops(8, 'KILL')"
 NO_STORE = "the store does not answer, which rank 0's process "
 PROGRAMS: list[Any] = [
     pytest.param("ddp_tuned", "rank == 1 and self.stops(8)", [f"0 has waited .* for {SILENT}"], [0, 0], id="stopped"),
-    ("zero1_custom", "rank == 0 and self.stops(8)", [rf"1 has waited .*{NO_STORE}"], [0, 0]),
+    ("zero1_custom", "rank == 0 and self.stops(12)", [rf"1 has waited .*{NO_STORE}"], [0, 0]),
     # Both name both, and so does the error of the timeout.
     ("zero1_custom", BRANCH, [f"0 has waited .*{LOGS}", f"1 has waited .* rank 0, which is in {LOGS}"], [None, None]),
     ("ddp_tuned", BRANCH, [f"0 has waited .*{LOGS} for .* `backward`", rf"in {LOGS}\.\n"], [None, None]),
