@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed import comm
-from lightning_parstrat.strategies import waits
-from lightning_parstrat.strategies.waits import Sign, line_of_wait
+from lightning_parstrat.strategies.launch import waits
+from lightning_parstrat.strategies.launch.waits import Sign, line_of_wait
 from tests.pool import RankPool
 from tests.strategies.parity import PoolEnvironment
 from tests.undisturbed import undisturbed
@@ -160,12 +160,12 @@ def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> t
 
 
 def fit_and_count(after: float | None) -> Any:
-    prefixed, CountedStore.requests = waits.PrefixStore, []
-    waits.PrefixStore = lambda prefix, store: CountedStore(prefixed(prefix, store))  # type: ignore[assignment, misc]
+    store_under, CountedStore.requests = waits.store_under, []
+    waits.store_under = lambda prefix: CountedStore(store_under(prefix))
     try:
         return fit("zero1_custom", "moves", "", after), CountedStore.requests
     finally:
-        waits.PrefixStore = prefixed  # type: ignore[misc]
+        waits.store_under = store_under
 
 
 HERE = r"at test_waits\.py:\d+"
@@ -266,7 +266,7 @@ def test_a_stack_shows_whether_it_waits_and_the_users_line() -> None:
 
 LOOKS_WHILE_GARBAGE_IS_COLLECTED = """
 import itertools, sys, threading, time
-from lightning_parstrat.strategies.waits import _frames_of_thread
+from lightning_parstrat.strategies.launch.waits import _frames_of_thread
 
 class InCycle:
     def __init__(self):

@@ -32,6 +32,11 @@ class MissingRanksError(NoCollectivesError):
     """Ranks did not take part in a collective."""
 
 
+def store_under(prefix: str) -> Any:
+    """The default process group's store, for keys of this package under a prefix."""
+    return PrefixStore(f"lightning_parstrat/{prefix}", default_store())
+
+
 class Liveness:
     """Which ranks are alive: they write to the process group's store, which works when collectives do not.
 
@@ -42,8 +47,7 @@ class Liveness:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # torch's type stubs lack `timeout`.
-        self._store: Any = PrefixStore(f"lightning_parstrat/liveness/{name}", default_store())
+        self._store = store_under(f"liveness/{name}")
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)

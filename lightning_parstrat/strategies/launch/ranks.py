@@ -53,8 +53,8 @@ from lightning_parstrat.strategies.launch.elastic import (
     connect_started,
     started_ranks,
 )
+from lightning_parstrat.strategies.launch.waits import Waits, progress_of
 from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, trainer_of
-from lightning_parstrat.strategies.waits import Waits, progress_of
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,8 @@ class RanksStrategy(DDPStrategy):
         self._known_liveness = begin_liveness(self.broadcast(uuid.uuid4().hex))
         warn_after = self._wait_policy.warn_after_seconds
         if warn_after is not None and self.world_size > 1:
-            self._waits = Waits(self._known_liveness.name, self.flag, warn_after, self._progress)
+            name, rank = self._known_liveness.name, self.global_rank
+            self._waits = Waits(name, self.flag, rank, self.world_size, warn_after, self._progress)
 
     @override
     def setup(self, trainer: Trainer) -> None:

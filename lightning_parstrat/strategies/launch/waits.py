@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm import breadcrumbs
-from lightning_parstrat.distributed.comm.liveness import ends_collectives, is_of_a_collective, names_of
-from lightning_parstrat.distributed.torch_compat import default_store
+from lightning_parstrat.distributed.comm.liveness import ends_collectives, is_of_a_collective, names_of, store_under
 from lightning_parstrat.strategies.lightning_compat import current_hook, trainer_of
 
 log = logging.getLogger(__name__)
@@ -41,6 +38,7 @@ _STORE_ANSWERS_WITHIN = 2.5
 _THREADS_NAME = "lightning_parstrat waits"
 
 Frames = list[tuple[str, int]]
+Progress = Callable[[], tuple[str, str]]
 
 
 class Sign(NamedTuple):
@@ -96,17 +94,20 @@ class Waits:
     Args:
         name: The same on all ranks and different for each training.
         speaker: What lines begin with.
+        rank: This rank.
+        world_size: How many there are.
         warn_after: After how many seconds in which nothing moves a rank says that it waits.
         progress: How far the training has come, and in which hook; a method, which is not held.
     """
 
-    def __init__(self, name: str, speaker: str, warn_after: float, progress: Callable[[], tuple[str, str]]) -> None:
+    def __init__(
+        self, name: str, speaker: str, rank: int, world_size: int, warn_after: float, progress: Progress
+    ) -> None:
         self._speaker, self._warn_after, self._progress = speaker, warn_after, weakref.WeakMethod(progress)
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = rank, world_size
         # Of all ranks together at most 200 signs a second: one process serves the store.
         self._period = max(warn_after / 3, self._world_size / 200)
-        # torch's type stubs lack `clone` and `multi_get`.
-        self._store: Any = PrefixStore(f"lightning_parstrat/waits/{name}", default_store())
+        self._store = store_under(f"waits/{name}")
         # Some launchers train in another thread than the main one.
         self._trains_in, self._process = threading.get_ident(), os.getpid()
         self._stopping, self._ended, self._signs = threading.Event(), "", 0
@@ -299,9 +300,9 @@ def _frames_of_thread(thread: int) -> Frames:
             gc.enable()
 
 
-_OWN = str(Path(__file__).parents[1])
+_OWN = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
-_COLLECTIVES = tuple(str(Path(package.__file__).parent) for package in (breadcrumbs, dist, torch.nn.parallel))
+_COLLECTIVES = (str(Path(breadcrumbs.__file__).parent), f"{_TORCH}/distributed", f"{_TORCH}/nn/parallel")
 # On their way to a collective, operators on tensors in shards go through these. They compute, too.
 _COMPUTES = f"{_TORCH}/distributed/tensor"
 _CALLS = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "_library", "_tensor.py", "autograd/function.py", "utils"))
