@@ -32,8 +32,7 @@ from lightning_parstrat.strategies.lightning_compat import current_hook, trainer
 
 log = logging.getLogger(__name__)
 
-_STORE_ANSWERS_WITHIN = 2.5
-"""Seconds."""
+_SECONDS_TO_ANSWER = 2.5
 
 _THREADS_NAME = "lightning_parstrat waits"
 
@@ -131,7 +130,7 @@ class Waits:
             _BEGUN.remove(self)
             self._ended = how
             self._stopping.set()
-            self._thread.join(_STORE_ANSWERS_WITHIN)
+            self._thread.join(_SECONDS_TO_ANSWER)
 
     def explain(self, error: BaseException) -> None:
         """Adds to a collective's error for whom this rank waits. Not collective; up to 2.5 seconds."""
@@ -152,7 +151,7 @@ class Waits:
             while not self._stopping.wait(look):
                 passed, before = time.monotonic() - before, time.monotonic()
                 # A process that was stopped has not waited meanwhile, other than for the store's answers.
-                self._look(min(passed, 2 * look + 2 * _STORE_ANSWERS_WITHIN))
+                self._look(min(passed, 2 * look + 2 * _SECONDS_TO_ANSWER))
                 if before - published >= self._period:
                     self._publish(client)
                     published = before
@@ -214,7 +213,7 @@ class Waits:
 
         thread = threading.Thread(target=ask, name=_THREADS_NAME, daemon=True)
         thread.start()
-        thread.join(_STORE_ANSWERS_WITHIN)
+        thread.join(_SECONDS_TO_ANSWER)
         return answers[0] if answers else None
 
     def _read(self, client: Any) -> list[Sign | None]:
