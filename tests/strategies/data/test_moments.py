@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.strategies.data.rows import OWN, Dealt, Row, loader, own_generator, stateful, without_length
+from tests.strategies.data.rows import OWN, Dealt, Row, Unsized, loader, own_generator, stateful, without_length
 from tests.strategies.data.test_positions import KINDS, Training, fit
 
 START = "on_train_start"
@@ -105,6 +105,8 @@ CASES = {
     "validated in windows": Case(
         shuffled, (ENDS[0], *BATCHES), {"accumulate_grad_batches": 2, "val_check_interval": 2}
     ),
+    "no length": Case(lambda: loader(sampler=Unsized(20)), (*BEGINS, *ENDS, *BATCHES)),
+    "no length, accumulated": Case(lambda: loader(sampler=Unsized(20)), BATCHES, {"accumulate_grad_batches": 2}),
     "stateful": Case(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES)),
     "stateful that draws, beside": Case(lambda: [shuffled(), Dealt(9)], BATCHES),
     "stateful, accumulated": Case(lambda: Dealt(20), (*BATCHES, STEPS[0]), {"accumulate_grad_batches": 2}),
@@ -116,7 +118,8 @@ CASES = {
     "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
 }
 NAMES = list(CASES)
-GROUPS = {"quick": NAMES[:3], "by batches": NAMES[3:8], "stateful": NAMES[8:14], "workers": NAMES[14:]}
+GROUPS = {"quick": NAMES[:3], "by batches": NAMES[3:8], "no length": NAMES[8:10], "stateful": NAMES[10:16]}
+GROUPS["workers"] = NAMES[16:]
 
 
 def resumed(folder: str, names: list[str]) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def resumed(folder: str, names: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("which", "ranks"),
-    [("quick", 2), *(pytest.param(which, 2, marks=pytest.mark.slow) for which in list(GROUPS)[1:])],
+    [("quick", 2), *(pytest.param(which, 2, marks=pytest.mark.slow) for which in list(GROUPS)[1:]), ("no length", 1)],
 )
 def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Path, which: str, ranks: int) -> None:
     assert pool.run(ranks, resumed, str(tmp_path), GROUPS[which], timeout=300) == [{}] * ranks
@@ -179,7 +182,7 @@ def resumed_twice(folder: str, saves: Mapping[str, tuple[str, ...]]) -> dict[str
     return found
 
 
-TWICE = ("shuffled", "accumulated", "twice an epoch", "stateful that draws")
+TWICE = ("shuffled", "accumulated", "no length", "twice an epoch", "stateful that draws")
 
 
 @pytest.mark.parametrize(
