@@ -99,10 +99,8 @@ Used through this file: what for | what happens without it.
     torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded
         how many batches a data loader has handed out, whatever its workers have prefetched | a checkpoint within an
         epoch cannot be saved
-    torch.distributed.fsdp.FSDPModule._get_fsdp_state
-        finds who gathers a sharded parameter | zero3_custom does not begin
     torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group
-        as `_get_fsdp_state` | as `_get_fsdp_state`
+        finds what gathers a sharded parameter | zero3_custom does not begin
     torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param
         finds what was written to gathered parameters, and those that this rank has not used | zero3_custom does not
         begin
@@ -304,7 +302,10 @@ def fsdp_params_of(module: nn.Module) -> Iterator[tuple[Tensor, Any]]:
 
 
 def _fsdp_group(module: nn.Module) -> Any:
-    return cast(Any, module)._get_fsdp_state()._fsdp_param_group
+    # Here, as it takes long to import.
+    from torch.distributed.fsdp import fully_shard
+
+    return cast(Any, fully_shard).state(module)._fsdp_param_group
 
 
 def gathered_by_fsdp(module: nn.Module) -> list[tuple[Any, Tensor]]:

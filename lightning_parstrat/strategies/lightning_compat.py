@@ -44,8 +44,6 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs
         the moment before the results of a loader are combined over ranks | zero3_custom combines results of ranks that
         have called different modules, or waits
-    lightning.fabric.utilities.distributed._init_dist_connection
-        joins ranks over a given store, with Lightning's messages | strategies cannot be imported
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
         is the launcher that ours stands in for under torchrun | strategies cannot be imported
     lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler
@@ -99,13 +97,12 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 import functools
 import signal
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _init_dist_connection
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import __version__ as lightning_version
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
@@ -433,10 +430,3 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 def returns_weights(strategy: Strategy) -> bool:
     """Whether ranks were forked or spawned by a process that takes rank 0's ``state_dict`` when a training ends."""
     return strategy.launcher is not None and not isinstance(strategy.launcher, SubprocessScriptLauncher)
-
-
-def join_over_store(
-    environment: ClusterEnvironment, backend: str, store: Any, device: torch.device | None, timeout: timedelta | None
-) -> None:
-    """Creates the default process group over a store. Collective."""
-    _init_dist_connection(environment, backend, store=store, device_id=device, timeout=timeout)

@@ -5,10 +5,12 @@ one start from the next: each agent counts its own restarts. So restarted ranks 
 have ended, and wait for them forever. Here they agree on a prefix that no earlier start has used.
 """
 
+import atexit
 import time
 from datetime import timedelta
 from uuid import uuid4
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -39,6 +41,30 @@ def connect_agent_store(
     store = TCPStore(address, port, is_master=False, timeout=timeout)
     prefix = _hand_out_prefix(store, world_size, timeout) if rank == 0 else _ask_for_prefix(store, rank)
     return PrefixStore(prefix, store)
+
+
+def join_over_store(
+    store: Store, backend: str, rank: int, world_size: int, device: torch.device | None, timeout: timedelta | None
+) -> None:
+    """Creates the default process group over a store. Collective.
+
+    Args:
+        store: Of :func:`connect_agent_store`.
+        backend: Of the process group.
+        rank: This rank.
+        world_size: Number of ranks in this start.
+        device: With it NCCL connects at once.
+        timeout: Of the process group; None for the backend's default.
+    """
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device, timeout=timeout)
+    if backend == "nccl":
+        # As Lightning does: torch warns of NCCL's groups that a process leaves behind.
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _ask_for_prefix(store: Store, rank: int) -> str:

@@ -20,9 +20,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.distributed.comm.agent_store import connect_agent_store
+from lightning_parstrat.distributed.comm.agent_store import connect_agent_store, join_over_store
 from lightning_parstrat.distributed.comm.process_groups import is_initialized
-from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, join_over_store
+from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher
 
 _NODES, _LOCAL_RANKS = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -67,12 +67,11 @@ def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | No
     if not starts_over or is_initialized():
         return
     given = {} if timeout is None else {"timeout": timeout}
-    store = connect_agent_store(
-        environment.main_address, environment.main_port, strategy.global_rank, strategy.world_size, **given
-    )
+    rank, ranks = strategy.global_rank, strategy.world_size
+    store = connect_agent_store(environment.main_address, environment.main_port, rank, ranks, **given)
     # As Lightning's own call: NCCL then knows its device, and connects at once.
     device = None if strategy.root_device.type == "cpu" else strategy.root_device
-    join_over_store(environment, backend, store, device, timeout)
+    join_over_store(store, backend, rank, ranks, device, timeout)
 
 
 def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
