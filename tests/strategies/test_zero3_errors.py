@@ -165,7 +165,7 @@ class Holds(Blocks):
 
 
 class ReadsBetween(Blocks):
-    """Reads a held weight when a step has ended; what needs no values is told before."""
+    """Reads a held weight when a step has ended; what needs no values works."""
 
     def build(self) -> None:
         super().build()
@@ -390,7 +390,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 def evaluate_mixed(folder: str) -> list[tuple[str, list[str], dict[str, Any]]]:
-    """What is said of ranks that evaluate by different blocks; what was saved, and what was logged by then."""
+    """The error of ranks that evaluate by different blocks; what was saved, and what was logged by then."""
     found = []
     for stage in ("fit", "validate", "predict"):
         saves = ModelCheckpoint(folder, monitor="val_loss")

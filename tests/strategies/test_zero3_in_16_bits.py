@@ -1,7 +1,6 @@
 """16 bits under ``zero3_custom``: what is gathered, sent and kept in them, and what is not."""
 
 import contextlib
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
+from tests.strategies.test_report import listening
 from tests.strategies.test_zero3 import Normalised
 
 ROWS = 3
@@ -74,17 +74,8 @@ def test_gradients_are_summed_in_fp32_whatever_they_travel_in(pool: RankPool) ->
             assert values == pytest.approx([-case[-1]], rel=1e-6), case
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 def narrow(arguments: dict[str, Any], precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float, str]:
-    """The dtypes that parameters and gradients travel in, how far they get from those of ``ddp``, and what is said."""
+    """The dtypes that parameters and gradients travel in, how far they get from ``ddp``, and what is logged."""
     gathered, reduced = set(), set()
     # Its name since torch 2.13, and before.
     gather = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -98,15 +89,12 @@ def narrow(arguments: dict[str, Any], precision: str) -> tuple[set[torch.dtype],
         reduced.add(sent.dtype)
         return reduce_scatter(self, sent, *args, **kwargs)
 
-    lines, logger = Lines(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(lines)
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch, listening() as lines:
         monkeypatch.setattr(dist, gather, note_gather)
         monkeypatch.setattr(Collectives, "reduce_scatter", note_reduction)
         actual = train(zoo.MLP, zero3(**arguments), precision=precision)
-    logger.removeHandler(lines)
     expected = train(zoo.MLP, ddp(), precision=precision)
-    return gathered, reduced, largest_difference(actual, expected), " ".join(lines.said)
+    return gathered, reduced, largest_difference(actual, expected), " ".join(lines)
 
 
 WIDE, NARROW = {torch.float32}, {torch.bfloat16}
@@ -130,13 +118,13 @@ def travel() -> list[Any]:
 
 def test_what_travels_in_16_bits_is_stepped_in_32(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(2, travel)):
-        for (*travelled, difference, said), (*case, gathered, reduced, least, most, words) in zip(
+        for (*travelled, difference, logged), (*case, gathered, reduced, least, most, words) in zip(
             found, TRAVELS, strict=True
         ):
             assert travelled == [gathered, reduced], case
             assert least <= difference <= most, case
-            assert rank > 0 or words in said, case
-            assert ("gathered in bf16" in said) == (IN_BF16 in words and rank == 0)
+            assert rank > 0 or words in logged, case
+            assert ("gathered in bf16" in logged) == (IN_BF16 in words and rank == 0)
 
 
 def train_and_evaluate_in_turns() -> tuple[list[float], list[float]]:
@@ -205,7 +193,7 @@ def test_users_own_units_keep_their_dtype(pool: RankPool) -> None:
 
 
 class Widening(UnevenCollectives):
-    """Says of itself what NCCL's collectives say between nodes where a ring of fp32 is faster."""
+    """Widens, as NCCL's collectives do between nodes where a ring of fp32 is faster."""
 
     def __init__(self, even: Collectives) -> None:
         super().__init__(even)
@@ -226,7 +214,7 @@ def train_between_nodes() -> list[tuple[str, list[float]]]:
 
 def test_bf16_that_would_save_nothing_is_left_out_with_a_warning(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(ROWS, train_between_nodes)):
-        for flag, (said, values) in zip(MAKERS, found, strict=True):
-            assert rank > 0 or f"{flag}: reduce_dtype='bf16' is left out" in said
+        for flag, (logged, values) in zip(MAKERS, found, strict=True):
+            assert rank > 0 or f"{flag}: reduce_dtype='bf16' is left out" in logged
             # Nothing is rounded.
             assert values == pytest.approx([-259 / 3], rel=1e-6)

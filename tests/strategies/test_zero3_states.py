@@ -206,7 +206,7 @@ class Holds(zoo.Zoo):
 
 
 def train_with_modules_in_hyperparameters(folder: str) -> tuple[list[Tensor], list[str], str]:
-    """The weights that were saved, what was warned of, and what is said of a module within an object."""
+    """The weights that were saved, what was warned of, and the error of a module within an object."""
     with pytest.warns() as warned:
         run = train(lambda: Holds(Net(), nn.MSELoss()), zero3())
     run.trainer.save_checkpoint(f"{folder}/a.ckpt")

@@ -25,7 +25,7 @@ def holder(shape: tuple[int, ...], placement: Placement) -> nn.Module:
 
 
 def look(shape: tuple[int, ...]) -> tuple[slice, slice, list[float], list[float]]:
-    """What is said to be here, and by the bounds; the elements that are here, and those of an optimizer's state."""
+    """What a rank holds by ``own``, and by the bounds; its elements of a parameter and of an optimizer's state."""
     module = holder(shape, Shard(0))
     check_cut_in_rows(module)
     weight = module.weight
