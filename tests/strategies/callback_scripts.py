@@ -69,7 +69,7 @@ class Tunable(zoo.MLP):
 
 
 class KeepsOptimizer(zoo.MLP):
-    """What copies or pickles the module meets its optimizer and its scheduler, too."""
+    """A copy or a pickle of the module has its optimizer and its scheduler, too."""
 
     def configure_optimizers(self) -> Any:
         self.opt = zoo.adamw(self.parameters())

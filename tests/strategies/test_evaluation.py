@@ -223,8 +223,8 @@ REFUSED = {
 
 def test_ranks_that_take_all_steps_together_need_equally_many(pool: RankPool) -> None:
     rows = [row for row, _ in REFUSED.values()]
-    for said in pool.run(2, evaluate_all, "zero3_custom", rows, timeout=TIMEOUT):
-        for name, error, (_, expected) in zip(REFUSED, said, REFUSED.values(), strict=True):
+    for errors in pool.run(2, evaluate_all, "zero3_custom", rows, timeout=TIMEOUT):
+        for name, error, (_, expected) in zip(REFUSED, errors, REFUSED.values(), strict=True):
             assert isinstance(error, str) and expected in error, (name, error)
             assert "gathers parameters" in error and "limit_val_batches" in error
 

@@ -49,8 +49,8 @@ class HostReads(TorchDispatchMode):
         while frame is not None:
             stack.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
             frame = frame.f_back
-        if not any(allowed in place for place in stack for allowed in ALLOWED):
-            ours = [place for place in stack if "lightning" in place or "/tests/" in place]
+        if not any(allowed in line for line in stack for allowed in ALLOWED):
+            ours = [line for line in stack if "lightning" in line or "/tests/" in line]
             self.found.append(f"{what}: {' < '.join(ours[:4])}")
 
     @contextmanager

@@ -36,7 +36,7 @@ class Way(NamedTuple):
     Attributes:
         column: The case's, which says what is expected.
         strategy: Makes it on a rank, for the case and its number.
-        world_sizes: Of which the cases have one each, by turns.
+        world_sizes: Of which the cases have one each, in rotation.
         suits: Whether the way differs from others for that case.
         look: What is to be seen at the end of the training, before it is torn down.
         check: Asserts what must hold of that on all ranks, for the case's name.

@@ -189,7 +189,7 @@ def exchanged(carrier: Carrier, seed: int, groups: ProcessGroups | None = None) 
     by_gradients, by_parameters = carrier.make(groups.gradients), carrier.make(groups.parameters)
     by_gradients.connect(CPU)
     by_parameters.connect(CPU, reduces=False)
-    place, under_way = by_gradients.place, []
+    place, in_flight = by_gradients.place, []
     exchanges = [Exchange.drawn(draw, number, by_gradients.shard_count) for number in range(EXCHANGES)]
     for one in exchanges:
         own = slice(one.bounds[place.shard], one.bounds[place.shard + 1])
@@ -201,15 +201,15 @@ def exchanged(carrier: Carrier, seed: int, groups: ProcessGroups | None = None) 
         bounds = None if isinstance(one.bounds, range) and draw.random() < 0.5 else one.bounds
         reduction = by_gradients.reduce_scatter(one.given(rank, seed), shard, bounds)
         gathering = draw.choice([by_gradients, by_parameters]).all_gather(gathered, bounds)
-        under_way.append((one, reduction, shard, one.total(carrier, seed)[own], one.is_exact))
-        under_way.append((one, gathering, gathered, whole, True))
+        in_flight.append((one, reduction, shard, one.total(carrier, seed)[own], one.is_exact))
+        in_flight.append((one, gathering, gathered, whole, True))
         if of_rank.random() < 0.3:
             reduction.is_completed()
         time.sleep(of_rank.choice((0.0, 0.0, 0.003)))
     sums = {}
     # In another order than launched, and another one on every rank.
-    of_rank.shuffle(under_way)
-    for one, work, found, expected, is_exact in under_way:
+    of_rank.shuffle(in_flight)
+    for one, work, found, expected, is_exact in in_flight:
         work.wait()
         where = f"{seed=}, {one}"
         # How far sums are from each other that are made in different orders.
@@ -236,8 +236,8 @@ def traffic(carrier: Carrier, exchanges: Sequence[Exchange]) -> StepTraffic:
     narrow, wide = ([one.plan(getattr(one, name)) for one in exchanges] for name in ("narrow", "wide"))
     if carrier.kind is PairwiseCollectives and not carrier.is_chosen:
         away = sum((plan.numel - plan.shard_numel(rank)) * plan.itemsize for plan in narrow)
-        home = sum((plan.world_size - 1) * plan.shard_numel(rank) * plan.itemsize for plan in narrow)
-        return StepTraffic(len(narrow), away, len(narrow), home)
+        back = sum((plan.world_size - 1) * plan.shard_numel(rank) * plan.itemsize for plan in narrow)
+        return StepTraffic(len(narrow), away, len(narrow), back)
     leaving = wide if carrier.kind is WideningCollectives else narrow
     return step_traffic(leaving, rank, narrow, wide, carrier.groups, carrier.is_native)
 

@@ -25,7 +25,7 @@ class Sample(NamedTuple):
 
 
 def samples(count: int, seed: int = 0, weights: Sequence[float] = (1.0,)) -> list[Sample]:
-    """``count`` micro-batches; the weights are taken in turn."""
+    """``count`` micro-batches; the weights repeat."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Sample(
@@ -48,9 +48,9 @@ def sgd(parameters: Any) -> Optimizer:
 
 
 class Regression(LightningModule):
-    """Draws its rank's micro-batches, and gives each its weight where it is told to.
+    """Draws its rank's micro-batches, and may return their weights.
 
-    It keeps the parameters after every step, and the norm that the strategy then tells: NaN for none.
+    It keeps the parameters after every step, and the strategy's norm: NaN for none.
     """
 
     def __init__(self, optimizer: Callable[[Any], Optimizer] = sgd, weighted: bool = False) -> None:

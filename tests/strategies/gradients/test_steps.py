@@ -39,7 +39,7 @@ class Row(NamedTuple):
         strategy: The strategy's arguments.
         ranks: How many.
         batches: Of each rank.
-        weights: What micro-batches weigh, in turn.
+        weights: Of the micro-batches; they repeat.
         windows: The batches of each step; by default whole windows, and a shorter one at the end of each epoch.
         truth: Arguments of the truth, beside those of clipping.
         loader: Makes the loader of a rank's batches.
@@ -249,7 +249,7 @@ NORM: dict[str, Any] = {"gradient_clip_val": 0.2}
 VALUE: dict[str, Any] = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
 BY_3: dict[str, Any] = {"accumulate_grad_batches": 3}
 NOTHING = (1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 0.0, 3.0)
-"""On two ranks that take them by turns, nothing weighs in the batches 3 to 5."""
+"""On two ranks, of which the second begins with the next one, nothing weighs in the batches 3 to 5."""
 WHOLE: Windows = [[0, 1, 2], [3, 4, 5], [6, 7]]
 WEIGHTED = partial(Regression, weighted=True)
 ROWS: dict[str, Row] = {

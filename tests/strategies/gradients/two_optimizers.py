@@ -27,7 +27,7 @@ def losses_of(first: nn.Module, second: nn.Module, inputs: Tensor, targets: Tens
 class TwoOptimizers(LightningModule):
     """``clip`` is called with the module and both optimizers after backward; ``poisoned`` batches make the second NaN.
 
-    A poisoned batch is so on rank 0 alone, which is the first to be told ``poisons``.
+    A batch is poisoned on the ranks with ``poisons``.
     """
 
     def __init__(
