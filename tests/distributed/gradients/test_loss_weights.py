@@ -78,32 +78,15 @@ def test_the_reference_is_agreed_on_once_and_then_follows_the_totals(pool: RankP
             assert [first[2], second[2], third[2]] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
 
 
-KINDS = (
-    3,
-    3.0,
-    True,
-    np.float32(3),
-    np.int64(3),
-    torch.tensor(3),
-    torch.tensor(True),
-    torch.tensor(3.0, dtype=torch.bfloat16),
-    torch.tensor([3.0]),
-    torch.tensor([[3]], dtype=torch.int32),
-)
-
-
-def weigh_all_kinds() -> list[tuple[list[Any], tuple[float, float]]]:
-    return [step[:2] for weight in KINDS for step in weigh([[[weight, 5], [5, weight]]])]
+def weigh_other_types() -> list[Any]:
+    return [weigh([[[weight, weight]]])[0][0][0] for weight in (3, True, np.float32(3), torch.tensor([[3]]))]
 
 
 def test_whatever_is_a_number_is_a_weight(pool: RankPool) -> None:
-    for rank, steps in enumerate(pool.run(2, weigh_all_kinds)):
-        for weight, (factors, total) in zip(KINDS, steps, strict=True):
-            # The reference of means of 3 and 4 is 4.
-            assert factors == [float(weight) / 4, 5 / 4][:: 1 - 2 * rank], weight
-            # Nothing of the user's is kept, nor multiplied into the loss.
-            assert {type(factor) for factor in factors} == {float}, weight
-            assert total[0] == 2 * (float(weight) + 5), weight
+    # Nothing of the user's is kept, nor multiplied into the loss.
+    assert [[(type(one), one) for one in found] for found in pool.run(2, weigh_other_types)] == [
+        [(float, 0.75), (float, 1.0), (float, 0.75), (float, 0.75)]
+    ] * 2
 
 
 def check_windows() -> None:

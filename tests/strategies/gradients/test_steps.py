@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, IterableDataset
@@ -46,7 +45,6 @@ class Row(NamedTuple):
         skipped: How many steps are left out, each with a warning of rank 0.
         norm: ``"known"`` if the strategy knows that of the big batch, as it does if the Trainer clips by it;
             ``"another"`` if it was last measured at another time; by default it is not measured.
-        as_stock: Whether ``partial_window="lightning"`` trains as Lightning's ``ddp``.
     """
 
     trainer: dict[str, Any] | Callable[[], dict[str, Any]]
@@ -60,7 +58,6 @@ class Row(NamedTuple):
     loader: Callable[[Sequence[Sample]], DataLoader[Any]] = big_batch.loader
     skipped: int = 0
     norm: str = ""
-    as_stock: bool = False
 
 
 class Steps(Regression):
@@ -253,10 +250,10 @@ NOTHING = (1.0, 2.0, 4.0, 0.0, 0.0, 0.0, 0.0, 3.0)
 WHOLE: Windows = [[0, 1, 2], [3, 4, 5], [6, 7]]
 WEIGHTED = partial(Regression, weighted=True)
 ROWS: dict[str, Row] = {
-    "alone, short windows": Row({**BY_3, **NORM, "max_epochs": 2}, ranks=1, as_stock=True),
+    "alone, short windows": Row({**BY_3, **NORM, "max_epochs": 2}, ranks=1),
     "every batch": Row(VALUE, batches=5),
-    "three ranks": Row({**BY_3, **NORM, "max_epochs": 2}, ranks=3, as_stock=True),
-    "the last alone": Row({"accumulate_grad_batches": 4}, batches=9, as_stock=True),
+    "three ranks": Row({**BY_3, **NORM, "max_epochs": 2}, ranks=3),
+    "the last alone": Row({"accumulate_grad_batches": 4}, batches=9),
     "weights alone": Row({**BY_3, **NORM, "max_epochs": 2}, WEIGHTED, ranks=1, weights=WEIGHTS),
     "weights": Row({**BY_3, **NORM, "max_epochs": 2}, Weighed, weights=WEIGHTS),
     "weights, every batch": Row({}, Weighed, weights=WEIGHTS),
@@ -266,24 +263,20 @@ ROWS: dict[str, Row] = {
     "scheduler": Row(
         lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 2: 5})], "max_epochs": 3},
         windows=[*[[i] for i in range(8)], *WHOLE, [0, 1, 2, 3, 4], [5, 6, 7]],
-        as_stock=True,
     ),
-    "limit": Row({**BY_3, "limit_train_batches": 5}, windows=[[0, 1, 2], [3, 4]], as_stock=True),
-    "limit below a window": Row({**BY_3, "limit_train_batches": 2}, windows=[[0, 1]], as_stock=True),
-    "unknown length": Row({**BY_3, "max_epochs": 2}, windows=[*WHOLE, *WHOLE], loader=endless, as_stock=True),
-    "max steps": Row({**BY_3, "max_steps": 4, "max_epochs": -1}, windows=[*WHOLE, [0, 1, 2]], as_stock=True),
-    "epoch ended": Row(
-        {**BY_3, "max_epochs": 2}, partial(Steps, ends_at=4), windows=[[0, 1, 2], *WHOLE], as_stock=True
-    ),
-    "none first": Row(BY_3, partial(Steps, none_at=(3,)), ranks=1, windows=[[0, 1, 2], [4, 5], [6, 7]], as_stock=True),
+    "limit": Row({**BY_3, "limit_train_batches": 5}, windows=[[0, 1, 2], [3, 4]]),
+    "limit below a window": Row({**BY_3, "limit_train_batches": 2}, windows=[[0, 1]]),
+    "unknown length": Row({**BY_3, "max_epochs": 2}, windows=[*WHOLE, *WHOLE], loader=endless),
+    "max steps": Row({**BY_3, "max_steps": 4, "max_epochs": -1}, windows=[*WHOLE, [0, 1, 2]]),
+    "epoch ended": Row({**BY_3, "max_epochs": 2}, partial(Steps, ends_at=4), windows=[[0, 1, 2], *WHOLE]),
+    "none first": Row(BY_3, partial(Steps, none_at=(3,)), ranks=1, windows=[[0, 1, 2], [4, 5], [6, 7]]),
     "none twice": Row(
         {"accumulate_grad_batches": 4},
         partial(Steps, none_at=(0, 1)),
         ranks=1,
         windows=[[2, 3], [4, 5, 6, 7]],
-        as_stock=True,
     ),
-    "none last": Row(BY_3, partial(Steps, none_at=(5,)), ranks=1, windows=[[0, 1, 2], [3, 4], [6, 7]], as_stock=True),
+    "none last": Row(BY_3, partial(Steps, none_at=(5,)), ranks=1, windows=[[0, 1, 2], [3, 4], [6, 7]]),
     "none last, weighted": Row(
         BY_3,
         partial(Steps, none_at=(2, 5), weighted=True),
@@ -291,9 +284,7 @@ ROWS: dict[str, Row] = {
         weights=WEIGHTS,
         windows=[[0, 1], [3, 4], [6, 7]],
     ),
-    "validation inside": Row(
-        {**BY_3, "val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0}, Validated, as_stock=True
-    ),
+    "validation inside": Row({**BY_3, "val_check_interval": 2, "max_epochs": 2, "num_sanity_val_steps": 0}, Validated),
     "norm 1": Row({"gradient_clip_val": 0.03}, strategy={"norm_type": 1}),
     "norm 3": Row({**BY_3, "gradient_clip_val": 0.03}, strategy={"norm_type": 3.0}),
     "largest element": Row({**BY_3, "gradient_clip_val": 0.03}, strategy={"norm_type": math.inf}, ranks=3),
@@ -330,7 +321,6 @@ class Outcome(NamedTuple):
     true_norms: list[float]
     skipped: int
     warnings: list[str]
-    as_stock: float
 
 
 def trained(row: Row, chosen: Any) -> Any:
@@ -353,9 +343,7 @@ def truth_of(row: Row, trainer: Trainer) -> big_batch.Truth:
 
 
 def outcomes(name: str, kinds: Sequence[str]) -> dict[str, Outcome]:
-    row, found, stock = ROWS[name], {}, []
-    if row.as_stock:
-        stock = trained(row, DDPStrategy()).seen
+    row, found = ROWS[name], {}
     for kind in kinds:
         chosen = strategy(kind, **row.strategy)
         with warnings.catch_warnings(record=True) as caught:
@@ -368,9 +356,6 @@ def outcomes(name: str, kinds: Sequence[str]) -> dict[str, Outcome]:
             truth.norms,
             chosen.skipped_steps,
             [str(one.message) for one in caught if "loss_weight" in str(one.message)],
-            distance(trained(row, strategy(kind, **row.strategy, partial_window="lightning")).seen, stock)
-            if stock
-            else 0.0,
         )
     return found
 
@@ -386,7 +371,6 @@ def test_a_step_is_that_of_one_big_batch(pool: RankPool, name: str, kinds: tuple
     ranks = pool.run(row.ranks, outcomes, name, kinds)
     for number, found in enumerate(ranks):
         assert {kind: one.parameters for kind, one in found.items() if not one.parameters <= 2e-6} == {}
-        assert {kind: one.as_stock for kind, one in found.items() if not one.as_stock <= 2e-6} == {}
         for kind, one in found.items():
             assert one.skipped == sum(map(math.isnan, one.true_norms)) == row.skipped, kind
             assert len(one.warnings) == (row.skipped if number == 0 else 0), kind
