@@ -30,6 +30,7 @@ from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.zero1.gradient_order import GradientOrder
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
     observers_of_gradients,
@@ -94,7 +95,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     """
 
     flag = "zero1_custom"
-    _not_copied = StepsTogetherStrategy._not_copied | {"_engine", "_meter"}
+    _not_copied = StepsTogetherStrategy._not_copied | {"_engine", "_meter", "_order"}
 
     def __init__(
         self,
@@ -130,6 +131,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         self._failed = False
         self._meter: StepMeter | None = None
         self._announced = ""
+        self._order: GradientOrder | None = None
         super().__init__(**kwargs)
 
     @override
@@ -199,6 +201,8 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         self._in_training = True
         self._meter = StepMeter(self.flag, self.root_device)
         self._prepare_for_users_of_gradients()
+        if self._engine is not None and self._engine.may_follow_order():
+            self._order = GradientOrder(self._training_module, self._groups.control)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -302,10 +306,23 @@ class ZeRO1Strategy(StepsTogetherStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Gets ready to send gradients while backward runs."""
+        """Gets ready to send gradients while backward runs, or to see in which order they come."""
         super().pre_backward(closure_loss)
-        if self._engine is not None:
+        if self._order is not None:
+            # The first backward's gradients stay local: buckets follow their order.
+            self._order.listen()
+        elif self._engine is not None:
             self._engine.prepare_backward(closure_loss, self._window_scale)
+
+    @override
+    def _end_backward(self) -> None:
+        super()._end_backward()
+        order, self._order = self._order, None
+        if order is None or self._engine is None:
+            return
+        self._engine.follow_order(order.end())
+        if self._engine.synchronizes:
+            self._engine.reduce_local_gradients(self._window_scale)
 
     @override
     def _reduce_local_gradients(self) -> None:
@@ -368,6 +385,9 @@ class ZeRO1Strategy(StepsTogetherStrategy):
 
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
+        order, self._order = self._order, None
+        if order is not None:
+            order.close()
         if engine is not None:
             engine.close(self._failed)
 

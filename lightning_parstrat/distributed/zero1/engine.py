@@ -27,10 +27,15 @@ from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
 from lightning_parstrat.distributed.comm.streams import streams_of
-from lightning_parstrat.distributed.torch_compat import is_compiled_as_a_whole, replays_captured_graphs
+from lightning_parstrat.distributed.torch_compat import (
+    is_compiled,
+    is_compiled_as_a_whole,
+    replays_captured_graphs,
+)
 from lightning_parstrat.distributed.zero1.compiled_code import CompiledCode
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.gradient_order import fits
 from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
 from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, sharding_of
 from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
@@ -108,6 +113,7 @@ class ShardedDataParallel:
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         self._kept_plan = plan
+        self._order: Sequence[Tensor] = ()
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.sharded_optimizers = [
             optimizer
@@ -180,6 +186,30 @@ class ShardedDataParallel:
         # Backward reads parameters in C++, where nothing waits for them.
         self.gatherer.finish()
         self.reducer.prepare_backward(loss, scale)
+
+    def may_follow_order(self) -> bool:
+        """Whether :meth:`follow_order` is possible and of use: no kept plan, no state, no compiled code. Collective."""
+        if self._kept_plan or len(self.buckets) < 2 or self.reducer.collectives.world_size == 1:
+            return False
+        # A rank that owns no parameter of an optimizer has no state of it, either.
+        is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
+        return not any_rank(is_bound, self.reducer.control)
+
+    def follow_order(self, order: Sequence[Tensor]) -> None:
+        """Fills the buckets anew, if gradients become ready in another order than they can leave in. Collective.
+
+        Gradients must be in ``param.grad``, and no optimizer may have state; peak memory is one bucket more.
+
+        Args:
+            order: All parameters of the module in the order of their gradients, the same on all ranks.
+        """
+        if fits(self.buckets, order):
+            return
+        self._order, storages = order, self._storages()
+        for bucket in self.buckets:
+            bucket.move_out(storages)
+        self.reducer.dissolve_buckets(self.reducer.buckets)
+        self._bucket_parameters()
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
         """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.
@@ -343,7 +373,8 @@ class ShardedDataParallel:
         self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
 
     def _planner(self) -> BucketPlanner:
-        return BucketPlanner(self.module, self.policy, self.reducer.control, self.reducer.collectives, self._kept_plan)
+        control, gradients = self.reducer.control, self.reducer.collectives
+        return BucketPlanner(self.module, self.policy, control, gradients, self._kept_plan, self._order)
 
     @property
     def _partitions(self) -> dict[int, Partition]:

@@ -37,7 +37,8 @@ class BucketPlanner:
         control: Compares plans; its group works on host memory.
         gradients: Will carry gradients to their shards.
         kept: The plan of an earlier training, by the parameters' names. Where it does not fit, and where it is empty,
-            a bucket holds as many parameters as fit under the cap, in the reverse order of registration.
+            a bucket holds as many parameters as fit under the cap.
+        order: All parameters of the module in the order of their gradients; by default the reverse of registration.
     """
 
     def __init__(
@@ -47,13 +48,14 @@ class BucketPlanner:
         control: Collectives,
         gradients: Collectives,
         kept: Sequence[Sequence[str]] = (),
+        order: Sequence[Tensor] = (),
     ) -> None:
         self._policy = policy
         self._control = control
         self._kept = kept
         self._shards, self._place = gradients.shard_count, gradients.place
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        self._position = {parameter: index for index, parameter in enumerate(self._names)}
+        self._turn = {parameter: turn for turn, parameter in enumerate(order or reversed(list(self._names)))}
         self._device_type = next((parameter.device.type for parameter in self._names), "cpu")
 
     def sharded_buckets(
@@ -114,9 +116,8 @@ class BucketPlanner:
         return made
 
     def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
-        """Gradients become ready roughly in the reverse order of registration."""
-        unregistered = len(self._position)
-        return sorted(parameters, key=lambda parameter: -self._position.get(parameter, unregistered))
+        # A parameter that the module does not have comes first.
+        return sorted(parameters, key=lambda parameter: self._turn.get(parameter, -1))
 
     def _plan(
         self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None

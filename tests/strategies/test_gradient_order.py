@@ -1,0 +1,130 @@
+"""Buckets of ``zero1_custom`` leave in the order in which gradients are made, wherever layers are registered."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from tests.pool import RankPool
+from tests.strategies import zoo
+from tests.strategies.cases import FP32
+from tests.strategies.parity import Run, ddp, largest_difference, make_trainer, train, zero1
+
+LAYERS = 6
+
+
+class RegisteredBackwards(zoo.Zoo):
+    """The first layer is registered last."""
+
+    def build(self) -> None:
+        layers = {f"layer{at}": nn.Linear(zoo.FEATURES, zoo.FEATURES) for at in range(LAYERS)}
+        self.layers = nn.ModuleDict({name: layers[name] for name in reversed(layers)})
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = batch
+        for at in range(LAYERS):
+            hidden = hidden + torch.tanh(self.layers[f"layer{at}"](hidden))
+        return hidden.pow(2).mean()
+
+
+class Registered(RegisteredBackwards):
+    """In the order of forward."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleDict({f"layer{at}": nn.Linear(zoo.FEATURES, zoo.FEATURES) for at in range(LAYERS)})
+
+
+class WithoutOneLayer(RegisteredBackwards):
+    """On rank 1 another layer is left out in every step: rank 0 decides for all."""
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        hidden = batch
+        for at in range(LAYERS):
+            if at != 2 + self.global_rank:
+                hidden = hidden + torch.tanh(self.layers[f"layer{at}"](hidden))
+        return hidden.pow(2).mean()
+
+
+def planned(run: Run) -> list[str]:
+    """The layers in the order in which their weights leave."""
+    plan = run.trainer.strategy.plan_at_the_end
+    return [name.split(".")[1] for bucket in plan for name in bucket if name.endswith("weight")]
+
+
+def keeps_plan(strategy: Any) -> Any:
+    """The strategy, whose last plan can be looked at when the training is over."""
+    close = strategy._close_engine
+
+    def close_engine() -> None:
+        if strategy._engine is not None:
+            strategy.plan_at_the_end = strategy._engine.plan
+        close()
+
+    strategy._close_engine = close_engine
+    return strategy
+
+
+def distance_and_plan(
+    module: type[zoo.Zoo], policy: dict[str, Any], arguments: dict[str, Any]
+) -> tuple[float, list[str]]:
+    expected = train(module, ddp(), **arguments)
+    found = train(module, keeps_plan(zero1(**policy)), **arguments)
+    return largest_difference(found, expected), planned(found)
+
+
+BACKWARD = [f"layer{at}" for at in reversed(range(LAYERS))]
+
+
+def test_buckets_follow_the_first_backward_and_results_stay_those_of_ddp(pool: RankPool) -> None:
+    for policy in ({}, {"shard_gradients": True}, {"expose_gradients": True}, {"partition": "parameter"}):
+        for arguments in ({}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}):
+            for module in (RegisteredBackwards, Registered):
+                for distance, order in pool.run(2, distance_and_plan, module, policy, arguments):
+                    assert distance <= FP32
+                    assert order == BACKWARD
+
+
+def test_ranks_that_use_other_layers_follow_rank_0(pool: RankPool) -> None:
+    found = pool.run(2, distance_and_plan, WithoutOneLayer, {}, {})
+    expected = [*(name for name in BACKWARD if name != "layer2"), "layer2"]
+    assert [order for _, order in found] == [expected, expected]
+    assert max(distance for distance, _ in found) <= FP32
+
+
+class HasState(RegisteredBackwards):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adagrad(self.parameters(), lr=0.05)
+
+
+class Saves(Callback):
+    """At the end of training, before the strategy is torn down."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def resumed_plans(folder: str) -> tuple[list[str], list[str]]:
+    """The order after a resume from a checkpoint of ``zero1_custom``, and from one of ``ddp``."""
+    plans = []
+    for number, strategy in enumerate((zero1(), ddp())):
+        path = str(Path(folder) / f"{number}.ckpt")
+        run = train(RegisteredBackwards, strategy, max_steps=3, callbacks=[Saves(path)])
+        trainer = make_trainer(keeps_plan(zero1()), max_steps=6)
+        trainer.fit(RegisteredBackwards(), zoo.loader(80, 4), ckpt_path=path)
+        plans.append(planned(Run([], [], run.module, trainer)))
+    return plans[0], plans[1]
+
+
+def test_buckets_stay_if_an_optimizer_has_state(pool: RankPool, tmp_path: Path) -> None:
+    """A checkpoint's plan goes on; a checkpoint without one, and an optimizer with state, leave the registration's."""
+    for kept, without in pool.run(2, resumed_plans, str(tmp_path)):
+        assert kept == BACKWARD
+        assert without == BACKWARD[::-1]
+    for distance, order in pool.run(2, distance_and_plan, HasState, {}, {}):
+        assert order == BACKWARD[::-1]
+        assert distance <= FP32
