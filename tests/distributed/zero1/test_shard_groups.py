@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -88,8 +89,11 @@ TRAININGS: list[tuple[str, Any, str, dict[str, Any]]] = [
 ]
 
 
-def test_trains_as_one_group_does_and_copies_stay_alike(pool: RankPool) -> None:
-    for nodes, shard_group, optimizer, policy in TRAININGS:
+@pytest.mark.parametrize(
+    "trainings", [TRAININGS[:6], pytest.param(TRAININGS[6:], marks=pytest.mark.slow)], ids=["quick", "others"]
+)
+def test_trains_as_one_group_does_and_copies_stay_alike(pool: RankPool, trainings: Any) -> None:
+    for nodes, shard_group, optimizer, policy in trainings:
         ranks = len(nodes)
         alone = partial(train, optimizer, nodes, **{**policy, "native": False})
         expected, expected_state, _ = pool.run(ranks, alone)[0]
