@@ -112,12 +112,9 @@ def save_sharded(
         held = {SKELETON: skeleton} if rank == 0 else {}
         held[states_of(rank)] = _pickled(own)
         for piece in mine:
-            part = pieces.part(sources[piece.tensor.name], piece)
             # Not as a part of a larger storage: torch would copy it, and keep the copy until all is written.
-            own_storage = (
-                torch.empty_like(part, device="cpu").copy_(part) if asynchronous else with_narrow_storage(part)
-            )
-            held[piece.tensor.name] = own_storage
+            part = with_narrow_storage(pieces.part(sources[piece.tensor.name], piece).to(piece.tensor.dtype))
+            held[piece.tensor.name] = torch.empty_like(part, device="cpu").copy_(part) if asynchronous else part
     except Exception as error:
         # The others learn it when torch asks for plans.
         held = error
