@@ -83,6 +83,10 @@ def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, An
         if isinstance(entries, dict):
             state[number] = {key: entries[key] for key in sorted(entries, key=str)}
     whole = replace_leaves(state, functools.partial(gather, keep=keep))
+    # What is saved has its entries in the order of the optimizer's, as a checkpoint of `ddp` has.
+    for number, entries in whole.items():
+        if isinstance(entries, dict):
+            whole[number] = {key: entries[key] for key in saved["state"][number]}
     return {**saved, "state": whole if keep else {}}
 
 
