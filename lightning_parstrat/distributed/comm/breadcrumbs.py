@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_parstrat.distributed import torch_compat
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.comm.process_groups import known_groups
+from lightning_parstrat.distributed.torch_compat import collectives_launched
 
 _CALLS: list[tuple[str, str]] = []
 
@@ -33,7 +33,7 @@ def current_call() -> tuple[str, str]:
     return (_CALLS[-1:] or [("", "")])[0]
 
 
-def collectives_launched() -> dict[str, int]:
+def launched_by_group() -> dict[str, int]:
     """How many collectives this process has launched by each group, as far as all ranks count the same. Any thread.
 
     Gloo counts messages between two ranks, too, of which each rank has its own number. By the default group, where
@@ -43,5 +43,5 @@ def collectives_launched() -> dict[str, int]:
     for name, group in known_groups().items():
         counts_messages = group.name() == "gloo" and name != "default"
         launched[name] = small_reductions_of(group)
-        launched[name] += 0 if counts_messages else torch_compat.collectives_launched(group)
+        launched[name] += 0 if counts_messages else collectives_launched(group)
     return launched

@@ -174,7 +174,7 @@ class Waits:
         with suppress(Exception):
             position, hook = progress() if progress is not None else ("", "")
         within = breadcrumbs.current_call()[0] or (f"`{hook}`" if hook else "")
-        return Sign(self._signs, self._ended, position, within, breadcrumbs.collectives_launched())
+        return Sign(self._signs, self._ended, position, within, breadcrumbs.launched_by_group())
 
     def _look(self, passed: float) -> None:
         """Says what there is to say of a wait: by what ranks published some time before, and publish now."""
