@@ -79,9 +79,9 @@ print("heavy:", sorted(heavy & {name.split(".")[0] for name in sys.modules}))
 lightning_parstrat.ZeRO1Strategy, lightning_parstrat.TunedDDPStrategy
 print("checkpoint:", "torch.distributed.checkpoint" in sys.modules)
 """
-    version, heavy, checkpoint = run_script(script, tmp_path).splitlines()
+    version, heavy, *others = run_script(script, tmp_path).splitlines()
     assert version == importlib.metadata.version("lightning-parstrat")
-    assert heavy == "heavy: []" and checkpoint == "checkpoint: False"
+    assert heavy == "heavy: []" and "checkpoint: False" in others
 
 
 def test_the_package_lists_and_gives_its_public_names() -> None:
