@@ -7,9 +7,6 @@ from typing import Literal, NamedTuple
 
 from lightning_parstrat.core.wording import counted
 
-Caps = tuple[int, ...]
-"""Bytes at which each bucket is full, in the order in which they are sent; the last one holds for all that follow."""
-
 CapsInMiB = float | list[float] | Literal["auto"]
 Verdict = Literal["tuned", "default is best", "not tuned"]
 
@@ -68,7 +65,7 @@ class TuningReport:
     Attributes:
         verdict: ``"tuned"``, ``"default is best"`` or ``"not tuned"``.
         reason: Why, as text.
-        caps: Bytes at which each bucket is full; None for the default's.
+        cap: Bytes at which each bucket is full; None for the default's.
         tried: The sizes that were tried, each as it was measured last.
         steps: How many steps it took, all of which trained.
         from_cache: Whether the size comes from an earlier training.
@@ -76,15 +73,15 @@ class TuningReport:
 
     verdict: Verdict
     reason: str
-    caps: Caps | None = None
+    cap: int | None = None
     tried: tuple[Tried, ...] = ()
     steps: int = 0
     from_cache: bool = False
 
     @property
-    def bucket_cap_mb(self) -> list[float] | None:
+    def bucket_cap_mb(self) -> float | None:
         """The result as ``bucket_cap_mb`` of :class:`~lightning_parstrat.TunedDDPStrategy`; None for the default's."""
-        return None if self.caps is None else [cap / 2**20 for cap in self.caps]
+        return None if self.cap is None else self.cap / 2**20
 
     @property
     def headline(self) -> str:
@@ -134,7 +131,7 @@ def verdict_on(default: Tried, best: Tried, tolerance: float) -> TuningReport:
     took = f"{1000 * best.seconds:.1f} ms instead of {1000 * default.seconds:.1f}"
     if best.cap is not None and gain > tolerance:
         return TuningReport(
-            verdict="tuned", reason=f"{_size(best.cap)} gains {gain:.1%} of a step ({took})", caps=(best.cap,)
+            verdict="tuned", reason=f"{_size(best.cap)} gains {gain:.1%} of a step ({took})", cap=best.cap
         )
     reason = f"the best other size, {_size(best.cap)}, gains {gain:.1%} of a step ({took})"
     return TuningReport(verdict="default is best", reason=reason)

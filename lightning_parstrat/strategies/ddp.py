@@ -17,14 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_parstrat.core.argument_names import refuse
+from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.process_groups import connect_for_sums
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook
 from lightning_parstrat.distributed.ddp.ddp_compat import remove_hooks
-from lightning_parstrat.distributed.ddp.plan_cache import PlanCache
-from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all
 from lightning_parstrat.strategies.evaluation import EvaluatingStrategy
@@ -47,7 +46,8 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
     Args:
         bucket_cap_mb: How large buckets are. ``"auto"`` tries sizes during the first steps, in turns with torch's
             default, and keeps the fastest; :attr:`tuning_report` says what was found. A number of MiB (2**20 bytes) is
-            the size of all buckets, a list has one for each, in the order in which they are sent.
+            the size of all buckets, a list has one for each, in the order in which torch makes
+            them: that of sending, and the reverse of it with ``find_unused_parameters``.
         tune_steps: How many steps are measured to compare two sizes, half of them at a time. It takes about six times
             as many.
         tune_tolerance: The smallest gain, as a share of a forward and backward, for which buckets are changed.
@@ -88,7 +88,8 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         if unknown := [name for name in kwargs if name not in self.known_arguments()]:
             refuse(type(self), unknown, self.known_arguments())
         self._tuning = TuningPolicy(bucket_cap_mb=bucket_cap_mb, tune_steps=tune_steps, tune_tolerance=tune_tolerance)
-        _check_folder(plan_cache)
+        if plan_cache is not None and not isinstance(plan_cache, (str, PathLike)):
+            raise ValueError(f"Invalid plan_cache: {plan_cache!r}. Must be a folder's path, or None.")
         self._plan_cache = plan_cache
         _check_comm_hook(comm_hook, kwargs)
         if kwargs.get("bucket_cap_mb_list") is None:
@@ -137,30 +138,19 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         self._pl_static_graph_delay_done = False
         self._report = None
         self._stop_tuning()
-        self._order_given_caps()
         reason = self._reason_not_to_tune()
         if reason is not None:
             self._note_report(TuningReport(verdict="not tuned", reason=reason))
         elif self._tuning.bucket_cap_mb == "auto" and self.world_size > 1:
-            self._begin_to_tune()
-
-    def _order_given_caps(self) -> None:
-        """Lets a list of sizes begin with what is sent first also where torch makes buckets from the other end."""
-        caps = self._tuning.bucket_cap_mb
-        if isinstance(caps, (list, tuple)) and self._ddp.find_unused_parameters and not self._ddp.static_graph:
-            buckets = DDPBuckets(self._ddp)
-            buckets.adopt(buckets.filled_from_the_first(tuple(int(cap * 2**20) for cap in caps)))
-
-    def _begin_to_tune(self) -> None:
-        self._tuner = BucketTuner(
-            self._ddp,
-            self._tuning,
-            self._control,
-            self.root_device,
-            PlanCache(self._plan_cache, self._kind()),
-            self._note_report,
-            lambda message: rank_zero_warn(f"{self.flag}: {message}"),
-        )
+            self._tuner = BucketTuner(
+                self._ddp,
+                self._tuning,
+                self._control,
+                self.root_device,
+                None if self._plan_cache is None else self._file_of(self._plan_cache),
+                self._note_report,
+                lambda message: rank_zero_warn(f"{self.flag}: {message}"),
+            )
 
     def _reason_not_to_tune(self) -> str | None:
         """Why buckets are left alone though they were to be tuned, if they are."""
@@ -178,23 +168,23 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
             return "`bucket_cap_mb_list` was given"
         return None
 
-    def _kind(self) -> Mapping[str, Any]:
-        """Everything that a plan depends on and that is known before the first step."""
-        module = self._training_module
+    def _file_of(self, folder: str | Path) -> Path:
+        """The file of all trainings of this kind: of all that a size depends on."""
         cuda = self.root_device.type == "cuda"
-        return {
-            "parameters": [
+        kind = (
+            [
                 (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
-                for name, parameter in module.named_parameters()
+                for name, parameter in self._training_module.named_parameters()
             ],
-            "ddp": _chosen(self._ddp_kwargs),
-            "comm_hook": self._comm_hook,
-            "precision": str(self.precision_plugin.precision),
-            "ranks": (self.world_size, self.num_nodes),
-            "device": torch.cuda.get_device_name(self.root_device) if cuda else self.root_device.type,
-            "backend": self.process_group_backend,
-            "versions": (torch.__version__, torch.version.cuda, lightning_version),
-        }
+            _chosen(self._ddp_kwargs),
+            self._comm_hook,
+            str(self.precision_plugin.precision),
+            (self.world_size, self.num_nodes),
+            torch.cuda.get_device_name(self.root_device) if cuda else self.root_device.type,
+            self.process_group_backend,
+            (torch.__version__, torch.version.cuda, lightning_version),
+        )
+        return Path(folder).expanduser() / f"plan-{digest(kind):x}.json"
 
     def _note_report(self, report: TuningReport) -> None:
         self._report = report
@@ -314,15 +304,6 @@ def _waits_for_unused(exception: BaseException) -> bool:
     return isinstance(said, str) and "Expected to have finished reduction in the prior iteration" in said
 
 
-def _check_folder(plan_cache: str | Path | None) -> None:
-    if plan_cache is not None and not isinstance(plan_cache, (str, PathLike)):
-        raise ValueError(f"Invalid plan_cache: {plan_cache!r}. Must be a folder's path, or None.")
-    try:
-        Path(plan_cache or "").expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"Invalid plan_cache: {str(plan_cache)!r}. There is no such user's home.") from error
-
-
 def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:
     allowed = get_args(get_args(CommHook)[0])
     if comm_hook is not None and comm_hook not in allowed:
@@ -340,11 +321,11 @@ def _bucket_arguments(bucket_cap_mb: CapsInMiB) -> dict[str, Any]:
     return {"bucket_cap_mb": bucket_cap_mb}
 
 
-def _chosen(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are not DDP's default; of what has an address in what it shows of itself, the kind."""
+def _chosen(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Those that are not DDP's default, sorted; of what has an address in what it shows of itself, the kind."""
     defaults = signature(DistributedDataParallel).parameters
-    return {
-        name: value if isinstance(value, (int, float, str)) else type(value).__name__
-        for name, value in arguments.items()
+    return [
+        (name, value if isinstance(value, (int, float, str)) else type(value).__name__)
+        for name, value in sorted(arguments.items())
         if name not in defaults or value is not defaults[name].default
-    }
+    ]

@@ -35,14 +35,14 @@ def test_the_fastest_is_the_largest_of_equal_ones_and_never_the_default() -> Non
 @given(st.floats(0.001, 10), st.floats(0.001, 10), st.floats(0, 0.99))
 def test_what_gains_more_than_the_tolerance_is_kept(default: float, best: float, tolerance: float) -> None:
     report = verdict_on(Tried(None, default), Tried(4 * MIB, best), tolerance)
-    assert (report.caps == (4 * MIB,)) == (report.verdict == "tuned") == (1 - best / default > tolerance)
-    assert report.bucket_cap_mb == (None if report.caps is None else [4.0])
+    assert (report.cap == 4 * MIB) == (report.verdict == "tuned") == (1 - best / default > tolerance)
+    assert report.bucket_cap_mb == (None if report.cap is None else 4.0)
     assert "4 MiB" in report.headline
 
 
 def test_a_report_says_what_was_tried() -> None:
     tried = (Tried(None, 0.2), Tried(MIB // 4, 0.3), Tried(MIB, 0.1))
-    report = TuningReport(verdict="tuned", reason="1 MiB gains 50.0%", caps=(MIB,), tried=tried, steps=40)
+    report = TuningReport(verdict="tuned", reason="1 MiB gains 50.0%", cap=MIB, tried=tried, steps=40)
     assert str(report).splitlines() == [
         "buckets are tuned: 1 MiB gains 50.0%",
         "torch's default: forward and backward 200.00 ms",

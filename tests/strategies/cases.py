@@ -117,7 +117,7 @@ MIXED = "mixed torch.Tensor and DTensor"
 FORGETS = "torch forgets what is assigned to `data` of a shard"
 NEEDS_CLOSURE = "LBFGS cannot step sharded parameters: its `step` needs a closure"
 # Without the flag for unused parameters.
-WAITS = "DDP waits for"
+WAITS = "DDP waits for them"
 CLIPPED_DOUBLE = {**CLIP, **DOUBLE}
 
 

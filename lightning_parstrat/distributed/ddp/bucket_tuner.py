@@ -4,9 +4,12 @@ No step is wasted: each is a step of the training. The procedure is :meth:`Bucke
 from top to bottom; each ``yield`` waits for one step of the training and returns its seconds.
 """
 
+import json
 import statistics
+import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,10 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_or_none, from_first_rank
-from lightning_parstrat.distributed.comm.clocks import clock_of
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.plan_cache import Plan, PlanCache
-from lightning_parstrat.distributed.ddp.reducer_buckets import DDPBuckets
+from lightning_parstrat.distributed.ddp.ddp_compat import (
+    BucketCaps,
+    bucket_caps,
+    exchange_reducer,
+    parameters_for_reducer,
+    reason_to_keep_reducer,
+)
+from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
 Steps = Generator[None, float, T]
@@ -35,8 +43,8 @@ class TuningStopped(Exception):
     """Ends the tuning with the default's buckets; the message says why. Raised on all ranks alike."""
 
 
-class TuningFault(Exception):
-    """Some rank failed at something; the message says which, and at what. Raised on all ranks alike."""
+class TuningFault(TuningStopped):
+    """Some rank failed at something; the message says which, and at what."""
 
 
 class BucketTuner:
@@ -46,11 +54,11 @@ class BucketTuner:
     change, gradients take twice their memory.
 
     Args:
-        ddp: The wrapper, before its first step.
+        ddp: The wrapper, before its first step. Its buckets are the default.
         policy: How to tune.
         control: Its group works on host memory.
         device: Device of the gradients.
-        cache: Where plans are kept; rank 0's is used.
+        kept: The file that keeps the size for later trainings; None keeps none. Rank 0's is used.
         say: Called with the report, on all ranks.
         warn: Called with a message when something went wrong.
     """
@@ -61,57 +69,68 @@ class BucketTuner:
         policy: TuningPolicy,
         control: Collectives,
         device: torch.device,
-        cache: PlanCache,
+        kept: Path | None,
         say: Callable[[TuningReport], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._policy = policy
-        self._control = control
-        self._cache = cache
-        self._say = say
-        self._warn = warn
+        self._ddp, self._control, self._kept = ddp, control, kept
+        self._half, self._tolerance = policy.tune_steps // 2, policy.tune_tolerance
+        self._say, self._warn = say, warn
         self._settling = _SETTLING_STEPS_OF_STATIC_GRAPHS if ddp.static_graph else _SETTLING_STEPS
-        self._buckets = DDPBuckets(ddp)
+        self._parameters, self._expect_sparse = parameters_for_reducer(ddp)
+        self._default = bucket_caps(ddp)
+        self._are_default = True
         self._steps_taken = 0
-        self._step: _Step | None = None
-        reason = self._buckets.reason_not_to_change()
+        self._on_gpu = device.type == "cuda"
+        # Moments of the step, and how many of its backwards send.
+        self._forward: Any = None
+        self._end: Any = None
+        self._backwards = 0
+        self._tunes = True
+        self._procedure = self._tune()
+        reason = self._reason_not_to_change()
         if reason is not None:
             self._finish(TuningReport(verdict="not tuned", reason=reason))
-            return
-        self._step = _Step(device)
-        self._procedure = self._tune()
-        # Up to its first `yield`: a generator accepts no value before.
-        next(self._procedure)
+        else:
+            # Up to its first `yield`: a generator accepts no value before.
+            next(self._procedure)
+
+    def _reason_not_to_change(self) -> str | None:
+        if any(self._expect_sparse):
+            return "there are sparse gradients, which travel by themselves"
+        if len(self._parameters) < 2:
+            return "there are fewer than two parameters"
+        return reason_to_keep_reducer(self._ddp)
 
     def begin_forward(self) -> None:
         """Call before every forward of a training step. May change the buckets."""
-        if self._step is not None and self._step.has_ended:
-            self._advance(self._step)
-        if self._step is not None:
-            self._step.begin_forward()
+        if self._tunes and self._end is not None:
+            self._advance()
+        if self._tunes:
+            self._forward, self._end, self._backwards = self._now(), None, 0
 
     def begin_backward(self) -> None:
         """Call before a backward that sends gradients. Not collective."""
-        if self._step is not None:
-            self._step.begin_backward()
+        self._end = None
+        self._backwards += 1
 
     def end_backward(self) -> None:
         """Call after a backward. Not collective."""
-        if self._step is not None:
-            self._step.end_backward()
+        if self._tunes and self._backwards and self._forward is not None:
+            self._end = self._now()
 
     def close(self) -> None:
         """Ends the tuning at any point; buckets stay as they are. Not collective."""
-        self._step = None
+        self._tunes = False
 
-    def _advance(self, step: "_Step") -> None:
+    def _advance(self) -> None:
         """Continues the procedure with the last step's time. On any error, training goes on with default buckets."""
         try:
-            if step.backwards != 1:
+            if self._backwards != 1:
                 # All ranks raise this together: they send gradients equally often.
                 raise TuningStopped("a step has several backwards that send gradients")
             self._steps_taken += 1
-            self._procedure.send(step.seconds())
+            self._procedure.send(self._seconds())
         except StopIteration as finished:
             self._finish(finished.value)
         except Exception as error:
@@ -119,65 +138,53 @@ class BucketTuner:
 
     def _tune(self) -> Steps[TuningReport]:
         yield from self._steps(self._settling)
-        kept = self._broadcast(self._load)
+        kept = from_first_rank(self._load, self._control.group, lambda said: TuningFault(f"rank 0: {said}"))
+        if kept == 0:
+            reason = "no other size was faster in an earlier training"
+            return TuningReport(verdict="default is best", reason=reason, from_cache=True)
+        by_default = yield from self._steps(self._half)
         if kept is not None:
-            report = yield from self._probe(kept)
-            if report is not None:
-                return report
-        sizes = sizes_to_try(self._buckets.nbytes, self._buckets.default_first)
+            report = yield from self._compared(kept, by_default, 0.0)
+            if report.cap is not None:
+                return replace(report, from_cache=True)
+            by_default = yield from self._steps_with(None)
+        nbytes = sum(parameter.nbytes for parameter in self._parameters)
+        sizes = sizes_to_try(nbytes, self._default.first)
         if not sizes:
             raise TuningStopped("all gradients fit into one small bucket")
-        by_default = yield from self._steps(self._half)
         tried = [self._measured(None, by_default)]
         for size in sizes:
             tried.append(self._measured(size, (yield from self._steps_with(size))))
-        report = yield from self._confirm(fastest(tried).cap, by_default)
-        measured = {one.cap: one for one in (*tried, *report.tried)}
-        self._save(Plan(report.caps))
-        return replace(report, tried=tuple(measured.values()))
+        # In turns with the default: whatever drifts meanwhile affects both.
+        best = fastest(tried).cap
+        by_size = yield from self._steps_with(best)
+        by_default += yield from self._steps_with(None)
+        report = yield from self._compared(best, by_default, self._tolerance, by_size)
+        self._save(report.cap)
+        return replace(report, tried=tuple({one.cap: one for one in (*tried, *report.tried)}.values()))
 
-    @property
-    def _half(self) -> int:
-        return self._policy.tune_steps // 2
-
-    def _confirm(self, size: int | None, by_default: list[float]) -> Steps[TuningReport]:
-        """Measures a size, the default, and the size: in turns, so that whatever drifts meanwhile affects both."""
-        by_size = yield from self._steps_with(size)
-        by_default = by_default + (yield from self._steps_with(None))
-        by_size += yield from self._steps_with(size)
+    def _compared(
+        self, size: int | None, by_default: list[float], tolerance: float, by_size: list[float] | None = None
+    ) -> Steps[TuningReport]:
+        """Measures a size, and keeps it if it is faster than the default was."""
+        by_size = (by_size or []) + (yield from self._steps_with(size))
         default, best = self._measured(None, by_default), self._measured(size, by_size)
-        report = verdict_on(default, best, self._policy.tune_tolerance)
-        if report.caps is None:
+        report = verdict_on(default, best, tolerance)
+        if report.cap is None:
             self._adopt(None)
         return replace(report, tried=(default, best))
 
-    def _probe(self, kept: Plan) -> Steps[TuningReport | None]:
-        """Measures the size of an earlier training against the default; None where it is slower."""
-        if kept.caps is None:
-            reason = "no other size was faster in an earlier training"
-            return TuningReport(verdict="default is best", reason=reason, from_cache=True)
-        size = kept.caps[0]
-        default = self._measured(None, (yield from self._steps(self._half)))
-        again = self._measured(size, (yield from self._steps_with(size)))
-        report = verdict_on(default, again, 0.0)
-        if report.caps is not None:
-            return replace(report, tried=(default, again), from_cache=True)
-        # The default's buckets must have settled again before they are measured.
-        self._adopt(None)
-        yield from self._steps(self._settling)
-        return None
-
-    def _load(self) -> Plan | None:
+    def _load(self) -> int | None:
         try:
-            return self._cache.load()
+            return None if self._kept is None else kept_size(self._kept)
         except (OSError, ValueError) as error:
             self._warn(f"the plan in the cache is not used: {error}")
             return None
 
-    def _save(self, plan: Plan) -> None:
-        if self._control.rank == 0:
+    def _save(self, cap: int | None) -> None:
+        if self._control.rank == 0 and self._kept is not None:
             try:
-                self._cache.save(plan)
+                keep_size(self._kept, cap or 0)
             except Exception as error:
                 # The other ranks have finished tuning: raised here, it would end the training on rank 0 alone.
                 self._warn(f"the plan is not kept: {error}")
@@ -195,7 +202,19 @@ class BucketTuner:
         return (yield from self._steps(self._half))
 
     def _adopt(self, size: int | None) -> None:
-        self._everywhere(lambda: self._buckets.adopt(None if size is None else (size,)))
+        """Gives the wrapper buckets of that size, or the default's; where one rank fails, the tuning stops on all."""
+
+        def adopt() -> None:
+            caps = self._default if size is None else BucketCaps(size, size)
+            # Some may be frozen by now, and be sent all the same.
+            exchange_reducer(self._ddp, self._parameters, self._expect_sparse, caps)
+            self._are_default = size is None
+
+        def fault(failed: dict[int, str]) -> TuningFault:
+            rank, said = next(iter(failed.items()))
+            return TuningFault(f"rank {rank}: {said}")
+
+        all_or_none(adopt, self._control, fault)
 
     def _measured(self, size: int | None, seconds: list[float]) -> Tried:
         """The median of the slowest rank: the same number on all, so that all decide alike."""
@@ -203,26 +222,12 @@ class BucketTuner:
         self._control.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
         return Tried(size, float(slowest))
 
-    def _broadcast(self, ask: Callable[[], T]) -> T:
-        """Rank 0's result, on all ranks; its failure stops the tuning on all of them."""
-        return from_first_rank(ask, self._control.group, lambda said: TuningFault(f"rank 0: {said}"))
-
-    def _everywhere(self, act: Callable[[], None]) -> None:
-        """Does something on all ranks; where one fails, the tuning stops on all."""
-
-        def fault(failed: dict[int, str]) -> TuningFault:
-            rank, said = next(iter(failed.items()))
-            return TuningFault(f"rank {rank}: {said}")
-
-        all_or_none(act, self._control, fault)
-
     def _give_up(self, error: Exception) -> None:
-        known = isinstance(error, (TuningStopped, TuningFault))
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        if not isinstance(error, TuningStopped):
+        reason = str(error) if isinstance(error, TuningStopped) else f"{type(error).__name__}: {error}"
+        if type(error) is not TuningStopped:
             self._warn(f"buckets are not tuned: {reason}")
         # By all ranks if by any: some may have adopted buckets at which another failed.
-        if any(all_gather_object(not self._buckets.are_default, self._control.group)):
+        if any(all_gather_object(not self._are_default, self._control.group)):
             try:
                 self._adopt(None)
             except TuningFault as fault:
@@ -234,35 +239,50 @@ class BucketTuner:
         self.close()
         self._say(replace(report, steps=self._steps_taken))
 
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        # The host's clock would give when work was queued, not when it was done.
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
-class _Step:
-    """Times one step: from the start of its forward to the end of the backward that sends. Not collective."""
+    def _seconds(self) -> float:
+        """From the start of the last forward to the end of the backward that sent; waits for a GPU."""
+        if not self._on_gpu:
+            return float(self._end - self._forward)
+        self._end.synchronize()
+        return float(self._forward.elapsed_time(self._end)) / 1000
 
-    def __init__(self, device: torch.device) -> None:
-        self._clock = clock_of(device)
-        self._forward: Any = None
-        self._end: Any = None
-        self.backwards = 0
 
-    def begin_forward(self) -> None:
-        """Forgets the step before."""
-        self._forward, self._end, self.backwards = self._clock.now(), None, 0
+_FORMAT = 2
 
-    def begin_backward(self) -> None:
-        """Call when a backward begins that will send gradients."""
-        self._end = None
-        self.backwards += 1
 
-    def end_backward(self) -> None:
-        """Call when everything has arrived; does nothing after a backward that sends nothing."""
-        if self.backwards:
-            self._end = self._clock.now()
+def kept_size(path: Path) -> int | None:
+    """The size that an earlier training has kept: bytes, or 0 for torch's default; None if there is none.
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether a backward that sends has ended since the last forward began."""
-        return self._forward is not None and self._end is not None
+    Raises:
+        ValueError: The file is damaged or has another format.
+        OSError: It cannot be read.
+    """
+    if not path.exists():
+        return None
+    try:
+        kept = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    # It may have been edited, and what is wrong would fail later, within a training.
+    size = kept.get("bytes") if isinstance(kept, dict) and kept.get("format") == _FORMAT else None
+    if type(size) is not int or size < 0:
+        raise ValueError(f"{path}: no size of buckets in format {_FORMAT}, which this version reads")
+    return size
 
-    def seconds(self) -> float:
-        """The last step's; waits for a GPU."""
-        return self._clock.seconds(self._forward, self._end)
+
+def keep_size(path: Path, size: int) -> None:
+    """Keeps a size in place of an earlier one.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with written_durably(path) as temporary:
+        temporary.write_text(json.dumps({"format": _FORMAT, "bytes": size}) + "\n")

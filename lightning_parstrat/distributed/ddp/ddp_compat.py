@@ -8,39 +8,31 @@ Used through this file: what for | what happens without it.
         what DDP sends, in its order | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a
         number
     torch.nn.parallel.distributed.DistributedDataParallel._bucket_config
-        since torch 2.13: the caps of buckets, beside DDP's attributes | ddp_tuned cannot change buckets: adapt this
-        file, or give `bucket_cap_mb` a number
+        since torch 2.13: the caps of buckets, beside DDP's attributes | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._use_python_reducer
-        torch.compile sends gradients by itself | ddp_tuned cannot change buckets: adapt this file, or give
-        `bucket_cap_mb` a number
+        torch.compile sends gradients by itself | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._ddp_init_helper
-        makes a reducer | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+        makes a reducer | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._has_rebuilt_buckets
-        lets a new reducer order its buckets | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb`
-        a number
+        lets a new reducer order its buckets | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._set_static_graph
-        tells a new reducer of a static graph | ddp_tuned cannot change buckets: adapt this file, or give
-        `bucket_cap_mb` a number
+        shows a new reducer a static graph | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._comm_hooks
-        hooks that a new reducer must have, too | ddp_tuned cannot change buckets: adapt this file, or give
-        `bucket_cap_mb` a number
+        hooks that a new reducer must have, too | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._check_reducer_finalized
-        raises torch's own error where the old reducer still waits for a gradient | ddp_tuned cannot change buckets:
-        adapt this file, or give `bucket_cap_mb` a number
+        raises torch's own error where the old reducer still waits for a gradient | as `_build_params_for_reducer`
     torch.nn.parallel.distributed.DistributedDataParallel._remove_autograd_hooks
-        takes the old reducer off the parameters, whoever still holds it | as `_check_reducer_finalized`
+        takes the old reducer off the parameters, whoever still holds it | as `_build_params_for_reducer`
     torch.distributed._register_comm_hook
-        registers them | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
+        registers them | as `_build_params_for_reducer`
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
-        the default's first cap | ddp_tuned cannot change buckets: adapt this file, or give `bucket_cap_mb` a number
-    torch.distributed._compute_bucket_assignment_by_size
-        tells the buckets of a list of sizes from the other end | ddp_tuned takes no list of sizes with
-        `find_unused_parameters`
+        the default's first cap | as `_build_params_for_reducer`
 """
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
@@ -70,12 +62,6 @@ def parameters_for_reducer(ddp: DistributedDataParallel) -> tuple[list[Tensor], 
     return parameters, expect_sparse
 
 
-def names_for_reducer(ddp: DistributedDataParallel, parameters: Sequence[Tensor]) -> dict[int, str]:
-    """The names by which a reducer knows ``parameters``."""
-    names = {parameter: name for name, parameter in ddp.module.named_parameters()}
-    return {position: names[parameter] for position, parameter in enumerate(parameters)}
-
-
 def bucket_caps(ddp: DistributedDataParallel) -> BucketCaps:
     """The caps that the wrapper's buckets were made by."""
     wrapper = cast(Any, ddp)
@@ -88,42 +74,67 @@ def comm_hook_states(ddp: DistributedDataParallel) -> list[object]:
     return [state for _, state in cast(Any, ddp)._comm_hooks]
 
 
-def sends_by_compiled_code(ddp: DistributedDataParallel) -> bool:
-    """Whether torch.compile sends gradients, rather than a reducer."""
-    return bool(cast(Any, ddp)._use_python_reducer)
+def reason_to_keep_reducer(ddp: DistributedDataParallel) -> str | None:
+    """Why the wrapper cannot be given another reducer; None if it can."""
+    if cast(Any, ddp)._use_python_reducer:
+        return "torch.compile sends gradients by itself"
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision sends gradients in another dtype"
+    return None
 
 
-def assign_to_buckets(tensors: Sequence[Tensor], caps: Sequence[int], sparse: Sequence[bool]) -> list[list[int]]:
-    """Which tensors come into each bucket, by position; as DDP decides it."""
-    buckets, _ = _dist._compute_bucket_assignment_by_size(tensors, caps, sparse)
-    return [list(bucket) for bucket in buckets]
+@contextmanager
+def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Within it ``parameters`` require gradients, and those of ``others`` that are not among them do not."""
+    chosen = set(parameters)
+    before = [(one, one.requires_grad) for one in {*chosen, *others}]
+    try:
+        for one, required in before:
+            if required != (one in chosen):
+                one.requires_grad_(one in chosen)
+        yield
+    finally:
+        for one, required in before:
+            if one.requires_grad != required:
+                one.requires_grad_(required)
 
 
 def exchange_reducer(
-    ddp: DistributedDataParallel,
-    parameters: Sequence[Tensor],
-    expect_sparse: Sequence[bool],
-    names: dict[int, str],
-    caps: BucketCaps,
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor], expect_sparse: Sequence[bool], caps: BucketCaps
 ) -> None:
-    """Gives the wrapper a new reducer. All ranks must; where it raises, attributes have changed.
+    """Gives the wrapper a new reducer, between steps. All ranks must; where it raises, nothing has changed.
+
+    Gradients keep the memory of the old buckets until the next backward has moved them.
 
     Args:
         ddp: The wrapper.
         parameters: See :func:`parameters_for_reducer`.
         expect_sparse: As above.
-        names: See :func:`names_for_reducer`.
         caps: Of its buckets.
 
     Raises:
         RuntimeError: The old one still waits for gradients of the last backward, which were not averaged.
     """
-    wrapper = cast(Any, ddp)
+    wrapper, before = cast(Any, ddp), dict(vars(ddp))
     # Else this would hide what torch says in the next forward.
     wrapper._check_reducer_finalized()
-    old = wrapper.reducer
+    try:
+        with trainable(parameters):
+            _make_reducer(wrapper, parameters, expect_sparse, caps)
+    # torch builds the new reducer in several steps: a wrapper left between two of them could not train on.
+    except BaseException:
+        vars(ddp).update(before)
+        raise
+    # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
+    before["reducer"]._remove_autograd_hooks()
+
+
+def _make_reducer(wrapper: Any, parameters: Sequence[Tensor], expect_sparse: Sequence[bool], caps: BucketCaps) -> None:
+    names = {parameter: name for name, parameter in wrapper.module.named_parameters()}
     _set_bucket_caps(wrapper, caps)
-    wrapper._ddp_init_helper(parameters, expect_sparse, names, wrapper.static_graph)
+    # What was removed from the module meanwhile has none.
+    names_by_position = {position: names.get(parameter, "") for position, parameter in enumerate(parameters)}
+    wrapper._ddp_init_helper(parameters, expect_sparse, names_by_position, wrapper.static_graph)
     wrapper._has_rebuilt_buckets = False
     if wrapper.static_graph:
         wrapper.static_graph = False
@@ -132,8 +143,6 @@ def exchange_reducer(
             wrapper._set_static_graph()
     for hook, state in wrapper._comm_hooks:
         _dist._register_comm_hook(wrapper.reducer, state, hook)
-    # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
-    old._remove_autograd_hooks()
 
 
 def remove_hooks(ddp: DistributedDataParallel) -> None:

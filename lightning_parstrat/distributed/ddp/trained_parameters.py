@@ -6,6 +6,7 @@ within it, but for what is frozen for a forward alone: that counts as unused. Wh
 anew, and gradients travel in buckets again.
 """
 
+import functools
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,11 +35,10 @@ from lightning_parstrat.distributed.ddp.comm_hooks import forget_buckets
 from lightning_parstrat.distributed.ddp.ddp_compat import (
     bucket_caps,
     exchange_reducer,
-    names_for_reducer,
     parameters_for_reducer,
-    sends_by_compiled_code,
+    reason_to_keep_reducer,
+    trainable,
 )
-from lightning_parstrat.distributed.ddp.reducer_buckets import trainable
 from lightning_parstrat.distributed.torch_compat import held_by
 
 _IS_TRAINABLE = operator.attrgetter("requires_grad")
@@ -276,7 +276,7 @@ class TrainedParameters:
 
     def _exchange(self, wanted: Collection[Tensor]) -> bool:
         ddp = self._ddp
-        if sends_by_compiled_code(ddp) or getattr(ddp, "mixed_precision", None) is not None:
+        if reason_to_keep_reducer(ddp) is not None:
             # Every step is right all the same, and takes longer.
             return False
         with trainable(wanted, ddp.module.parameters()):
@@ -285,11 +285,7 @@ class TrainedParameters:
             largest, smallest = extremes_over_ranks(number, self._control)
             if largest != smallest or not parameters:
                 return False
-
-            def exchange() -> None:
-                names = names_for_reducer(ddp, parameters)
-                exchange_reducer(ddp, parameters, expect_sparse, names, self._caps)
-
+            exchange = functools.partial(exchange_reducer, ddp, parameters, expect_sparse, self._caps)
             all_or_none(exchange, self._control, _not_made)
         forget_buckets(ddp)
         self._note_sent(parameters, expect_sparse)

@@ -239,12 +239,13 @@ class AccumulationAwareStrategy(CheckpointingStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Has backward weigh the loss; the last backward of a window leaves the mean over the whole window."""
         factor = self._begin_backward()
-        self._backward_has_ended = False
         if factor is not None and closure_loss.requires_grad:
             # Its gradient, not the loss itself: that goes on through the user's plugins and hooks as it is.
             weigh = functools.partial(_weighed, factor)
             self._loss_hook = closure_loss.register_hook(weigh)  # type: ignore[no-untyped-call]
         super().pre_backward(closure_loss)
+        # Not before: what is raised there is due to an earlier backward.
+        self._backward_has_ended = False
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
