@@ -75,7 +75,7 @@ def gradients(module: nn.Module) -> list[Tensor]:
 
 
 def exchange(mode: str, two_dtypes: bool, as_view: bool, set_to_none: bool) -> list[tuple[int, int, list[int], float]]:
-    """After each exchange: buckets, how many of the old ones are left, calls of the hook, and how far gradients are off."""
+    """After each exchange: buckets, how many old ones are left, calls of the hook, and how far gradients are off."""
     module = Net(two_dtypes, has_unused=mode != "plain")
     # Small enough that the default has several buckets, too.
     options: dict[str, Any] = {"gradient_as_bucket_view": as_view, "bucket_cap_mb": 10 / 2**10, **MODES[mode]}
@@ -125,6 +125,7 @@ def test_the_old_reducer_is_gone_and_gradients_are_the_same(pool: RankPool) -> N
 
 
 DAMAGED = (b"", b'{"format": 2, "by', bytes(range(256)), b"[1, 2]", b"null", b'{"bytes": 3}', b'{"format": 2}')
+FOREIGN = (b'{"format": 9, "bytes": 3}', b'{"format": 2, "bytes": 1.5}', b'{"format": 2, "bytes": -1}')
 
 
 def test_what_was_kept_is_found_again_and_what_is_damaged_is_named(tmp_path: Path) -> None:
@@ -134,12 +135,7 @@ def test_what_was_kept_is_found_again_and_what_is_damaged_is_named(tmp_path: Pat
         keep_size(path, size)
         # And nothing else is left there.
         assert kept_size(path) == size and list(path.parent.iterdir()) == [path]
-    for content in (
-        *DAMAGED,
-        b'{"format": 9, "bytes": 3}',
-        b'{"format": 2, "bytes": 1.5}',
-        b'{"format": 2, "bytes": -1}',
-    ):
+    for content in (*DAMAGED, *FOREIGN):
         path.write_bytes(content)
         with pytest.raises(ValueError) as error:
             kept_size(path)
