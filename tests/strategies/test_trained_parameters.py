@@ -402,8 +402,8 @@ class CountsMessages(Callback):
         self.counts.append(trainer.strategy._trained._control.traffic.small_reductions)
 
 
-# The first asks whether losses have weights. One more where gradients are averaged beside the reducer. Two more where it
-# is made anew: on all ranks, or on none.
+# The first asks whether losses have weights. One more where gradients are averaged beside the reducer. Two more where
+# it is made anew: on all ranks, or on none.
 MESSAGES: list[tuple[str, dict[str, Any], list[int]]] = [
     ("unfrozen before a batch", {}, [2, 1, 1, 2, 2, 3, 1, 1, 1, 1]),
     ("unfrozen before a batch, unused are found", {}, [2, 1, 1, 2, 3, 1, 1, 1, 1, 1]),
