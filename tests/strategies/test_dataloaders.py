@@ -33,6 +33,10 @@ FIRST: dict[int, Lengths] = {2: ((5,), (3,)), 3: ((4,), (3,), (6,))}
 PAIRS: dict[int, Lengths] = {2: ((5, 2), (3, 4)), 3: ((4, 3), (3, 2), (6, 5))}
 
 
+def smallest(lengths: Lengths) -> tuple[int, ...]:
+    return tuple(map(min, zip(*lengths, strict=True)))
+
+
 def batch_at(number: int) -> Tensor:
     """Different on every rank."""
     start = (number * dist.get_world_size() + dist.get_rank()) * BATCH_SIZE
@@ -168,6 +172,18 @@ class Changing(Takes):
         lengths = self.lengths[self.current_epoch][: dist.get_world_size()]
         batches = min(lengths) if self.even else lengths[dist.get_rank()]
         return unsized(batches) if self.current_epoch % 2 else sized(batches)
+
+
+class Kept(Takes):
+    """The same loaders in each epoch."""
+
+    kept: CombinedLoader | None = None
+    even = False
+
+    def train_dataloader(self) -> CombinedLoader:
+        own = smallest(PAIRS[2]) if self.even else PAIRS[2][dist.get_rank()]
+        self.kept = cycled_unsized(*own) if self.kept is None else self.kept
+        return self.kept
 
 
 class ValidatesAlone(zoo.BatchNormalised):
@@ -342,6 +358,7 @@ CASES: dict[str, Case] = {
         )
     },
     "made anew": Case(nothing, FIRST[3], {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}, Changing),
+    "given again": Case(nothing, PAIRS[2], {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, Kept),
     "fetched in the step": Case(sized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),
     "fetched in the step, unsized": Case(unsized, FIRST[2], {"max_epochs": 2, "validate": True}, FetchesItself),
     "of a data module": Case(sized, FIRST[2], BY_TWO, as_module=True),
@@ -359,11 +376,11 @@ def train_case(strategy: str, case: Case) -> list[Outcome]:
     """Under "ddp" all ranks have the smallest number from the beginning."""
     torch.manual_seed(0)
     is_oracle = strategy == "ddp"
-    own = tuple(map(min, zip(*case.lengths, strict=True))) if is_oracle else case.lengths[dist.get_rank()]
+    own = smallest(case.lengths) if is_oracle else case.lengths[dist.get_rank()]
     arguments = dict(case.arguments)
     validation = sized(2) if arguments.pop("validate", False) else None
     module = case.module()
-    if isinstance(module, Changing):
+    if isinstance(module, (Changing, Kept)):
         module.even = is_oracle
     if case.validation is not None:
         module.allow_zero_length_dataloader_with_multiple_devices = True
