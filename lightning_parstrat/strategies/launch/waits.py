@@ -18,6 +18,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,8 @@ from lightning_parstrat.strategies.lightning_compat import current_hook, trainer
 log = logging.getLogger(__name__)
 
 _SECONDS_TO_ANSWER = 2.5
+
+_SECONDS_TO_CONNECT = 5.0
 
 _THREADS_NAME = "lightning_parstrat waits"
 
@@ -106,7 +109,9 @@ class Waits:
         self._rank, self._world_size = rank, world_size
         # Of all ranks together at most 200 signs a second: one process serves the store.
         self._period = max(warn_after / 3, self._world_size / 200)
-        self._store = store_under(f"waits/{name}")
+        # A client of its own: with the training's timeout, it would try for that long to reach a store that is gone.
+        self._store = store_under(f"waits/{name}").clone()
+        self._store.set_timeout(timedelta(seconds=_SECONDS_TO_CONNECT))
         # Some launchers train in another thread than the main one.
         self._trains_in, self._process = threading.get_ident(), os.getpid()
         self._stopping, self._ended, self._signs = threading.Event(), "", 0
