@@ -109,6 +109,12 @@ def train(case: Case, group: Any, bucket_cap_mb: Any, steps: int, warm_up: int) 
         strategy = DDPStrategy(process_group=group, gradient_as_bucket_view=True)
     else:
         strategy = TunedDDPStrategy(process_group=group, bucket_cap_mb=bucket_cap_mb)
+    seconds = median_step(SleepingLayers(case), strategy, steps, warm_up)
+    return seconds, getattr(strategy, "tuning_report", None)
+
+
+def median_step(module: LightningModule, strategy: Strategy | str, steps: int, warm_up: int) -> float:
+    """The median step of a training, after the first ones. All ranks begin together."""
     times = StepTimes(warm_up)
     trainer = Trainer(
         accelerator="cpu",
@@ -123,8 +129,8 @@ def train(case: Case, group: Any, bucket_cap_mb: Any, steps: int, warm_up: int) 
         enable_model_summary=False,
     )
     dist.barrier()
-    trainer.fit(SleepingLayers(case), DataLoader(torch.zeros((warm_up + steps) * dist.get_world_size(), 1)))
-    return times.median(), getattr(strategy, "tuning_report", None)
+    trainer.fit(module, DataLoader(torch.zeros((warm_up + steps) * dist.get_world_size(), 1)))
+    return times.median()
 
 
 NODES = [1]

@@ -18,11 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import nn
-from torch.utils.data import DataLoader
 
-from benchmarks.bucketing import Case, SleepingLayers, StepTimes
+from benchmarks.bucketing import NODES, Case, SleepingLayers, median_step
 from benchmarks.machine import write_result
 from benchmarks.measuring import quartiles, spread
 from benchmarks.ranks import become_ranks, global_rank
@@ -51,26 +49,6 @@ class Registered(SleepingLayers):
         vars(self)["layers"] = layers
 
 
-def train(strategy: str, order: list[int], arguments: argparse.Namespace) -> float:
-    """The median step."""
-    times, steps = StepTimes(WARM_UP), WARM_UP + arguments.steps
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=arguments.devices,
-        num_nodes=arguments.num_nodes,
-        strategy=strategy,
-        max_steps=steps,
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    dist.barrier()
-    trainer.fit(Registered(order), DataLoader(torch.zeros(steps * dist.get_world_size(), 1)))
-    return times.median()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=2, help="ranks per node; started here unless they run already")
@@ -84,10 +62,11 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    NODES[0] = arguments.num_nodes
     seconds: dict[tuple[str, str], list[float]] = {one: [] for one in itertools.product(STRATEGIES, REGISTERED)}
     for _ in range(arguments.pairs):
         for (strategy, case), times in seconds.items():
-            times.append(train(strategy, REGISTERED[case], arguments))
+            times.append(median_step(Registered(REGISTERED[case]), strategy, arguments.steps, WARM_UP))
     rows: dict[str, dict[str, Any]] = {strategy: {} for strategy in STRATEGIES}
     for (strategy, case), times in seconds.items():
         ratios = [one / base for one, base in zip(times, seconds[strategy, "as they run"], strict=True)]

@@ -201,7 +201,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         self._in_training = True
         self._meter = StepMeter(self.flag, self.root_device)
         self._prepare_for_users_of_gradients()
-        if self._engine is not None and self._engine.may_follow_order():
+        if self._engine is not None and self._engine.may_follow_order:
             self._order = GradientOrder(self._training_module, self._groups.control)
 
     @override
@@ -308,11 +308,14 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Gets ready to send gradients while backward runs, or to see in which order they come."""
         super().pre_backward(closure_loss)
-        if self._order is not None:
-            # The first backward's gradients stay local: buckets follow their order.
-            self._order.listen()
-        elif self._engine is not None:
+        if self._engine is None:
+            return
+        if self._order is None:
             self._engine.prepare_backward(closure_loss, self._window_scale)
+        else:
+            # The first backward's gradients stay local: buckets follow their order.
+            self._engine.prepare_local_backward()
+            self._order.listen()
 
     @override
     def _end_backward(self) -> None:

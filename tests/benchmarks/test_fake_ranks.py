@@ -16,7 +16,7 @@ SIZES = [8, 64, 512]
 BUCKETS = [16, 16, 16, 12]
 """Tensors of 16 KiB in each bucket of 0.25 MiB."""
 BUCKET_BYTES = max(BUCKETS) * 16 * 2**10
-AGREEMENTS = {"setup": 10, "step": 1}
+AGREEMENTS = {"setup": 9, "step": 1}
 """Whether modules and plans are the same, what can be sharded, who shares a node and so on; in a step, one message."""
 
 

@@ -45,16 +45,9 @@ from tests.strategies.test_zero3_meta import OnMeta, SharesMemory, Within
 # Code that takes shards for whole tensors.
 
 
-class PenalisedByHand(Blocks):
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.compute_loss(batch) + sum(p.pow(2).sum() for p in self.parameters()))
-        optimizer.step()
+class PenalisedByHand(zoo.StepsByHand, Blocks):
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch) + sum(p.pow(2).sum() for p in self.parameters())
 
 
 class ReadsABlock(Blocks):

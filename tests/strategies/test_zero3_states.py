@@ -76,16 +76,8 @@ class Intricate(zoo.Zoo):
         self.log("val_loss", self.compute_loss(batch))
 
 
-class ByHand(Intricate):
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.compute_loss(batch))
-        optimizer.step()
+class ByHand(zoo.StepsByHand, Intricate):
+    pass
 
 
 def evaluate_unevenly(make: Callable[[], Any], policy: dict[str, Any] | None) -> list[Any]:

@@ -221,6 +221,20 @@ class BatchNormalised(Zoo):
         return (self.net(batch) - 1).pow(2).mean()
 
 
+class StepsByHand(Zoo):
+    """Mixin: the loss's gradients are zeroed, made and stepped by hand."""
+
+    def build(self) -> None:
+        super().build()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.compute_loss(batch))
+        optimizer.step()
+
+
 class Adversarial(Zoo):
     """A GAN by manual optimization, without any flag for unused parameters."""
 

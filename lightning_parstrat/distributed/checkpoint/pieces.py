@@ -173,18 +173,12 @@ def with_placeholders_for_state(state_dict: dict[str, Any], optimizer: Optimizer
             return value
         return placeholder(value.shape, strides_in_storage(value), value.dtype, TensorSource(position, index, key))
 
-    state = {}
-    for index, entries in state_dict["state"].items():
-        state[index] = entries
-        if isinstance(index, int):
-            state[index] = {
-                key: placeholder(
-                    value.shape, strides_in_storage(value), value.dtype, TensorSource(position, index, key)
-                )
-                if _is_like(value, parameters[index])
-                else value
-                for key, value in entries.items()
-            }
+    state = {
+        index: {key: stand_in(index, key, value) for key, value in entries.items()}
+        if isinstance(index, int)
+        else entries
+        for index, entries in state_dict["state"].items()
+    }
     return {**state_dict, "state": state}
 
 

@@ -180,30 +180,34 @@ class ShardedDataParallel:
             loss: What backward is called on.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
+        self.prepare_local_backward()
+        self.reducer.prepare_backward(loss, scale)
+
+    def prepare_local_backward(self) -> None:
+        """Call before a backward whose gradients stay in ``param.grad``, on all ranks."""
         # A callback may call `add_param_group` at any step; all ranks call it at the same one.
         if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
             self._adopt_added_parameters()
         # Backward reads parameters in C++, where nothing waits for them.
         self.gatherer.finish()
-        self.reducer.prepare_backward(loss, scale)
 
+    @property
     def may_follow_order(self) -> bool:
-        """Whether :meth:`follow_order` is possible and of use: no kept plan, no state, no compiled code. Collective."""
-        if self._kept_plan or len(self.buckets) < 2 or self.reducer.collectives.world_size == 1:
-            return False
-        # A rank that owns no parameter of an optimizer has no state of it, either.
-        is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
-        return not any_rank(is_bound, self.reducer.control)
+        """Whether :meth:`follow_order` may be of use: no plan is kept, and there are several buckets. Alike on all."""
+        return not self._kept_plan and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1
 
     def follow_order(self, order: Sequence[Tensor]) -> None:
         """Fills the buckets anew, if gradients become ready in another order than they can leave in. Collective.
 
-        Gradients must be in ``param.grad``, and no optimizer may have state; peak memory is one bucket more.
+        Not for compiled code, and not if an optimizer has state: that would have to move. Gradients must be in
+        ``param.grad``. Peak memory is one bucket more.
 
         Args:
             order: All parameters of the module in the order of their gradients, the same on all ranks.
         """
-        if fits(self.buckets, order):
+        # A rank that owns no parameter of an optimizer has no state of it, either.
+        is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
+        if any_rank(is_bound, self.reducer.control) or fits(self.buckets, order):
             return
         self._order, storages = order, self._storages()
         for bucket in self.buckets:
