@@ -106,14 +106,10 @@ def count(model: Model, ranks: int) -> dict[str, Any]:
         for one in layout.tensors
     }
     records: list[list[WriteResult]] = [[] for _ in range(ranks)]
-    ends = [0] * ranks
-    for tensor in layout.tensors:
-        for rank, piece in layout.shares(tensor):
-            length = 4 * piece.numel + 1500
-            place = _StorageInfo(file_of(rank), ends[rank], length)
-            records[rank].append(WriteResult(MetadataIndex(tensor.name, [piece.start]), length, place))
-            known[tensor.name].chunks.append(ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.numel])))
-            ends[rank] += length
+    for rank, piece, position in layout.placed([0] * ranks):
+        name, place = piece.tensor.name, _StorageInfo(file_of(rank), position, piece.saved_bytes)
+        records[rank].append(WriteResult(MetadataIndex(name, [piece.start]), piece.saved_bytes, place))
+        known[name].chunks.append(ChunkStorageMetadata(torch.Size([piece.start]), torch.Size([piece.numel])))
     sent = [pickle.dumps(of_rank) for of_rank in records]
     began = time.process_time()
     received = [pickle.loads(content) for content in sent]

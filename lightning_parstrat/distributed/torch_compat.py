@@ -89,10 +89,6 @@ Used through this file: what for | what happens without it.
     torch.optim.Adam._step_supports_amp_scaling
         knows optimizers that unscale gradients, and leave steps out, by themselves (`fused=True`) | their skipped steps
         in 16-mixed are not counted
-    torch.distributed.checkpoint.filesystem._StorageInfo
-        says in the index of a sharded checkpoint where pieces lie | no sharded checkpoint is written
-    torch.distributed.checkpoint.utils._create_file_view
-        reads a part of a piece of a sharded checkpoint | no sharded checkpoint is read by another number of ranks
     torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter
         what a data loader draws indices from, which knows its order | training does not begin; give loaders a
         `state_dict`, or resume at the begin of an epoch
@@ -124,13 +120,12 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 
 import dataclasses
 import functools
-import io
 import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -519,19 +514,3 @@ def note_step_called(optimizer: Optimizer) -> None:
 def unscales_in_step(optimizer: Optimizer) -> bool:
     """Whether the optimizer takes scaled gradients, and decides on the device whether it steps."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def place_in_file(file: str, position: int, length: int) -> Any:
-    """Where a piece of a sharded checkpoint lies, as torch's index of one says it."""
-    # Here, as it takes long to import.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(file, position, length)
-
-
-def elements_in_file(file: io.IOBase, position: int, length: int) -> int:
-    """Where in a file the elements of a tensor begin that ``torch.save`` has written into a part of it, in bytes."""
-    from torch.distributed.checkpoint.utils import _create_file_view
-
-    reader: Any = torch._C.PyTorchFileReader(cast(BinaryIO, _create_file_view(file, position, length)))
-    return position + int(reader.get_record_offset("data/0"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -40,7 +39,6 @@ from typing_extensions import override
 from lightning_parstrat.distributed.checkpoint.folder import file_of
 from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, Run
 from lightning_parstrat.distributed.durable_files import put_in_place, sync, with_errors_of_the_disk
-from lightning_parstrat.distributed.torch_compat import elements_in_file, place_in_file
 
 Held = Mapping[str, Tensor | io.BytesIO] | Exception
 """What a rank writes by name, or what has kept it from having it."""
@@ -130,10 +128,11 @@ class LayoutWriter(FileSystemWriter):
             for one in self._layout.tensors
         }
         begins = [sum(one.size_in_bytes for one in own) for own in results]
-        records = []
+        # As torch says where something lies: of what rank 0 has written beside its pieces.
+        records, some = [], results[0][0].storage_data
         for rank, piece, position in self._layout.placed(begins):
             known[piece.tensor.name].chunks.append(_chunk(piece))
-            place = place_in_file(file_of(rank), position, piece.saved_bytes)
+            place = dataclasses.replace(some, relative_path=file_of(rank), offset=position, length=piece.saved_bytes)
             records.append(WriteResult(MetadataIndex(piece.tensor.name, [piece.start]), piece.saved_bytes, place))
         self._check_all_there(len(results))
         super().finish(Metadata(known), [*results, records])
@@ -167,19 +166,15 @@ class RunsPlanner(DefaultLoadPlanner):
 
     @override
     def create_local_plan(self) -> LoadPlan:
-        whole: list[ReadItem] = []
-        parts: list[ReadItem] = []
+        items: list[ReadItem] = []
         for name, run in self._wanted.items():
-            known, none = self._known[name], torch.Size([0])
+            known, none, index = self._known[name], torch.Size([0]), MetadataIndex(name)
             if run is None or not isinstance(known, TensorStorageMetadata):
-                index = MetadataIndex(name)
-                whole.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+                items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
                 continue
             own = ChunkStorageMetadata(torch.Size([run.start]), torch.Size([run.target.numel()]))
-            for item in create_read_items_for_chunk_list(name, known, [own]):
-                is_whole = item.lengths == known.chunks[item.storage_index.index or 0].sizes
-                (whole if is_whole else parts).append(item)
-        return LoadPlan(whole, planner_data=parts)
+            items += create_read_items_for_chunk_list(name, known, [own])
+        return LoadPlan(items)
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -191,30 +186,6 @@ class RunsPlanner(DefaultLoadPlanner):
         if run is None:
             raise AssertionError("a tensor was read where bytes were wanted")
         return run.target
-
-
-class PartsReader(FileSystemReader):
-    """torch's reader, which does not read a whole piece where a part of it is wanted."""
-
-    @override
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads what is planned by :class:`RunsPlanner`."""
-        for item in plan.planner_data:
-            self._read_part(item, planner.resolve_tensor(item))
-        return super().read_data(plan, planner)
-
-    def _read_part(self, item: ReadItem, target: Tensor) -> None:
-        place = self.storage_data[item.storage_index]
-        # As bytes: numpy has no bfloat16.
-        room = target.view(torch.uint8).numpy().data
-        with open(Path(self.path) / place.relative_path, "rb", buffering=0) as file:
-            begin = elements_in_file(file, place.offset, place.length)
-            file.seek(begin + item.storage_offsets[0] * target.itemsize)
-            while room:
-                read = file.readinto(room)
-                if not read:
-                    raise EOFError("the file ends too early")
-                room = room[read:]
 
 
 def _item(piece: Piece) -> WriteItem:

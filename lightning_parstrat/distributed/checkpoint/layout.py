@@ -74,11 +74,6 @@ class CheckpointLayout:
                 pieces += [Piece(tensor, start, stop - start)] if stop > start else []
         return pieces
 
-    def shares(self, tensor: SavedTensor) -> Iterator[tuple[int, Piece]]:
-        """Which ranks write which pieces of a tensor, in the order of its elements."""
-        for part in parts_of(tensor.bounds, tensor.offset, tensor.offset + tensor.numel):
-            yield self._writers[part.shard], Piece(tensor, part.start - tensor.offset, part.numel)
-
     def placed(self, begins: Sequence[int]) -> Iterator[tuple[int, Piece, int]]:
         """The rank, the piece, and where it lies in the rank's file, in bytes.
 
@@ -86,9 +81,11 @@ class CheckpointLayout:
             begins: Where the first piece of each rank's file lies.
         """
         ends = list(begins)
-        for rank, piece in (share for tensor in self.tensors for share in self.shares(tensor)):
-            yield rank, piece, ends[rank]
-            ends[rank] += piece.saved_bytes
+        for tensor in self.tensors:
+            for part in parts_of(tensor.bounds, tensor.offset, tensor.offset + tensor.numel):
+                rank, piece = self._writers[part.shard], Piece(tensor, part.start - tensor.offset, part.numel)
+                yield rank, piece, ends[rank]
+                ends[rank] += piece.saved_bytes
 
 
 def split_bounds(bounds: Sequence[int], copies: int) -> Sequence[int]:

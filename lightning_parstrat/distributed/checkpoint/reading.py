@@ -3,7 +3,7 @@
 import io
 import pickle
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import parts_of
 from lightning_parstrat.core.tensor_trees import Leaf, leaves, replace_leaves
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.folder import (
@@ -28,8 +27,6 @@ from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, StateDict, grouped_parameters
 
 _REMEDY = "Copy the entire folder again from where it was written, or resume from another checkpoint."
-_LEAST_SHARE = 2**13
-"""Elements: of less, latency is what a broadcast takes."""
 
 
 class ShardedCheckpoint:
@@ -52,13 +49,13 @@ class ShardedCheckpoint:
 
     def __init__(self, folder: Path, weights_only: bool | None = None, group: dist.ProcessGroup | None = None) -> None:
         # Here, as it takes long to import.
-        from lightning_parstrat.distributed.checkpoint.dcp import PartsReader
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         recover(folder)
         self.folder = folder
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
         self._weights_only = weights_only
-        self._reader = PartsReader(folder)
+        self._reader = FileSystemReader(folder)
         self._metadata = self._checked_index()
         self.skeleton: Any = self._object(SKELETON)
 
@@ -118,8 +115,8 @@ class ShardedCheckpoint:
     ) -> Any:
         """A copy of a part of the skeleton with its tensors, in host memory.
 
-        Where ranks read together it is collective: of what is uncut each reads a share, and broadcasts it. Of what is
-        cut each reads its own part.
+        Where ranks read together it is collective: each uncut tensor is read by one rank, which broadcasts it. Of what
+        is cut each reads its own part.
 
         Args:
             tree: The part of the skeleton.
@@ -172,26 +169,28 @@ class ShardedCheckpoint:
         return filled
 
     def _read_uncut(self, tensors: Mapping[str, Tensor]) -> None:
-        flat = {name: tensor.as_strided((tensor.numel(),), (1,)) for name, tensor in tensors.items()}
+        runs = {name: Run(tensor.as_strided((tensor.numel(),), (1,)), 0) for name, tensor in tensors.items()}
         if self._group is None:
-            self.read({name: Run(target, 0) for name, target in flat.items()})
+            self.read(runs)
             return
-        shares, rank = list(shared_out(flat, dist.get_world_size(self._group))), dist.get_rank(self._group)
+        # By size, and in turns: each rank reads about as much.
+        names = sorted((name for name in runs if tensors[name].numel()), key=lambda name: -tensors[name].nbytes)
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         failure: CheckpointDamagedError | None = None
         try:
-            self.read({name: run for reader, name, run in shares if reader == rank})
+            self.read({name: runs[name] for name in names[rank::ranks]})
         except CheckpointDamagedError as error:
             # The others wait for the elements, whatever they are.
             failure = error
-        for reader, _, run in shares:
+        for number, name in enumerate(names):
             # As bytes: Gloo does not send every dtype.
-            dist.broadcast(run.target.view(torch.uint8), group=self._group, group_src=reader)
+            dist.broadcast(runs[name].target.view(torch.uint8), group=self._group, group_src=number % ranks)
         if failure is not None:
             raise failure
 
     def _checked_index(self) -> Any:
         self._opened = self._identity()
-        self._refuse([METADATA] if self._opened is None else [], "missing")
+        self._refuse([METADATA] if self._opened is None else [])
         try:
             metadata = self._reader.read_metadata()
             known = metadata.state_dict_metadata
@@ -211,10 +210,7 @@ class ShardedCheckpoint:
         for place in self._reader.storage_data.values():
             sizes[place.relative_path] = max(place.offset + place.length, sizes.get(place.relative_path, 0))
         rank, size = (0, 1) if self._group is None else (dist.get_rank(self._group), dist.get_world_size(self._group))
-        found = {name: _size(self.folder / name) for name in sorted(sizes)[rank::size]}
-        self._refuse([name for name, size in found.items() if size is None], "missing")
-        short = [name for name, size in found.items() if size is not None and size < sizes[name]]
-        self._refuse(short, "shorter than when written")
+        self._refuse([name for name in sorted(sizes)[rank::size] if _size(self.folder / name) < sizes[name]])
 
     def _identity(self) -> tuple[int, int] | None:
         try:
@@ -229,29 +225,15 @@ class ShardedCheckpoint:
                 f"{self.folder} was replaced or removed while it was being read: {OF_ANOTHER_JOB}"
             )
 
-    def _refuse(self, names: Iterable[str], what: str) -> None:
-        names = sorted(names)
+    def _refuse(self, names: Sequence[str]) -> None:
         if names:
             others = f" and {len(names) - 8} more" if len(names) > 8 else ""
             raise CheckpointDamagedError(
                 f"The checkpoint {self.folder} is incomplete: {', '.join(names[:8])}{others}"
-                f" {'is' if len(names) == 1 else 'are'} {what}. Each rank writes a file `__<rank>_0.distcp`. {_REMEDY}"
+                f" {'is' if len(names) == 1 else 'are'} missing or shorter than when written. Each rank writes a file"
+                f" `__<rank>_0.distcp`. {_REMEDY}"
             )
 
 
-def shared_out(tensors: Mapping[str, Tensor], ranks: int) -> Iterator[tuple[int, str, Run]]:
-    """Which rank reads which run of 1-D tensors: of all elements about equally many, at most one of each tensor."""
-    length = max(-(-sum(tensor.numel() for tensor in tensors.values()) // ranks), _LEAST_SHARE)
-    bounds, offset = range(0, length * ranks + 1, length), 0
-    for name, tensor in tensors.items():
-        for part in parts_of(bounds, offset, offset + tensor.numel()):
-            start = part.start - offset
-            yield part.shard, name, Run(tensor[start : start + part.numel], start)
-        offset += tensor.numel()
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1

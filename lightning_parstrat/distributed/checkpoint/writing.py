@@ -27,39 +27,6 @@ from lightning_parstrat.distributed.durable_files import (
 )
 
 
-class RunningSave:
-    """A checkpoint that is being written.
-
-    Args:
-        path: The folder.
-        result: Returns when it is complete; raises what has kept it from that.
-        temporary: What it is called until then, on the rank that removes it if the save fails.
-    """
-
-    def __init__(self, path: Path, result: Callable[[], Any], temporary: Path | None) -> None:
-        self.path = path
-        self._result, self._temporary = result, temporary
-
-    def wait(self) -> None:
-        """Returns when the folder is complete.
-
-        Raises:
-            CheckpointNotSavedError: Some rank could not write; the same on all ranks.
-        """
-        try:
-            self._result()
-        except BaseException as error:
-            # One rank cleans up: several would get in each other's way on a shared file system.
-            if self._temporary is not None:
-                remove(self._temporary)
-            failures: Mapping[int, Any] | None = getattr(error, "failures", None)
-            if failures is None:
-                raise
-            # The first four: a full disk fails on every rank, with the same words.
-            said = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(failures.items())[:4])
-            raise _not_saved(self.path, said) from error
-
-
 class Outline(NamedTuple):
     """What rank 0 sends the others about a save."""
 
@@ -74,7 +41,7 @@ def save_sharded(
     own: Any,
     group: dist.ProcessGroup,
     asynchronous: bool = False,
-) -> RunningSave | None:
+) -> Callable[[], None] | None:
     """Writes a checkpoint, each rank its part. Collective.
 
     Rank 0 sends the others the list of tensors (about 100 bytes each); where each rank writes what, all know by the
@@ -90,7 +57,7 @@ def save_sharded(
             Until that save is waited for, the group is the thread's.
 
     Returns:
-        What to wait for if it is asynchronous.
+        If it is asynchronous, what returns when the folder is complete, and raises as this function does.
 
     Raises:
         CheckpointNotSavedError: Some rank could not write; an existing folder at ``path`` is unchanged.
@@ -124,11 +91,27 @@ def save_sharded(
         "planner": LayoutPlanner(mine),
         "process_group": group,
     }
-    of_first = temporary if rank == 0 else None
     if asynchronous:
-        return RunningSave(path, async_save({"held": held}, **arguments).result, of_first)  # type: ignore[union-attr]
-    RunningSave(path, lambda: save({"held": held}, **arguments), of_first).wait()
+        running = async_save({"held": held}, **arguments)
+        return lambda: _complete(path, running.result, temporary if rank == 0 else None)  # type: ignore[union-attr]
+    _complete(path, lambda: save({"held": held}, **arguments), temporary if rank == 0 else None)
     return None
+
+
+def _complete(path: Path, save: Callable[[], Any], temporary: Path | None) -> None:
+    """Saves, or waits for that; raises one error for what has failed on any rank."""
+    try:
+        save()
+    except BaseException as error:
+        # One rank cleans up: several would get in each other's way on a shared file system.
+        if temporary is not None:
+            remove(temporary)
+        failures: Mapping[int, Any] | None = getattr(error, "failures", None)
+        if failures is None:
+            raise
+        # The first four: a full disk fails on every rank, with the same words.
+        said = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(failures.items())[:4])
+        raise _not_saved(path, said) from error
 
 
 def _not_saved(path: Path, said: str) -> CheckpointNotSavedError:

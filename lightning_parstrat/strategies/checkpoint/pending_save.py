@@ -10,7 +10,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_parstrat.distributed.checkpoint.folder import CheckpointNotSavedError
-from lightning_parstrat.distributed.checkpoint.writing import RunningSave
 from lightning_parstrat.distributed.durable_files import remove_atomically
 
 
@@ -21,17 +20,17 @@ class PendingSave:
     """
 
     def __init__(self) -> None:
-        self._save: RunningSave | None = None
+        self._wait: Callable[[], None] | None = None
         self._obsolete: list[Path] = []
 
-    def begin(self, save: RunningSave) -> None:
-        """Notes a save that has begun; the one before must have been finished."""
-        self._save = save
+    def begin(self, wait: Callable[[], None]) -> None:
+        """Notes what waits for a save that has begun; the one before must have been finished."""
+        self._wait = wait
 
     @property
     def is_under_way(self) -> bool:
         """Whether a save has begun that nobody has waited for."""
-        return self._save is not None
+        return self._wait is not None
 
     def remove_later(self, path: Path) -> None:
         """Removes a checkpoint when its successor is complete, and not at all if that fails."""
@@ -47,12 +46,12 @@ class PendingSave:
             CheckpointNotSavedError: It has failed on any rank.
         """
         # Cleared first: a save that fails is over, too, and must not be waited for again.
-        save, self._save = self._save, None
+        wait, self._wait = self._wait, None
         obsolete, self._obsolete = self._obsolete, []
-        if save is None:
+        if wait is None:
             return
         try:
-            save.wait()
+            wait()
         except CheckpointNotSavedError:
             kept = [str(path) for path in obsolete if path.exists()]
             if kept:
@@ -64,14 +63,14 @@ class PendingSave:
 
     def abandon(self) -> None:
         """Waits for the save in progress, reports its failure as a warning, and removes nothing."""
-        save, self._save = self._save, None
+        wait, self._wait = self._wait, None
         self._obsolete = []
-        if save is not None:
+        if wait is not None:
             try:
-                save.wait()
+                wait()
             # Only a warning: this runs in teardown, where an error would hide the one that ended the training.
             except RuntimeError as error:
-                rank_zero_warn(f"{save.path} was not saved: {error}")
+                rank_zero_warn(f"A checkpoint was not saved: {error}")
 
 
 def exists_when_saved(

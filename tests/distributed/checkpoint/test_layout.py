@@ -1,4 +1,4 @@
-"""Who writes and who reads which elements, by the layout: each element once, and as many bytes as torch saves."""
+"""Who writes which elements, by the layout: each element once, and as many bytes as torch saves."""
 
 import io
 from collections import defaultdict
@@ -14,7 +14,6 @@ from lightning_parstrat.distributed.checkpoint.layout import (
     saved_bytes,
     split_bounds,
 )
-from lightning_parstrat.distributed.checkpoint.reading import shared_out
 
 SIZES = [7, 300, 1, 64, 0, 129, 33, 2000]
 
@@ -67,17 +66,3 @@ def test_a_piece_is_as_long_as_torch_saves_it() -> None:
             file.seek(13)
             torch.save(torch.arange(numel).to(dtype), file)
             assert saved_bytes(dtype, numel) == len(file.getvalue()) - 13, (dtype, numel)
-
-
-@pytest.mark.parametrize(("sizes", "ranks"), [([100], 4), ([10**5, 0, 3 * 10**5], 4), ([7] * 5000, 3), ([2**15], 4)])
-def test_ranks_that_need_the_same_share_the_reading_out(sizes: list[int], ranks: int) -> None:
-    # Of one element, expanded: no memory is needed for what is not read.
-    tensors = {str(n): torch.zeros(1).expand(size) for n, size in enumerate(sizes)}
-    read, of_ranks = dict.fromkeys(tensors, 0), [0] * ranks
-    for rank, name, run in shared_out(tensors, ranks):
-        assert run.start == read[name] and run.target.numel() > 0
-        read[name] += run.target.numel()
-        of_ranks[rank] += run.target.numel()
-    assert read == {name: tensor.numel() for name, tensor in tensors.items()}
-    # A small one is not cut.
-    assert max(of_ranks) <= max(-(-sum(sizes) // ranks), 2**13)

@@ -126,7 +126,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a truncated rank": (
         "sharded",
         lambda p: cut(p, "__0_0.distcp"),
-        r"__0_0\.distcp is shorter than when written.*Copy the entire folder again",
+        r"__0_0\.distcp is missing or shorter than when written.*Copy the entire folder again",
     ),
     "no index": ("sharded", lambda p: (p / ".metadata").unlink(), r"incomplete: \.metadata is missing"),
     "another index": (
@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "sharded",
         lambda p: changed_index(p, lambda place: setattr(place, "offset", 10**6)),
         # One of the ranks looks at the file's size, the other comes to its end.
-        r"__0_0\.distcp is shorter than when written|'checkpoint' in .*sharded\.ckpt is damaged",
+        r"__0_0\.distcp is missing or shorter than when written|'checkpoint' in .*sharded\.ckpt is damaged",
     ),
     "an index of other places": (
         "sharded",
