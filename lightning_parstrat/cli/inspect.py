@@ -1,10 +1,9 @@
 """``lightning-parstrat inspect``: shows what is in a checkpoint."""
 
 import json
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 from torch import Tensor
@@ -29,11 +28,6 @@ Shows what is in a checkpoint of Lightning, a file or a folder, without reading 
   lightning-parstrat inspect checkpoints/last.ckpt
 """
 _SHOWN = 20
-
-
-class _Tensors(NamedTuple):
-    count: int
-    nbytes: int
 
 
 def make_parser() -> ArgumentParser:
@@ -105,13 +99,11 @@ def _optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
     groups = state_dict["param_groups"]
     return {
         "groups": [{"parameters": len(group["params"]), "lr": _plain(group.get("lr"))} for group in groups],
-        "entries": {key: _sum(tensors)._asdict() for key, tensors in entries.items()},
+        "entries": {
+            key: {"count": len(tensors), "nbytes": sum(tensor.nbytes for tensor in tensors)}
+            for key, tensors in entries.items()
+        },
     }
-
-
-def _sum(tensors: Iterable[Tensor]) -> _Tensors:
-    found = list(tensors)
-    return _Tensors(len(found), sum(tensor.nbytes for tensor in found))
 
 
 def _plain(value: Any) -> Any:

@@ -305,7 +305,7 @@ FAULTS = (
         "strategies/checkpoint/resume.py",
         'saved["states"][rank]',
         'saved["states"][0]',
-        ("tests/strategies/checkpoint/test_resume.py::test_training_goes_on_as_if_it_had_not_stopped",),
+        ("tests/strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[any hook]",),
     ),
     Fault(
         "a new reducer forgets the communication hook",
@@ -324,8 +324,8 @@ FAULTS = (
     Fault(
         "an epoch of ranks with different numbers of batches is one batch short",
         "strategies/data/even.py",
-        "return _EndsEarly(dataloader, least)",
-        "return _EndsEarly(dataloader, least - 1)",
+        "return _Even(dataloader, control, least)",
+        "return _Even(dataloader, control, least - 1)",
         ("tests/strategies/test_dataloaders.py::test_all_ranks_train_on_the_smallest_number_of_batches",),
     ),
     Fault(
@@ -333,14 +333,14 @@ FAULTS = (
         "strategies/data/positions.py",
         "number = batches_handed_out(own)",
         "number = batches_handed_out(own) + 1",
-        ("tests/strategies/data/test_positions.py::test_a_training_goes_on_with_the_next_sample[quick]",),
+        ("tests/strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[next sample]",),
     ),
     Fault(
         "the rest of an epoch is drawn from other random numbers",
         "strategies/data/samplers.py",
         'set_rng_state(begin["rng"])',
         "pass",
-        ("tests/strategies/data/test_positions.py::test_a_training_goes_on_with_the_next_sample[quick]",),
+        ("tests/strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[next sample]",),
     ),
     Fault(
         "an epoch goes on with other samples than those that were drawn",
@@ -361,7 +361,7 @@ FAULTS = (
         "strategies/checkpoint/preemption.py",
         "accumulates = window_is_open(trainer)",
         "accumulates = False",
-        ("tests/strategies/checkpoint/test_preemption.py::test_an_open_window_is_finished_first",),
+        ("tests/strategies/checkpoint/test_preemption.py::test_all_ranks_save_after_the_same_batch_and_end",),
     ),
     Fault(
         "hooks of the other package's base classes are taken for a user's",

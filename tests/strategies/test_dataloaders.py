@@ -16,7 +16,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
 from lightning_parstrat.distributed.comm.process_groups import process_groups
@@ -57,15 +57,13 @@ class Samples(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same samples without a length; workers take turns, so that the order of the batches stays."""
+    """The same samples without a length."""
 
     def __init__(self, batches: int) -> None:
         self.samples = Samples(batches)
 
     def __iter__(self) -> Iterator[Tensor]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for batch in self.samples.batches[first::step]:
+        for batch in self.samples.batches:
             yield from batch
 
 
@@ -95,45 +93,12 @@ def mixed(batches: int) -> DataLoader:
     return unsized(batches) if dist.get_rank() else sized(batches)
 
 
-def with_workers(batches: int) -> DataLoader:
-    # Not forked from the pool's processes, which have threads, but from one that has imported what they need.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch"])
-    return DataLoader(
-        Stream(batches), BATCH_SIZE, num_workers=2, multiprocessing_context=context, persistent_workers=True
-    )
+def together(mode: str, first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[..., CombinedLoader]:
+    return lambda one, other: CombinedLoader({"one": first(one), "other": second(other)}, mode)
 
 
-def nested(batches: int, *other: int) -> Any:
-    return {"one": [unsized(batches), list(range(*other))], "other": sized(*other)}
-
-
-def min_size(batches: int, *other: int) -> CombinedLoader:
-    return CombinedLoader([sized(batches), sized(*other)], "min_size")
-
-
-def min_size_unsized(batches: int, *other: int) -> CombinedLoader:
-    return CombinedLoader([unsized(batches), sized(*other)], "min_size")
-
-
-def cycled(batches: int, *other: int) -> CombinedLoader:
-    return CombinedLoader([sized(batches), sized(*other)], "max_size_cycle")
-
-
-def cycled_unsized(batches: int, *other: int) -> CombinedLoader:
-    return CombinedLoader([unsized(batches), unsized(*other)], "max_size_cycle")
-
-
-def max_size(batches: int, *other: int) -> CombinedLoader:
-    return CombinedLoader({"one": sized(batches), "other": list(range(*other))}, "max_size")
-
-
-def tensor(batches: int) -> Tensor:
-    return torch.stack([batch_at(number) for number in range(batches)])
-
-
-def generator(batches: int) -> Iterator[Tensor]:
-    return (batch_at(number) for number in range(batches))
+def indices(batches: int) -> list[int]:
+    return list(range(batches))
 
 
 def nothing(*_: int) -> None:
@@ -174,6 +139,9 @@ class Changing(Takes):
         return unsized(batches) if self.current_epoch % 2 else sized(batches)
 
 
+CYCLED_UNSIZED = together("max_size_cycle", unsized, unsized)
+
+
 class Kept(Takes):
     """The same loaders in each epoch."""
 
@@ -182,7 +150,7 @@ class Kept(Takes):
 
     def train_dataloader(self) -> CombinedLoader:
         own = smallest(PAIRS[2]) if self.even else PAIRS[2][dist.get_rank()]
-        self.kept = cycled_unsized(*own) if self.kept is None else self.kept
+        self.kept = CYCLED_UNSIZED(*own) if self.kept is None else self.kept
         return self.kept
 
 
@@ -312,6 +280,7 @@ class Case(NamedTuple):
         as_module: Whether a data module has the loader.
         fits: How often.
         validation: How many batches each rank has to validate; ``ddp`` validates the most on all.
+        oracle: Makes the loader of ``ddp``, if not as ``make`` does.
     """
 
     make: Callable[..., Any]
@@ -321,12 +290,15 @@ class Case(NamedTuple):
     as_module: bool = False
     fits: int = 1
     validation: tuple[Callable[..., Any], tuple[int, int]] | None = None
+    oracle: Callable[..., Any] | None = None
 
 
 EVERYTHING = {"max_epochs": 3, "accumulate_grad_batches": 2, "validate": True}
 OFTEN = {"max_epochs": 3, "val_check_interval": 2}
 BY_TWO = {"max_epochs": 3, "accumulate_grad_batches": 2}
 FIVE: Lengths = ((5,), (5,))
+CYCLED = together("max_size_cycle", sized, sized)
+MAX_SIZE = together("max_size", sized, indices)
 CASES: dict[str, Case] = {
     "sized": Case(sized, FIRST[2]),
     "unsized": Case(unsized, FIRST[3]),
@@ -345,26 +317,25 @@ CASES: dict[str, Case] = {
     "parts": Case(
         sized, FIRST[2], {"limit_train_batches": 0.7, "max_epochs": 2, "val_check_interval": 0.7, "validate": True}
     ),
-    **{make.__name__: Case(make, FIRST[3], EVERYTHING) for make in (tensor, generator, ByIndex)},
-    **{
-        make.__name__: Case(make, PAIRS[ranks], EVERYTHING)
-        for make, ranks in (
-            (min_size, 2),
-            (cycled, 3),
-            (max_size, 2),
-            (min_size_unsized, 3),
-            (cycled_unsized, 2),
-            (nested, 3),
-        )
-    },
+    "tensor": Case(lambda batches: torch.stack(list(map(batch_at, range(batches)))), FIRST[3], EVERYTHING),
+    "generator": Case(lambda batches: map(batch_at, range(batches)), FIRST[3], EVERYTHING),
+    "by index": Case(ByIndex, FIRST[3], EVERYTHING),
+    "min_size": Case(together("min_size", sized, sized), PAIRS[2], EVERYTHING),
+    "min_size, unsized": Case(together("min_size", unsized, sized), PAIRS[3], EVERYTHING),
+    "cycled": Case(CYCLED, PAIRS[3], EVERYTHING),
+    "cycled, unsized": Case(CYCLED_UNSIZED, PAIRS[2], EVERYTHING),
+    "max_size": Case(MAX_SIZE, PAIRS[2], EVERYTHING),
+    "nested": Case(lambda one, two: {"one": [unsized(one), indices(two)], "other": sized(two)}, PAIRS[3], EVERYTHING),
+    # Under DDP ranks of which only some know their lengths wait for each other forever.
+    "one rank alone knows its length": Case(mixed, FIRST[3], EVERYTHING, oracle=unsized),
     "made anew": Case(nothing, FIRST[3], {"max_epochs": 5, "reload_dataloaders_every_n_epochs": 1}, Changing),
     "given again": Case(nothing, PAIRS[2], {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}, Kept),
     "fetched in the step": Case(sized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),
     "fetched in the step, unsized": Case(unsized, FIRST[2], {"max_epochs": 2, "validate": True}, FetchesItself),
     "of a data module": Case(sized, FIRST[2], BY_TWO, as_module=True),
-    "of a data module, cycled": Case(cycled, PAIRS[2], BY_TWO, as_module=True),
+    "of a data module, cycled": Case(CYCLED, PAIRS[2], BY_TWO, as_module=True),
     "in two fits": Case(sized, FIRST[2], {"max_epochs": 2}, fits=2),
-    "in two fits, together": Case(max_size, PAIRS[2], {"max_epochs": 2}, fits=2),
+    "in two fits, together": Case(MAX_SIZE, PAIRS[2], {"max_epochs": 2}, fits=2),
     "in two fits, unsized": Case(unsized, FIRST[2], {"max_epochs": 2}, fits=2),
     "validated by both": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(sized, (3, 1))),
     "validated by one": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(sized, (0, 3))),
@@ -384,9 +355,10 @@ def train_case(strategy: str, case: Case) -> list[Outcome]:
         module.even = is_oracle
     if case.validation is not None:
         module.allow_zero_length_dataloader_with_multiple_devices = True
-        make, lengths = case.validation
-        validation = make(max(lengths) if is_oracle else lengths[dist.get_rank()])
-    data = Module(case.make, own) if case.as_module else case.make(*own)
+        of_validation, lengths = case.validation
+        validation = of_validation(max(lengths) if is_oracle else lengths[dist.get_rank()])
+    make = case.oracle if is_oracle and case.oracle is not None else case.make
+    data = Module(make, own) if case.as_module else make(*own)
     outcomes = [fit(strategy, data, module, validation, **arguments) for _ in range(case.fits)]
     if case.as_module:
         assert module.steps == 6
@@ -408,21 +380,6 @@ def test_all_ranks_train_on_the_smallest_number_of_batches(pool: RankPool, ranks
     for rank, outcomes in enumerate(ours):
         said = outcomes["sized" if ranks == 2 else "unsized"][0].warnings
         assert len(said) == (rank == 0) and all("3" in one for one in said)
-
-
-@pytest.mark.slow
-def test_workers(pool: RankPool) -> None:
-    case = Case(with_workers, FIRST[2], {"max_epochs": 2})
-    ours, theirs = (pool.run(2, train_case, strategy, case, timeout=TIMEOUT) for strategy in ("zero1", "ddp"))
-    assert_same_training([one for (one,) in ours], [one for (one,) in theirs])
-    assert ours[0][0].batches == [0, 3, 3]
-
-
-def test_one_rank_alone_knows_its_length(pool: RankPool) -> None:
-    # Under DDP that hangs.
-    ours = pool.run(3, train_case, "zero1", Case(mixed, FIRST[3], EVERYTHING), timeout=TIMEOUT)
-    theirs = pool.run(3, train_case, "ddp", Case(unsized, FIRST[3], EVERYTHING), timeout=TIMEOUT)
-    assert_same_training([one for (one,) in ours], [one for (one,) in theirs])
 
 
 class Failing(Takes):
@@ -468,17 +425,12 @@ def sparse_rank(make: Callable[..., Any], allow: bool) -> tuple[str, list[int]]:
         return f"{type(error).__name__}: {error}", []
 
 
-def test_a_rank_without_any_batch_is_an_error_on_every_rank(pool: RankPool) -> None:
+def test_a_rank_without_any_batch_ends_the_fit_or_is_an_error_on_every_rank(pool: RankPool) -> None:
+    assert pool.run(2, sparse_rank, sized, True, timeout=TIMEOUT) == [("no error", [0])] * 2
+    assert pool.run(2, sparse_rank, unsized, False, timeout=TIMEOUT) == [("no error", [0, 0, 0])] * 2
     for message, _ in pool.run(3, sparse_rank, sized, False, timeout=TIMEOUT):
         for words in ("MisconfigurationException", "A rank has no training batch", "another one has 4", "drop_last"):
             assert words in message, message
-
-
-@pytest.mark.parametrize(("make", "allow", "batches"), [(sized, True, [0]), (unsized, False, [0, 0, 0])])
-def test_a_rank_without_any_batch_ends_the_fit(
-    pool: RankPool, make: Callable[..., Any], allow: bool, batches: list[int]
-) -> None:
-    assert pool.run(2, sparse_rank, make, allow, timeout=TIMEOUT) == [("no error", batches)] * 2
 
 
 def count_reductions(make: Callable[..., Any], length: int) -> tuple[int, list[Any]]:

@@ -292,13 +292,12 @@ class CheckpointingStrategy(RanksStrategy):
         within_epoch = point.has_iterators
         if goes_on and within_epoch:
             self._positions.warn_of_lost(trainer, point.positions)
-        own = (point.rng, self._positions.state(point.positions if goes_on else (), within_epoch), point.loaders)
+        own = (point.rng, self._positions.state(point.positions if goes_on else (), within_epoch))
         of_ranks = [own] if control is None else gather_object(own, control.group)
-        rngs, loaders, stateful_of_ranks = zip(*of_ranks, strict=True) if of_ranks else ((), (), ())
+        rngs, loaders = zip(*of_ranks, strict=True) if of_ranks else ((), ())
         return {
             RNG: {"states": list(rngs), "within_epoch": within_epoch},
-            # What Lightning has saved of stateful loaders is rank 0's.
-            LOADERS: {"ranks": list(loaders), "stateful": list(stateful_of_ranks), "within_epoch": within_epoch},
+            LOADERS: {"ranks": list(loaders), "within_epoch": within_epoch},
         }
 
     def _own_entries(self) -> dict[str, Any]:

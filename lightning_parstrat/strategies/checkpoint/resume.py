@@ -1,15 +1,15 @@
 """Where a training resumes: random numbers, loaders, and accumulation windows that a checkpoint cuts through."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_parstrat.core.wording import counted
-from lightning_parstrat.strategies.data.own_states import as_lightning_saves
-from lightning_parstrat.strategies.data.positions import LoaderPositions, Moments
+from lightning_parstrat.strategies.data.own_states import Place, as_saved, states_in
+from lightning_parstrat.strategies.data.positions import LoaderPositions
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.lightning_compat import (
     before_fetches,
@@ -38,15 +38,10 @@ class ResumePoint(NamedTuple):
     """
 
     rng: dict[str, Any]
-    positions: Moments
+    positions: Sequence[Place | None]
     has_iterators: bool = True
     micro_batches: int = 0
     validation_is_due: bool = False
-
-    @property
-    def loaders(self) -> list[Any]:
-        """States of loaders that have one of their own, as Lightning saves them; empty where an epoch begins."""
-        return as_lightning_saves(self.positions) if self.has_iterators else []
 
 
 class ResumePoints:
@@ -90,7 +85,9 @@ class ResumePoints:
     def _begin_fetch(self, trainer: Trainer) -> None:
         """Notes the moment before a batch is fetched, where there are loaders that cannot be asked for it later."""
         if self._positions.before_fetch(trainer):
-            self._fetching_point = ResumePoint(rng_state(), self._positions.now(trainer, fetching=True))
+            self._fetching_point = ResumePoint(
+                rng_state(), self._positions.now(trainer, within_epoch=True, fetching=True)
+            )
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Notes the start of an epoch."""
@@ -99,7 +96,7 @@ class ResumePoints:
         self._has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
         self._begins, self._fetching_point = True, None
         self._positions.begin_epoch(trainer)
-        self._point = ResumePoint(rng_state(), self._positions.now(trainer), self._has_iterators)
+        self._point = self._now(trainer, is_due=False)
 
     def begin_batch(self) -> None:
         """Notes that the first batch of an epoch, or of what is left of it, has been fetched."""
@@ -130,8 +127,11 @@ class ResumePoints:
             trainer: The Trainer.
             is_due: Whether a validation comes next, where Lightning does not know it.
         """
-        is_due = validation_is_due(trainer) if is_due is None else is_due
-        self._point = ResumePoint(rng_state(), self._positions.now(trainer), self._has_iterators, 0, is_due)
+        self._point = self._now(trainer, validation_is_due(trainer) if is_due is None else is_due)
+
+    def _now(self, trainer: Trainer, is_due: bool) -> ResumePoint:
+        places = self._positions.now(trainer, self._has_iterators)
+        return ResumePoint(rng_state(), places, self._has_iterators, 0, is_due)
 
     def end_validation(self) -> None:
         """Notes that a validation has ended: a training that resumes does not draw again what it has drawn."""
@@ -148,8 +148,7 @@ class ResumePoints:
         elif self._fetching_point is not None:
             point = self._fetching_point
         else:
-            is_due = validation_is_due(trainer)
-            point = ResumePoint(rng_state(), self._positions.now(trainer), self._has_iterators, 0, is_due)
+            point = self._now(trainer, validation_is_due(trainer))
         return point._replace(validation_is_due=point.validation_is_due and not trainer.validating)
 
 
@@ -180,8 +179,9 @@ def from_which_training_goes_on(
             begun = counted["processed"] + 1
             counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
     fit_loop["state_dict"].pop("combined_loader", None)
-    if point.loaders:
-        fit_loop["state_dict"]["combined_loader"] = point.loaders
+    states = states_in([place and as_saved(place, point.has_iterators) for place in point.positions])
+    if states:
+        fit_loop["state_dict"]["combined_loader"] = states
     if point.micro_batches:
         for counters in ("total", "current"):
             counted = fit_loop["epoch_loop.batch_progress"][counters]
@@ -245,9 +245,10 @@ def loaders_of_rank(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], ran
         ranks: How many there are now.
     """
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    stateful = saved.get("stateful", [])
-    if "combined_loader" in state and len(stateful) == ranks:
-        state["combined_loader"] = stateful[rank]
+    of_ranks = saved.get("ranks", [])
+    own = states_in(of_ranks[rank]) if len(of_ranks) == ranks else []
+    if own and "combined_loader" in state:
+        state["combined_loader"] = own
     # A copy: Lightning hands the original to the loaders when it restores the loops.
     return copy.deepcopy(state.get("combined_loader") or [])
 

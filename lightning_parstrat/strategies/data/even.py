@@ -45,7 +45,7 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
     with watching("the comparison of all ranks' data loaders"):
         most, least = extremes_over_ranks(-1 if length is None else length, control)
     if least == -1:
-        return _VotesOnEveryBatch(dataloader, control)
+        return _Even(dataloader, control, None)
     if least == most:
         return dataloader
     if least == 0 and not allow_empty:
@@ -57,12 +57,12 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
         f"The ranks have between {least} and {most} training batches. Each epoch ends on all ranks after {least}; the"
         " remaining batches of some ranks are not used in it."
     )
-    return _EndsEarly(dataloader, least)
+    return _Even(dataloader, control, least)
 
 
 def users_own(dataloader: Any) -> Any:
     """The user's loader, of one that may have been made even."""
-    return dataloader.stands_for if type(dataloader) in (_EndsEarly, _VotesOnEveryBatch) else dataloader
+    return dataloader.stands_for if type(dataloader) is _Even else dataloader
 
 
 class _SomeBatches(Iterator[Any]):
@@ -82,42 +82,27 @@ def loaders_iterator(iterator: Any) -> Any:
     return iterator.all_batches if isinstance(iterator, _SomeBatches) else iterator
 
 
-class _EndsEarly(StandIn):
-    """Ends after the number of batches that every rank has."""
+class _Even(StandIn):
+    """Ends after the number of batches that every rank has; without it, when the first rank has no batch left."""
 
-    __slots__ = ("_least",)
+    __slots__ = ("_control", "_least")
 
-    def __init__(self, dataloader: Any, least: int) -> None:
+    def __init__(self, dataloader: Any, control: Collectives, least: int | None) -> None:
         super().__init__(dataloader)
-        self._least = least
+        self._control, self._least = control, least
 
     @override
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()
+        if self._least is None:
+            return _SomeBatches(batches, _while_all_have_one(batches, self._control))
         return _SomeBatches(batches, islice(batches, max(0, self._least - batches_before(batches))))
 
     @override
     def __len__(self) -> int:
+        if self._least is None:
+            raise TypeError("the data loader of some rank does not know its length")
         return self._least
-
-
-class _VotesOnEveryBatch(StandIn):
-    """Ends when the first rank has no batch left."""
-
-    __slots__ = ("_control",)
-
-    def __init__(self, dataloader: Any, control: Collectives) -> None:
-        super().__init__(dataloader)
-        self._control = control
-
-    @override
-    def __iter__(self) -> Iterator[Any]:
-        batches = super().__iter__()
-        return _SomeBatches(batches, _while_all_have_one(batches, self._control))
-
-    @override
-    def __len__(self) -> int:
-        raise TypeError("the data loader of some rank does not know its length")
 
 
 def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterator[Any]:

@@ -5,8 +5,8 @@ leaves out: one that Lightning has fetched ahead, as it does where a length is n
 """
 
 import pickle
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -17,26 +17,18 @@ from lightning_parstrat.strategies.lightning_compat import (
     iterators_in_training,
 )
 
+Place = dict[str, Any]
+"""Where a loader stands, as a checkpoint keeps it.
+
+``position`` is that of its pass after what was trained on, or None where nothing was drawn. ``generators`` are the
+states of its generators and its sampler's. ``iterated`` says whether its iterator had been made. One with a state of
+its own has that in ``state``, and in ``begun_again`` whether it had come to its end in the epoch.
+"""
+
 
 def is_stateful(owner: Any) -> bool:
     """Whether a loader or a sampler knows by itself where it stands."""
     return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
-
-
-class OwnState(NamedTuple):
-    """Where a loader stands between two batches.
-
-    Attributes:
-        value: What it said, pickled; None where an epoch begins; the error of what cannot be pickled, for who saves it.
-        begun_again: Whether it has come to its end in the epoch.
-    """
-
-    value: bytes | Exception | None
-    begun_again: bool
-
-    def state(self, within_epoch: bool) -> dict[str, Any]:
-        """What a checkpoint keeps of it, beside what Lightning keeps."""
-        return {"position": None, "generators": [], "iterated": False, "begun_again": within_epoch and self.begun_again}
 
 
 class OwnStates:
@@ -47,8 +39,8 @@ class OwnStates:
     """
 
     def __init__(self) -> None:
-        self._begin: list[OwnState | None] = []
-        self._noted: dict[int, Sequence[OwnState | None]] = {}
+        self._begin: Sequence[Place | None] = []
+        self._noted: dict[int, Sequence[Place | None]] = {}
 
     def begin(self, trainer: Trainer, values: Sequence[Any] = (), begun_again: Sequence[bool] = ()) -> None:
         """Call when an epoch begins, or goes on, before a batch is trained on.
@@ -58,14 +50,10 @@ class OwnStates:
             values: What these loaders were given to go on from, in their order; empty where the epoch begins.
             begun_again: Of each loader that is trained on, whether it had come to its end; may be empty.
         """
-        given, ended = list(map(_pickled, values)), list(begun_again)
-        self._noted, self._begin = {}, []
-        for number, (loader, _) in enumerate(iterators_in_training(trainer)):
-            # Not what they say: what a loader was given, it may take up with its first batch only, and one that has
-            # ended may stand at its end until then.
-            has_ended = number < len(ended) and ended[number]
-            is_own = is_stateful(loader)
-            self._begin.append(OwnState(given.pop(0) if given else None, has_ended) if is_own else None)
+        # Not what they say: what a loader was given, it may take up with its first batch only, and one that has ended
+        # may stand at its end until then.
+        given = iter(values)
+        self._noted, self._begin = {}, _places(trainer, lambda _: next(given, None), begun_again)
 
     def note(self, trainer: Trainer) -> None:
         """Call before a batch is fetched."""
@@ -79,7 +67,7 @@ class OwnStates:
         while len(self._noted) > kept + 1:
             del self._noted[next(iter(self._noted))]
 
-    def now(self, trainer: Trainer) -> Sequence[OwnState | None]:
+    def now(self, trainer: Trainer) -> Sequence[Place | None]:
         """Of each loader that is trained on, where it stands after the batches that were; None of others."""
         trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if not self._noted or trained < next(iter(self._noted)):
@@ -88,10 +76,22 @@ class OwnStates:
         return self._noted[trained] if trained in self._noted else _said(trainer)
 
 
-def _said(trainer: Trainer) -> Sequence[OwnState | None]:
-    ended = ended_in_epoch(trainer)
+def _said(trainer: Trainer) -> Sequence[Place | None]:
+    return _places(trainer, lambda loader: loader.state_dict(), ended_in_epoch(trainer))
+
+
+def _places(trainer: Trainer, ask: Callable[[Any], Any], ended: Sequence[bool]) -> Sequence[Place | None]:
+    """Of each loader with a state of its own its place, by what it is asked; None of others."""
     return [
-        OwnState(_pickled(loader.state_dict()), number < len(ended) and ended[number]) if is_stateful(loader) else None
+        {
+            "position": None,
+            "generators": [],
+            "iterated": False,
+            "state": _pickled(ask(loader)),
+            "begun_again": number < len(ended) and ended[number],
+        }
+        if is_stateful(loader)
+        else None
         for number, (loader, _) in enumerate(iterators_in_training(trainer))
     ]
 
@@ -104,15 +104,21 @@ def _pickled(value: Any) -> bytes | Exception:
         return error
 
 
-def as_lightning_saves(moments: Sequence[Any]) -> list[Any]:
-    """The states of these loaders, of what is known of all; empty where an epoch begins.
+def as_saved(place: Place, within_epoch: bool) -> Place:
+    """A place with what the loader has said, whose class the user of a checkpoint may not want to unpickle.
 
     Raises:
-        Exception: One cannot be pickled.
+        Exception: It cannot be pickled.
     """
-    values = [moment.value for moment in moments if isinstance(moment, OwnState)]
-    for value in values:
-        if isinstance(value, Exception):
-            raise value
-    # Bytes of our own loaders, or of a checkpoint that was loaded as its user wanted it.
-    return [] if None in values else [pickle.loads(value) for value in values if isinstance(value, bytes)]
+    if "state" not in place:
+        return place
+    said = place["state"] if within_epoch else None
+    if isinstance(said, Exception):
+        raise said
+    return {**place, "state": said if said is None else pickle.loads(said)}
+
+
+def states_in(places: Sequence[Place | None]) -> list[Any]:
+    """The states of these loaders, as Lightning saves them; empty where an epoch begins."""
+    states = [place["state"] for place in places if place is not None and "state" in place]
+    return [] if None in states else states

@@ -4,18 +4,17 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.torch_compat import batches_handed_out, index_iterator
-from lightning_parstrat.strategies.data.even import loaders_iterator
-from lightning_parstrat.strategies.data.own_states import OwnState, OwnStates, is_stateful
+from lightning_parstrat.strategies.data.even import loaders_iterator, users_own
+from lightning_parstrat.strategies.data.own_states import OwnStates, Place, as_saved, is_stateful
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.samplers import Pass, PositionedSampler, batches_before
 from lightning_parstrat.strategies.lightning_compat import (
@@ -33,46 +32,18 @@ LOADERS = "loaders"
 _LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
-class Moment(NamedTuple):
-    """Where a loader stands between two batches.
-
-    Attributes:
-        position: Of the pass that batches come from, after those that were trained on; None if it has drawn nothing.
-        generators: States of the generators of loader and sampler: in that position, or now.
-        generators_now: Their states now.
-        iterated: Whether the loader's iterator had been made.
-    """
-
-    position: dict[str, Any] | None
-    generators: list[Tensor]
-    generators_now: list[Tensor]
-    iterated: bool
-
-    def state(self, within_epoch: bool) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
-        if within_epoch:
-            return {"position": self.position, "generators": self.generators, "iterated": self.iterated}
-        return {"position": None, "generators": self.generators_now, "iterated": False}
-
-
-Moments = Sequence[Moment | OwnState | None]
-"""Of each loader that is trained on; None of one that cannot be told where it stands."""
-
-
 class LoaderPositions:
     """Knows where the loaders of a training stand, and has them go on where a checkpoint was saved."""
 
     def __init__(self) -> None:
         self._loaders: list[weakref.ref[Any]] = []
         self._saved: Mapping[str, Any] | None = None
-        self._saved_taken = 0
+        self._followed = 0
         self._own = OwnStates()
         self._given: Sequence[Any] = ()
-        self._has_own = False
+        self._has_own = self._shifted = self._warned = False
         self._trained_before: int | None = None
-        self._at_end: Moments = ()
-        self._shifted = False
-        self._warned = False
+        self._at_end: Sequence[Sequence[Place | None]] = ()
         self._hides_warning: Any = None
 
     def __reduce__(self) -> Any:
@@ -86,7 +57,7 @@ class LoaderPositions:
             saved: What it has; None where it has nothing.
             given: What Lightning gives loaders with a state of their own.
         """
-        self._saved, self._saved_taken, self._given = saved, 0, given
+        self._saved, self._followed, self._given = saved, 0, given
 
     def follow(self, dataloader: Any, trainer: Trainer, any_rank: Callable[[bool], bool]) -> None:
         """Has a loader know its place from now on, and go on where the checkpoint was saved.
@@ -99,57 +70,58 @@ class LoaderPositions:
             trainer: The Trainer.
             any_rank: Says whether something holds on any rank.
         """
+        number, self._followed = self._followed, self._followed + 1
         of_ranks = [] if self._saved is None else self._saved["ranks"]
-        number, self._saved_taken = self._saved_taken, self._saved_taken + 1
-        states = [of_rank[number] for of_rank in of_ranks if number < len(of_rank)]
+        as_many = len(of_ranks) == trainer.world_size
+        # Of a sharded checkpoint a rank knows its own places alone.
+        known = [of_ranks[trainer.global_rank]] if as_many else of_ranks
+        places = [of_rank[number] for of_rank in known if number < len(of_rank)]
         self._has_own |= is_stateful(dataloader)
         _set_epoch(dataloader, trainer)
         resumed: Pass | str | None = None
-        sampler = PositionedSampler(dataloader) if _knows_its_place(dataloader) else None
-        if sampler is not None:
+        if _knows_its_place(dataloader):
             self._loaders.append(weakref.ref(dataloader))
-            resumed = self._resumed(sampler, states, trainer)
-            lived_on = states and not self._within_epoch and _next_epoch(trainer)
+            sampler = PositionedSampler(dataloader)
+            lived_on = places and not self._within_epoch and _next_epoch(trainer)
             sampler.keeps_seed = bool(dataloader.persistent_workers and lived_on)
+            resumed = self._resumed(sampler, places, as_many, trainer)
         if self._within_epoch and any_rank(isinstance(resumed, str)):
             rank_zero_warn(
                 "The checkpoint was saved within an epoch, and a data loader cannot go on there:"
-                f" {resumed if isinstance(resumed, str) else _OTHERS}. It begins the epoch's samples anew."
+                f" {resumed if isinstance(resumed, str) else _ELSEWHERE}. It begins the epoch's samples anew."
             )
-        elif self._within_epoch and is_stateful(dataloader) and len(states) not in (0, trainer.world_size):
+        elif isinstance(resumed, Pass):
+            sampler.resumed = resumed
+            self._shifted |= resumed.counts_anew
+        elif self._within_epoch and is_stateful(dataloader) and places and not as_many:
             rank_zero_warn(
-                f"The checkpoint was saved within an epoch of {counted(len(states), 'rank')}, and there are"
+                f"The checkpoint was saved within an epoch of {counted(len(of_ranks), 'rank')}, and there are"
                 f" {trainer.world_size} now. A data loader with a state of its own gets that of rank 0 on all ranks, as"
                 " under `ddp`: samples may come twice or never in this epoch."
             )
-        elif sampler is not None and isinstance(resumed, Pass):
-            sampler.resumed = resumed
-            self._shifted |= resumed.counts_anew
 
     @property
     def _within_epoch(self) -> bool:
         return self._saved is not None and bool(self._saved["within_epoch"])
 
-    def _resumed(self, sampler: PositionedSampler, states: list[Any], trainer: Trainer) -> Pass | str | None:
+    def _resumed(
+        self, sampler: PositionedSampler, places: list[Any], as_many: bool, trainer: Trainer
+    ) -> Pass | str | None:
         """The pass that goes on; why none can, or None if nothing had been drawn."""
-        rank, ranks = trainer.global_rank, trainer.world_size
-        as_many = len(states) == ranks and None not in states
-        if as_many:
-            sampler.saved, sampler.set_at_begin = states[rank]["generators"], states[rank]["iterated"]
+        if None in places:
+            return "the checkpoint does not say where it stood"
+        if as_many and places:
+            sampler.saved, sampler.set_at_begin = places[0]["generators"], places[0]["iterated"]
             if not sampler.set_at_begin:
                 sampler.set_generators()
-        if not states or not self._within_epoch:
+        positions = [place["position"] for place in places]
+        if not self._within_epoch or not any(positions):
             return None
-        if None in states:
-            return "the checkpoint does not say for every rank where it stood"
-        positions = [state["position"] for state in states]
         if as_many:
-            return None if positions[rank] is None else sampler.gone_on(positions[rank]) or _OTHERS
-        if not any(positions):
-            return None
+            return sampler.gone_on(positions[0]) or _OTHERS
         if not all(positions) or not sampler.shares_order:
-            return f"{counted(len(states), 'rank')} had samples of their own, and there are {ranks} now"
-        return sampler.dealt(positions, rank, ranks) or _OTHERS
+            return f"{counted(len(places), 'rank')} had samples of their own, and there are {trainer.world_size} now"
+        return sampler.dealt(positions, trainer.global_rank, trainer.world_size) or _OTHERS
 
     def begin_training(self, trainer: Trainer) -> None:
         """Has Lightning count batches from where the loaders go on: among other ranks an epoch has others."""
@@ -158,7 +130,7 @@ class LoaderPositions:
         self._trained_before = _batches_trained(trainer) if self._within_epoch else None
         begun_again = self._begun_again(trainer)
         self._own.begin(trainer, self._given, begun_again)
-        if self._within_epoch and None not in self.now(trainer):
+        if self._within_epoch and None not in self.now(trainer, within_epoch=True):
             warnings.filterwarnings("ignore", _LIGHTNINGS_WARNING)
             self._hides_warning = warnings.filters[0]
         self._saved, self._given, self._warned = None, (), False
@@ -189,10 +161,9 @@ class LoaderPositions:
         if self._saved is None or not self._within_epoch or len(self._saved["ranks"]) != trainer.world_size:
             return []
         trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        own = [state or {"position": None} for state in self._saved["ranks"][trainer.global_rank]]
-        positions = [state["position"] for state in own]
-        fewer = [position is not None and position["batches"] < trained for position in positions]
-        return [begun or state.get("begun_again", False) for begun, state in zip(fewer, own, strict=True)]
+        places = [place or {"position": None} for place in self._saved["ranks"][trainer.global_rank]]
+        fewer = [bool(place["position"]) and place["position"]["batches"] < trained for place in places]
+        return [begun or place.get("begun_again", False) for begun, place in zip(fewer, places, strict=True)]
 
     def begin_epoch(self, trainer: Trainer) -> None:
         """Call when an epoch begins, and none goes on."""
@@ -211,15 +182,19 @@ class LoaderPositions:
             self._own.note(trainer)
         return self._has_own
 
-    def now(self, trainer: Trainer, fetching: bool = False) -> Moments:
-        """Where the loaders stand after the batches that were trained on, whatever was fetched since.
+    def now(self, trainer: Trainer, within_epoch: bool, fetching: bool = False) -> Sequence[Place | None]:
+        """Where each loader stands after the batches that were trained on, whatever was fetched since.
 
         Args:
             trainer: The Trainer.
+            within_epoch: Whether the epoch's iterators have been made.
             fetching: Whether this is the moment before a batch is fetched.
+
+        Returns:
+            Of each loader that is trained on; None of one that cannot be told where it stands.
         """
         if self._at_end:
-            return self._at_end
+            return self._at_end[within_epoch]
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         # Meanwhile, the fetcher has let go of one that nobody has been given.
         fetched = batches_fetched(trainer) if fetching else batches_fetched_ahead(trainer) + progress.ready
@@ -227,19 +202,21 @@ class LoaderPositions:
         at_most = progress.processed if mode_of_loaders(trainer) == "max_size" else None
         loaders = iterators_in_training(trainer)
         own = (self._own.now(trainer) if self._has_own else ()) or [None] * len(loaders)
+        # One loader in two places has one sampler, and one state.
+        users = [id(users_own(loader)) for loader, _ in loaders]
         return [
-            _moment(*loader, ahead, at_most) if known is None else known
-            for loader, known in zip(loaders, own, strict=True)
+            None if within_epoch and users.count(user) > 1 else known or _place(*loader, ahead, at_most, within_epoch)
+            for user, loader, known in zip(users, loaders, own, strict=True)
         ]
 
-    def state(self, moments: Moments, within_epoch: bool) -> list[dict[str, Any] | None]:
+    def state(self, places: Sequence[Place | None], within_epoch: bool) -> list[Place | None]:
         """This rank's part of what a checkpoint has under :data:`LOADERS`."""
-        return [None if moment is None else moment.state(within_epoch) for moment in moments]
+        return [None if place is None else as_saved(place, within_epoch) for place in places]
 
-    def warn_of_lost(self, trainer: Trainer, moments: Moments) -> None:
+    def warn_of_lost(self, trainer: Trainer, places: Sequence[Place | None]) -> None:
         """Says once in a training that a checkpoint within an epoch does not know where a loader stands."""
         loaders = [loader for loader, _ in iterators_in_training(trainer)]
-        lost = [loader for loader, moment in zip(loaders, moments, strict=False) if moment is None]
+        lost = [loader for loader, place in zip(loaders, places, strict=False) if place is None]
         if lost and not self._warned:
             self._warned = True
             name, dataset = lost[0].__class__.__name__, getattr(lost[0], "dataset", None)
@@ -247,12 +224,13 @@ class LoaderPositions:
             rank_zero_warn(
                 f"A checkpoint is saved within an epoch, and a data loader ({name}{over}) cannot be told where it"
                 " stands: a training that resumes there begins its samples anew, so that some come twice and some"
-                " never. Take torchdata's `StatefulDataLoader`, or a `DataLoader` with a map-style dataset."
+                " never. Take torchdata's `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it"
+                " stands in two places, give each a loader of its own."
             )
 
     def end_training(self, trainer: Trainer) -> None:
         """Keeps where the loaders stand, for checkpoints that are saved when their iterators are gone."""
-        self._at_end = self.now(trainer)
+        self._at_end = [self.now(trainer, within_epoch) for within_epoch in (False, True)]
 
     def release(self) -> None:
         """Gives all loaders their own samplers back, and forgets the checkpoint: the next run is not its training."""
@@ -269,6 +247,7 @@ class LoaderPositions:
 
 
 _OTHERS = "the indices that its sampler draws again are others than those that were trained on"
+_ELSEWHERE = f"on another rank, {_OTHERS}, or the checkpoint does not say where it stood"
 
 
 def _batches_trained(trainer: Trainer) -> int:
@@ -335,15 +314,17 @@ def _knows_its_place(dataloader: Any) -> bool:
     )
 
 
-def _moment(dataloader: Any, iterator: Any, ahead: int, at_most: int | None) -> Moment | None:
+def _place(dataloader: Any, iterator: Any, ahead: int, at_most: int | None, within_epoch: bool) -> Place | None:
     sampler = positioned_sampler(dataloader)
     if sampler is None:
         return None
     own = loaders_iterator(iterator)
-    in_pass, now = index_iterator(own), sampler.generator_states()
-    if not isinstance(in_pass, Pass) or not in_pass.begun:
-        return Moment(None, now, now, isinstance(in_pass, Pass))
-    number = batches_handed_out(own)
-    # One that has come to its end before the others has handed out nothing since.
-    batches = number - ahead if at_most is None else min(number, at_most - in_pass.batches_before)
-    return Moment(*in_pass.state(batches), now, iterated=True)
+    in_pass = index_iterator(own)
+    made = within_epoch and isinstance(in_pass, Pass)
+    place: Place = {"position": None, "generators": sampler.generator_states(), "iterated": made}
+    if made and in_pass.begun:
+        number = batches_handed_out(own)
+        # One that has come to its end before the others has handed out nothing since.
+        batches = number - ahead if at_most is None else min(number, at_most - in_pass.batches_before)
+        place["position"], place["generators"] = in_pass.state(batches)
+    return place

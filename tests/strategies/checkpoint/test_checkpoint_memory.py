@@ -96,48 +96,27 @@ def growth_of_saving(path: str, arguments: dict[str, Any], make: Callable[..., A
     return saves.growth[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "of_rank_0", "of_others"),
-    [
-        # The whole state of the optimizer, and messages that are on their way; others what they send.
-        ({}, 2 * PARAMETER_BYTES + MESSAGES, MESSAGES),
-        # The elements of one tensor on their way to the file.
-        ({"checkpoint_format": "sharded"}, 2 * TENSOR_BYTES, 2 * TENSOR_BYTES),
-        # Copies of half of the parameters and of the state.
-        (
-            {"checkpoint_format": "sharded", "async_save": True},
-            3 / 2 * PARAMETER_BYTES + 2 * TENSOR_BYTES,
-            3 / 2 * PARAMETER_BYTES + 2 * TENSOR_BYTES,
-        ),
-    ],
-    ids=["full", "sharded", "async"],
-)
-def test_the_peak_of_saving(
-    own_pool: RankPool, tmp_path: Path, arguments: dict[str, Any], of_rank_0: float, of_others: float
-) -> None:
-    first, second = own_pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments)
+SHARDED = {"checkpoint_format": "sharded"}
+ASYNC = {**SHARDED, "async_save": True}
+COPIED = 3 / 2 * PARAMETER_BYTES
+"""Half of the parameters and of the state."""
+PEAKS: dict[str, tuple[Callable[..., Any], dict[str, Any], float, float]] = {
+    # The whole state of the optimizer, and messages that are on their way; others what they send.
+    "full": (BY_BUCKETS, {}, 2 * PARAMETER_BYTES + MESSAGES, MESSAGES),
+    # The elements of one tensor, or of a shard, on their way to the file.
+    "sharded": (BY_BUCKETS, SHARDED, 2 * TENSOR_BYTES, 2 * TENSOR_BYTES),
+    "async": (BY_BUCKETS, ASYNC, COPIED + 2 * TENSOR_BYTES, COPIED + 2 * TENSOR_BYTES),
+    "rows": (lightning_parstrat.ZeRO3Strategy, SHARDED, TENSOR_BYTES, TENSOR_BYTES),
+    "rows, async": (lightning_parstrat.ZeRO3Strategy, ASYNC, COPIED + TENSOR_BYTES, COPIED + TENSOR_BYTES),
+}
+"""Of a save: the strategy and its arguments, and the peak of rank 0 and of others."""
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_saving(own_pool: RankPool, tmp_path: Path, name: str) -> None:
+    make, arguments, of_rank_0, of_others = PEAKS[name]
+    first, second = own_pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments, make)
     assert first < of_rank_0 + SLACK and second < of_others + SLACK
-
-
-@pytest.mark.parametrize(
-    ("arguments", "of_a_rank"),
-    [
-        # The elements of one shard on their way to the file.
-        ({"checkpoint_format": "sharded"}, TENSOR_BYTES),
-        # Copies of half of the parameters and of the state.
-        (
-            {"checkpoint_format": "sharded", "async_save": True},
-            3 / 2 * PARAMETER_BYTES + TENSOR_BYTES,
-        ),
-    ],
-    ids=["sharded", "async"],
-)
-def test_the_peak_of_saving_sharded_parameters(
-    own_pool: RankPool, tmp_path: Path, arguments: dict[str, Any], of_a_rank: float
-) -> None:
-    make = lightning_parstrat.ZeRO3Strategy
-    for growth in own_pool.run(2, growth_of_saving, str(tmp_path / "a.ckpt"), arguments, make):
-        assert growth < of_a_rank + SLACK
 
 
 class LoadsMapped(lightning_parstrat.ZeRO1Strategy):

@@ -89,40 +89,36 @@ def train_in_job(folder: str, strategy: str, signum: signal.Signals, accumulate:
     return told.saved_by, ended, before == after and callbacks == trainer.callbacks, trainer.global_step
 
 
-def train_each_in_job(folder: str, cases: list[tuple[str, signal.Signals, int]]) -> list[Any]:
+ENDED, WINDOW, WENT_ON = ([], 143, True, 4), ([], 143, True, 2), (list(range(4, 10)), None, True, 10)
+JOBS: list[tuple[str, signal.Signals, int, bool, Any]] = [
+    *((strategy, signal.SIGUSR1, 1, True, ENDED) for strategy in STRATEGIES),
+    # Slurm requeues by itself what it ends.
+    ("zero1_custom", signal.SIGTERM, 1, True, ENDED),
+    # Told in the second window of three, agreed and saved at its end.
+    ("zero1_custom", signal.SIGUSR1, 3, True, WINDOW),
+    ("zero2_custom", signal.SIGUSR1, 3, True, WINDOW),
+    ("zero1_custom", signal.SIGUSR1, 1, False, WENT_ON),
+]
+"""The strategy, the signal, micro-batches of a window, whether Slurm requeues, and what comes of it."""
+
+
+def train_each_in_job(folder: str) -> list[Any]:
     found = []
-    for number, case in enumerate(cases):
+    for number, (*case, _) in enumerate(JOBS):
         (own := Path(folder) / str(number)).mkdir(exist_ok=True)
-        found.append(train_in_job(str(own), *case, requeues=True))
+        found.append(train_in_job(str(own), *case))  # type: ignore[arg-type]
     return found
 
 
 def test_all_ranks_save_after_the_same_batch_and_end(pool: RankPool, tmp_path: Path) -> None:
-    cases = [(strategy, signal.SIGUSR1, 1) for strategy in STRATEGIES]
-    results = pool.run(2, train_each_in_job, str(tmp_path), cases, timeout=200)
-    assert results == [[([], 143, True, 4)] * len(cases)] * 2
-    for number in range(len(cases)):
-        assert (tmp_path / f"{number}/asked").read_text() == "requeue 7\n"
-        saved = torch.load(tmp_path / f"{number}/hpc_ckpt_1.ckpt", weights_only=True)
-        assert saved["global_step"] == 4 and saved[CHECKPOINT_KEY]["slurm_job"] == "7"
-
-
-def test_sigterm_saves_and_leaves_requeueing_to_slurm(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGTERM, 1, True)
-    assert results == [([], 143, True, 4)] * 2
-    assert (tmp_path / "hpc_ckpt_1.ckpt").exists() and not (tmp_path / "asked").exists()
-
-
-def test_an_open_window_is_finished_first(pool: RankPool, tmp_path: Path) -> None:
-    cases = [(strategy, signal.SIGUSR1, 3) for strategy in ("zero1_custom", "zero2_custom")]
-    results = pool.run(2, train_each_in_job, str(tmp_path), cases)
-    # Told in the second window of three, agreed and saved at its end.
-    assert results == [[([], 143, True, 2)] * 2] * 2
-
-
-def test_where_slurm_does_not_requeue_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(2, train_in_job, str(tmp_path), "zero1_custom", signal.SIGUSR1, 1, False)
-    assert results == [(list(range(4, 10)), None, True, 10)] * 2
+    results = pool.run(2, train_each_in_job, str(tmp_path), timeout=200)
+    assert results == [[expected for *_, expected in JOBS]] * 2
+    for number, (_, signum, _, requeues, (*_, steps)) in enumerate(JOBS):
+        asked, saved = tmp_path / f"{number}/asked", tmp_path / f"{number}/hpc_ckpt_1.ckpt"
+        assert asked.exists() == (requeues and signum == signal.SIGUSR1)
+        if requeues:
+            checkpoint = torch.load(saved, weights_only=True)
+            assert checkpoint["global_step"] == steps and checkpoint[CHECKPOINT_KEY]["slurm_job"] == "7"
 
 
 def test_outside_of_slurm_sigusr1_is_the_programs(pool: RankPool) -> None:
@@ -230,6 +226,7 @@ def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp
 def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], int]:
     """What is said at the end of a training that is told to go, and the step that one resumed as it says begins at."""
     preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
+    Path(folder).mkdir(exist_ok=True)
     callbacks = [ModelCheckpoint(folder, save_last=True, every_n_train_steps=1000)] if saves else []
     told = ToldToGo(folder, signal.SIGTERM, rank=1, batch=3)
     data = zoo.loader(80, 4, rank=dist.get_rank(), world_size=2)
@@ -250,23 +247,22 @@ def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], in
     return [line for line in lines if re.search("saved|Training ends|resume", line)], steps[0]
 
 
-def test_the_last_line_names_the_checkpoint_to_resume_from(pool: RankPool, tmp_path: Path) -> None:
-    ((saved, ends), begins), (others, _) = pool.run(2, terminate, str(tmp_path), True)
-    assert saved == f"Preempted: saved {tmp_path}/last.ckpt after step 4." and begins == 4
-    assert ends == f"Training ends here. To resume, pass `ckpt_path='{tmp_path}/last.ckpt'` to `fit`."
-    assert others == []
+def terminate_in_turn(folder: str) -> list[tuple[list[str], int]]:
+    """With a callback that saves, in a job, and without both."""
+    return [
+        terminate(f"{folder}/saves", True),
+        terminate(f"{folder}/job", False, **IN_JOB),
+        terminate(f"{folder}/nothing", False),
+    ]
 
 
-def test_the_next_run_of_a_job_resumes_by_itself(pool: RankPool, tmp_path: Path) -> None:
-    ((saved, ends), begins), _ = pool.run(2, terminate_in_job, str(tmp_path))
-    assert saved == f"Preempted: saved {tmp_path}/hpc_ckpt_1.ckpt after step 4." and begins == 4
-    assert ends == "Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`."
-
-
-def terminate_in_job(folder: str) -> tuple[list[str], int]:
-    return terminate(folder, False, **IN_JOB)
-
-
-def test_nothing_is_promised_if_nothing_was_saved(pool: RankPool, tmp_path: Path) -> None:
-    ((line,), begins), _ = pool.run(2, terminate, str(tmp_path), False)
+def test_the_last_line_says_from_what_to_resume_or_that_nothing_was_saved(pool: RankPool, tmp_path: Path) -> None:
+    first, others = pool.run(2, terminate_in_turn, str(tmp_path))
+    last, of_job = tmp_path / "saves/last.ckpt", tmp_path / "job/hpc_ckpt_1.ckpt"
+    saved = [f"Preempted: saved {path} after step 4." for path in (last, of_job)]
+    resume = f"Training ends here. To resume, pass `ckpt_path='{last}'` to `fit`."
+    in_job = "Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`."
+    assert first[:2] == [([saved[0], resume], 4), ([saved[1], in_job], 4)]
+    ((line,), begins) = first[2]
     assert begins == 0 and "Ended by SIGTERM after step 4, and nothing was saved" in line
+    assert [lines for lines, _ in others] == [[], [], []]

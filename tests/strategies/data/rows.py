@@ -1,7 +1,7 @@
 """Data loaders of every kind that a training may resume with, each shuffled where it can be."""
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -188,18 +188,36 @@ class Dealt:
         self.loaded = state
 
 
+ZERO1, TUNED = KINDS = ("ZeRO1Strategy", "TunedDDPStrategy")
+BATCHES = ("on_train_batch_start", "on_train_batch_end")
+STEPS = ("on_before_backward", "on_before_optimizer_step")
+START = "on_train_start"
+BEGINS = (START, "on_train_epoch_start")
+ENDS = ("on_validation_end", "on_train_epoch_end")
+
+
 class Row(NamedTuple):
     """A training on one kind of loader.
 
     Attributes:
-        make: Makes the loader, on each rank.
+        make: Makes the loader, on each rank, shuffled where it can be.
         arguments: The Trainer's.
         from_module: Whether the module makes it, in its hook.
+        kind: Of strategy. Where loaders stand has nothing to do with it: each row has one.
+        strategy: Its arguments.
+        width: Of the module.
+        hooks: In which it is saved.
+        after: After how many batches in hooks of a batch.
     """
 
     make: Callable[[], Any]
     arguments: Mapping[str, Any] = MappingProxyType({})
     from_module: bool = False
+    kind: str = ZERO1
+    strategy: Mapping[str, Any] = MappingProxyType({})
+    width: int = 24
+    hooks: tuple[str, ...] = BATCHES[1:]
+    after: Collection[int] = ()
 
 
 OWN = {"use_distributed_sampler": False}
@@ -268,7 +286,9 @@ ARGUMENTS: dict[str, Row] = {
     "validated": Row(loader, {"val_check_interval": 2}),
     "validated across epochs": Row(loader, {"val_check_interval": 4, "check_val_every_n_epoch": None}),
     "accumulated": Row(loader, {"accumulate_grad_batches": 2}),
-    "accumulated own": Row(loader, {**OWN, "accumulate_grad_batches": 3}),
+    "accumulated own": Row(
+        loader, {**OWN, "accumulate_grad_batches": 3}, strategy={"shard_gradients": True, "expose_gradients": False}
+    ),
     "accumulated, short windows": Row(loader, {"accumulate_grad_batches": 4}),
     "reloaded": Row(loader, {"reload_dataloaders_every_n_epochs": 1}, from_module=True),
     "reloaded own": Row(loader, {**OWN, "reload_dataloaders_every_n_epochs": 1}, from_module=True),
@@ -299,4 +319,90 @@ STATEFUL: dict[str, Row] = {
         lambda: CombinedLoader([without_length(14), without_length(30), stateful(7)], "max_size"), OWN
     ),
 }
-ROWS = {**SAMPLERS, **TOGETHER, **ARGUMENTS, **STATEFUL}
+
+
+def in_hooks(
+    make: Callable[[], Any],
+    hooks: tuple[str, ...],
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+    kind: str = ZERO1,
+    strategy: Mapping[str, Any] = MappingProxyType({}),
+    width: int = 24,
+) -> Row:
+    """Three validated epochs of five batches, mostly, saved in many hooks."""
+    arguments = {**OWN, "max_epochs": 3, "val_check_interval": 1.0, **arguments}
+    return Row(make, arguments, False, kind, strategy, width, hooks, (0, 1, 4, 5, 8))
+
+
+def shuffled(**arguments: Any) -> DataLoader[Any]:
+    return loader(20, **arguments)
+
+
+def generated(**arguments: Any) -> DataLoader[Any]:
+    return shuffled(generator=own_generator(), **arguments)
+
+
+def dealt() -> Dealt:
+    return Dealt(20)
+
+
+def unsized() -> DataLoader[Any]:
+    return loader(sampler=Unsized(20))
+
+
+SHARDED = {"checkpoint_format": "sharded"}
+ASYNC = {**SHARDED, "async_save": True}
+BY_TWO = {"accumulate_grad_batches": 2}
+QUICK: dict[str, Row] = {
+    "ends": in_hooks(shuffled, ENDS, {"use_distributed_sampler": True}, ZERO1, SHARDED),
+    "ends, generator": in_hooks(generated, (*ENDS, BATCHES[1]), {}, TUNED),
+    "in batches, draws": in_hooks(dealt, (*BATCHES, *STEPS)),
+    "ends, stateful": in_hooks(lambda: stateful(20), (ENDS[1], BATCHES[1]), {}, ZERO1, ASYNC),
+}
+HOOKS: dict[str, Row] = {
+    "any hook": in_hooks(shuffled, (*BEGINS, *ENDS, *BATCHES), {}, TUNED, SHARDED),
+    "every other epoch": in_hooks(shuffled, (*ENDS, *BATCHES), {"check_val_every_n_epoch": 2}),
+    "twice an epoch": in_hooks(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}, TUNED),
+    "in windows": in_hooks(shuffled, (*BEGINS, *ENDS, BATCHES[1]), BY_TWO, ZERO1, {"shard_gradients": True}),
+    "validated in windows": in_hooks(shuffled, (ENDS[0], *BATCHES), {**BY_TWO, "val_check_interval": 2}, TUNED),
+    "ends, workers": in_hooks(lambda: shuffled(num_workers=1), ENDS),
+    "ends, workers, generator": in_hooks(lambda: generated(num_workers=1), ENDS, {}, TUNED),
+    "ends, persistent": in_hooks(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
+}
+UNSIZED: dict[str, Row] = {
+    "any hook, no length": in_hooks(unsized, (*BEGINS, *ENDS, *BATCHES)),
+    "in windows, no length": in_hooks(unsized, BATCHES, BY_TWO, TUNED),
+}
+STATEFUL_HOOKS: dict[str, Row] = {
+    "any hook, stateful": in_hooks(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES), {}, TUNED),
+    "in batches, draws beside": in_hooks(lambda: [shuffled(), Dealt(9)], BATCHES, {}, ZERO1, SHARDED),
+    "in windows, draws": in_hooks(dealt, (*BATCHES, STEPS[0]), BY_TWO, TUNED),
+    "validated, draws": in_hooks(dealt, (ENDS[0], *BATCHES), {"val_check_interval": 2}),
+    "any hook, stateful, no length": in_hooks(
+        lambda: without_length(20), (*BEGINS, *ENDS, *BATCHES, *STEPS), {}, TUNED
+    ),
+    "in batches, no length beside": in_hooks(lambda: [generated(), stateful(5), without_length(9)], BATCHES),
+}
+ONCE = {"max_epochs": 1}
+UNUSED = {"find_unused_parameters": True, "bucket_cap_mb": 0.1}
+# More than two numbers are summed in an order that the buckets decide; in one so large, Gloo divides the sum.
+THREE: dict[str, Row] = {
+    "three ranks": in_hooks(lambda: stateful(36), BATCHES[1:], ONCE, TUNED, UNUSED, 4000),
+}
+DETERMINISTIC: dict[str, Row] = {
+    "three ranks, deterministic": in_hooks(
+        lambda: stateful(36),
+        BATCHES[1:],
+        {**ONCE, "deterministic": True},
+        TUNED,
+        {"find_unused_parameters": True, "bucket_cap_mb": "auto"},
+        4000,
+    ),
+}
+# Under DDP ranks with different numbers of batches wait for each other forever. All batches of rows alike are too many:
+# every fourth, of each row others.
+ROWS = {
+    name: row._replace(kind=KINDS[number % 2 if "uneven" not in name else 0], after=range(1 + number % 4, 999, 4))
+    for number, (name, row) in enumerate({**SAMPLERS, **TOGETHER, **ARGUMENTS, **STATEFUL}.items())
+}
+ROWS |= {**QUICK, **HOOKS, **UNSIZED, **STATEFUL_HOOKS, **THREE, **DETERMINISTIC}

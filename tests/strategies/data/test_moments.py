@@ -1,154 +1,31 @@
-"""A checkpoint may be saved in any hook: the training that goes on from it is the one that did not stop, to the bit."""
+"""A checkpoint may be saved by Lightning's callbacks, by a resumed training, and by one that is told to end."""
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import lightning_parstrat
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.strategies.data.rows import OWN, Dealt, Row, Unsized, loader, own_generator, stateful, without_length
-from tests.strategies.data.test_positions import KINDS, Training, fit
+from tests.strategies.data.rows import BATCHES, ENDS, KINDS, OWN, ROWS, START, Dealt, Row, shuffled
+from tests.strategies.data.trainings import Saves, Sees, differences, fit
+from tests.strategies.parity import make_trainer
 
-START = "on_train_start"
-ENDS = ("on_validation_end", "on_train_epoch_end")
-BEGINS = (START, "on_train_epoch_start")
-BATCHES = ("on_train_batch_start", "on_train_batch_end")
-STEPS = ("on_before_backward", "on_before_optimizer_step")
-
-SAVED_AFTER = (0, 1, 4, 5, 8)
-"""Batches after which hooks of a batch save: of three epochs of five."""
-
-
-class SavesInHooks(Callback):
-    """Saves when Lightning calls one of some hooks, and notes how many batches were trained on by then.
-
-    Args:
-        folder: Where to.
-        hooks: In which.
-    """
-
-    def __init__(self, folder: str, hooks: tuple[str, ...]) -> None:
-        self.folder = folder
-        self.saved: dict[str, int] = {}
-        for hook in hooks:
-            setattr(self, hook, self._saving_in(hook))
-
-    def _saving_in(self, hook: str) -> Callable[..., None]:
-        def save(trainer: Trainer, *_: Any) -> None:
-            batches = trainer.fit_loop.epoch_loop.batch_progress.total.processed
-            if not trainer.sanity_checking and (hook not in (*BATCHES, *STEPS) or batches in SAVED_AFTER):
-                name = f"{hook} {sum(one.startswith(hook) for one in self.saved)}"
-                self.saved[name] = batches
-                trainer.save_checkpoint(f"{self.folder}/{name}.ckpt")
-
-        return save
-
-
-def differences(
-    folder: str, kind: str, row: Row, expected: Training, saved: Mapping[str, int], *callbacks: Callback
-) -> dict[str, Any]:
-    """For each save: what differs between the training that went on from it and the one that never stopped."""
-    found = {}
-    window = row.arguments.get("accumulate_grad_batches", 1)
-    for name, batches in saved.items():
-        actual = fit(kind, row, 99 + dist.get_rank(), *callbacks, path=f"{folder}/{name}.ckpt")
-        begun = len(expected.seen) - len(actual.seen)
-        same = batches - window < begun <= batches and actual.seen == expected.seen[begun:]
-        difference = distance(actual.parameters, expected.parameters)
-        if not same or difference != 0:
-            found[f"{folder} {name}"] = (batches, begun, same, difference)
-    return found
-
-
-class Case(NamedTuple):
-    """A training that is saved in some hooks.
-
-    Attributes:
-        make: Makes its loader: five batches on each rank, shuffled where it can be.
-        hooks: In which.
-        arguments: The Trainer's, beside those that validate after every epoch.
-    """
-
-    make: Callable[[], Any]
-    hooks: tuple[str, ...]
-    arguments: Mapping[str, Any] = MappingProxyType({})
-
-    @property
-    def row(self) -> Row:
-        return Row(self.make, {**OWN, "max_epochs": 3, "val_check_interval": 1.0, **self.arguments})
-
-
-def shuffled(**arguments: Any) -> Any:
-    return loader(20, **arguments)
-
-
-def generated() -> Any:
-    return shuffled(generator=own_generator())
-
-
-CASES = {
-    "distributed": Case(shuffled, ENDS, {"use_distributed_sampler": True}),
-    "generator": Case(generated, (*ENDS, BATCHES[1])),
-    "stateful that draws": Case(lambda: Dealt(20), (*BATCHES, *STEPS)),
-    "shuffled": Case(shuffled, (*BEGINS, *ENDS, *BATCHES)),
-    "every other epoch": Case(shuffled, (*ENDS, *BATCHES), {"check_val_every_n_epoch": 2}),
-    "twice an epoch": Case(shuffled, (*ENDS, *BATCHES), {"val_check_interval": 2}),
-    "accumulated": Case(shuffled, (*BEGINS, *ENDS, BATCHES[1]), {"accumulate_grad_batches": 2}),
-    "validated in windows": Case(
-        shuffled, (ENDS[0], *BATCHES), {"accumulate_grad_batches": 2, "val_check_interval": 2}
-    ),
-    "no length": Case(lambda: loader(sampler=Unsized(20)), (*BEGINS, *ENDS, *BATCHES)),
-    "no length, accumulated": Case(lambda: loader(sampler=Unsized(20)), BATCHES, {"accumulate_grad_batches": 2}),
-    "stateful": Case(lambda: stateful(20), (*BEGINS, *ENDS, *BATCHES)),
-    "stateful that draws, beside": Case(lambda: [shuffled(), Dealt(9)], BATCHES),
-    "stateful, accumulated": Case(lambda: Dealt(20), (*BATCHES, STEPS[0]), {"accumulate_grad_batches": 2}),
-    "stateful, validated": Case(lambda: Dealt(20), (ENDS[0], *BATCHES), {"val_check_interval": 2}),
-    "stateful, no length": Case(lambda: without_length(20), (*BEGINS, *ENDS, *BATCHES, *STEPS)),
-    "stateful, no length, beside": Case(lambda: [generated(), stateful(5), without_length(9)], BATCHES),
-    "workers": Case(lambda: shuffled(num_workers=1), ENDS),
-    "workers, generator": Case(lambda: shuffled(num_workers=1, generator=own_generator()), ENDS),
-    "persistent": Case(lambda: shuffled(num_workers=1, persistent_workers=True), ENDS),
-}
-NAMES = list(CASES)
-GROUPS = {"quick": NAMES[:3], "by batches": NAMES[3:8], "no length": NAMES[8:10], "stateful": NAMES[10:16]}
-GROUPS["workers"] = NAMES[16:]
-
-
-def resumed(folder: str, names: list[str]) -> dict[str, Any]:
-    """What differs; nothing is expected to."""
-    found: dict[str, Any] = {}
-    for number, name in enumerate(names):
-        # Where loaders stand has nothing to do with the strategy: each under one.
-        row, kind = CASES[name].row, KINDS[number % 2]
-        expected = fit(kind, row, 0)
-        saving = SavesInHooks(f"{folder}/{name}", CASES[name].hooks)
-        saved = fit(kind, row, 0, saving)
-        assert saved.seen == expected.seen and distance(saved.parameters, expected.parameters) == 0
-        assert saving.saved
-        found.update(differences(saving.folder, kind, row, expected, saving.saved))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("which", "ranks"),
-    [("quick", 2), *(pytest.param(which, 2, marks=pytest.mark.slow) for which in list(GROUPS)[1:]), ("no length", 1)],
-)
-def test_a_training_goes_on_from_a_save_in_any_hook(pool: RankPool, tmp_path: Path, which: str, ranks: int) -> None:
-    assert pool.run(ranks, resumed, str(tmp_path), GROUPS[which], timeout=300) == [{}] * ranks
+AFTER = (0, 1, 4, 5, 8)
 
 
 def saved_by_checkpoints(folder: str) -> dict[str, Any]:
     """Saved by Lightning's own callback, after the validation or after that at the end of the epoch."""
-    row, found = CASES["shuffled"].row, {}
+    found: dict[str, Any] = {}
     for kind, at_train_end in zip(KINDS, (False, True), strict=True):
+        row = ROWS["any hook"]._replace(kind=kind, strategy={})
         saving = ModelCheckpoint(
             f"{folder}/{kind}",
             "{epoch}",
@@ -156,8 +33,8 @@ def saved_by_checkpoints(folder: str) -> dict[str, Any]:
             save_on_train_epoch_end=at_train_end,
             enable_version_counter=False,
         )
-        expected = fit(kind, row, 0, saving, enable_checkpointing=True)
-        found.update(differences(f"{folder}/{kind}", kind, row, expected, {"epoch=0": 5, "epoch=1": 10}))
+        expected = fit(row, 0, saving, enable_checkpointing=True)
+        found.update(differences(f"{folder}/{kind}", row, expected, {"epoch=0": 5, "epoch=1": 10}))
     return found
 
 
@@ -166,32 +43,39 @@ def test_a_checkpoint_of_every_validated_epoch_goes_on(pool: RankPool, tmp_path:
 
 
 def resumed_twice(folder: str, saves: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Resumes from every save, saves when that training starts or begins a batch, and resumes from there."""
+    """Resumes from every save, saves when that training starts or has trained a batch, and resumes from there."""
     found: dict[str, Any] = {}
     for name, hooks in saves.items():
-        row, kind = CASES[name].row, KINDS[0]
-        saving = SavesInHooks(f"{folder}/{name}", hooks)
-        expected = fit(kind, row, 0, saving)
+        row, saving = ROWS[name], Saves(f"{folder}/{name}", AFTER, hooks)
+        expected = fit(row, 0, saving)
         for save, batches in saving.saved.items():
             # In a training that has come to its end, nothing starts.
             if batches < len(expected.seen):
-                again = SavesInHooks(f"{saving.folder}/from {save}", (START,))
-                fit(kind, row, 50, again, path=f"{saving.folder}/{save}.ckpt")
-                assert list(again.saved) == [f"{START} 0"]
-                found.update(differences(again.folder, kind, row, expected, dict.fromkeys(again.saved, batches)))
+                again = Saves(f"{saving.folder}/from {save}", AFTER, (START, *hooks[2:]))
+                fit(row, 50, again, path=f"{saving.folder}/{save}.ckpt")
+                saved = {**again.saved, f"{START} 0": batches}
+                assert len(saved) == len(again.saved)
+                found.update(differences(again.folder, row, expected, saved))
     return found
 
 
-TWICE = ("shuffled", "accumulated", "no length", "twice an epoch", "stateful that draws")
+TWICE = ("any hook", "in windows", "any hook, no length", "twice an epoch", "in batches, draws")
 
 
 @pytest.mark.parametrize(
-    "saves", [{"generator": ENDS}, pytest.param(dict.fromkeys(TWICE, BATCHES[1:]), marks=pytest.mark.slow)]
+    "saves",
+    [
+        {"ends, generator": ENDS},
+        pytest.param(
+            {**dict.fromkeys(TWICE, BATCHES[1:]), "any hook, stateful": (*ENDS, BATCHES[1])}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["quick", "slow"],
 )
 def test_a_resumed_training_may_be_saved_when_it_starts(
     pool: RankPool, tmp_path: Path, saves: dict[str, tuple[str, ...]]
 ) -> None:
-    assert pool.run(2, resumed_twice, str(tmp_path), saves, timeout=300) == [{}, {}]
+    assert pool.run(2, resumed_twice, str(tmp_path), saves, timeout=400) == [{}, {}]
 
 
 class Validations(Callback):
@@ -213,23 +97,22 @@ class Validations(Callback):
 
 def validations_of_resumed(folder: str, name: str) -> list[Any]:
     """Each validation, in what order steps and validations came, of the whole training and of the resumed ones."""
-    row, kind = CASES[name].row, KINDS[0]
-    whole, saving = Validations(), SavesInHooks(folder, (BATCHES[1], ENDS[0]))
-    fit(kind, row, 0, whole, saving)
+    row, whole, saving = ROWS[name], Validations(), Saves(folder, AFTER, (BATCHES[1], ENDS[0]))
+    fit(row, 0, whole, saving)
     found = [whole.after]
     for save in saving.saved:
-        resumed, again = Validations(), SavesInHooks(f"{folder}/from {save}", (START, ENDS[0]))
-        fit(kind, row, 9, resumed, again, path=f"{folder}/{save}.ckpt")
+        resumed, again = Validations(), Saves(f"{folder}/from {save}", AFTER, (START, ENDS[0]))
+        fit(row, 9, resumed, again, path=f"{folder}/{save}.ckpt")
         found.append(resumed.after)
         for second in again.saved:
             more = Validations()
-            fit(kind, row, 8, more, path=f"{again.folder}/{second}.ckpt")
+            fit(row, 8, more, path=f"{again.folder}/{second}.ckpt")
             found.append(more.after)
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "validations"), [("shuffled", 3), ("twice an epoch", 6)])
+@pytest.mark.parametrize(("name", "validations"), [("any hook", 3), ("twice an epoch", 6)])
 def test_no_validation_is_left_out_or_made_twice(pool: RankPool, tmp_path: Path, name: str, validations: int) -> None:
     (found,) = pool.run(1, validations_of_resumed, str(tmp_path), name, timeout=300)
     assert len(found[0]) == validations
@@ -237,26 +120,41 @@ def test_no_validation_is_left_out_or_made_twice(pool: RankPool, tmp_path: Path,
 
 
 class Told(Callback):
-    """Is told to end, in a batch after which there is a validation."""
+    """Ranks are told to end, in the middle of a batch."""
+
+    def __init__(self, batch: int, *ranks: int) -> None:
+        self.batch, self.ranks = batch, ranks
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 1:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch and trainer.global_rank in self.ranks:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+TOLD = [
+    # The row, when which ranks are told, and how many batches are trained on by then.
+    ("twice an epoch", Told(1, 0, 1), 2),
+    ("validated in windows", Told(2, 0, 1), 4),
+    ("in batches, draws", Told(4, 1), 5),
+    ("ends, stateful", Told(1, 1), 2),
+    ("any hook", Told(5, 1), 6),
+]
+
+
 def preempted(folder: str) -> dict[str, Any]:
-    found = {}
-    for name, batches in (("twice an epoch", 2), ("validated in windows", 4)):
-        row, kind = CASES[name].row, KINDS[0]
-        expected = fit(kind, row, 0)
-        saving = ModelCheckpoint(f"{folder}/{name}", save_last=True, save_top_k=0, enable_version_counter=False)
-        with pytest.raises(SystemExit):
-            fit(kind, row, 0, saving, Told(), enable_checkpointing=True)
-        found.update(differences(f"{folder}/{name}", kind, row, expected, {"last": batches}))
+    found: dict[str, Any] = {}
+    for name, told, batches in TOLD:
+        row, elsewhere = ROWS[name], f"{folder}/{name}"
+        expected = fit(row, 0)
+        saving = ModelCheckpoint(elsewhere, save_last=True, save_top_k=0, enable_version_counter=False)
+        with pytest.raises(SystemExit) as ended:
+            fit(row, 0, saving, told, enable_checkpointing=True)
+        assert ended.value.code == 143
+        found.update(differences(elsewhere, row, expected, {"last": batches}))
     return found
 
 
-def test_a_training_that_was_preempted_in_a_validated_batch_goes_on(pool: RankPool, tmp_path: Path) -> None:
+def test_sigterm_saves_the_last_where_training_goes_on(pool: RankPool, tmp_path: Path) -> None:
+    """Told in a batch, agreed on in it, saved when the next has been fetched, which counts not."""
     assert pool.run(2, preempted, str(tmp_path)) == [{}, {}]
 
 
@@ -276,11 +174,54 @@ class TriesToSave(Callback):
 
 
 def trained_unpicklable(folder: str) -> float:
-    expected = fit(KINDS[0], Row(lambda: Dealt(20), OWN), 0)
-    actual = fit(KINDS[0], Row(lambda: Unpicklable(20), OWN), 0, TriesToSave(folder))
+    expected = fit(Row(lambda: Dealt(20), OWN), 0)
+    actual = fit(Row(lambda: Unpicklable(20), OWN), 0, TriesToSave(folder))
     return distance(actual.parameters, expected.parameters)
 
 
 def test_a_state_that_cannot_be_pickled_ends_the_save_and_not_the_training(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, trained_unpicklable, str(tmp_path)) == [0.0, 0.0]
     assert not list(tmp_path.iterdir())
+
+
+def epochs_of(path: str | Path) -> dict[str, Any]:
+    """How Lightning's loop over epochs counts, in a checkpoint."""
+    progress: dict[str, Any] = torch.load(path, weights_only=True)["loops"]["fit_loop"]["epoch_progress"]
+    return progress
+
+
+def cut_short(folder: str) -> dict[str, Any]:
+    """Of each strategy what the checkpoint of an epoch counts that the end of training has cut."""
+    found = {}
+    for kind in (*KINDS, "ddp"):
+        chosen = "ddp" if kind == "ddp" else getattr(lightning_parstrat, kind)()
+        saving = ModelCheckpoint(f"{folder}/{kind}", "{epoch}", save_on_train_epoch_end=True)
+        trainer = make_trainer(chosen, callbacks=[saving], max_steps=2, enable_checkpointing=True)
+        trainer.fit(Sees(Row(shuffled)), shuffled())
+        found[kind] = epochs_of(saving.best_model_path)
+    return found
+
+
+def test_an_epoch_that_was_cut_short_is_saved_as_under_ddp(pool: RankPool, tmp_path: Path) -> None:
+    (found,) = pool.run(1, cut_short, str(tmp_path))
+    assert [found[kind] for kind in KINDS] == [found["ddp"]] * 2
+
+
+def epochs_begun_of_one_strategy(kind: str, folder: str) -> list[int]:
+    """Trains, and resumes with the same strategy from the last batch of the first epoch."""
+    saving = Saves(folder, AFTER)
+    trainer = make_trainer(getattr(lightning_parstrat, kind)(), max_epochs=1, callbacks=[saving])
+    trainer.fit(Sees(Row(shuffled)), shuffled())
+    first = max(saving.saved, key=lambda name: saving.saved[name])
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(Sees(Row(shuffled)), shuffled(), ckpt_path=f"{folder}/{first}.ckpt", weights_only=False)
+    second = max(saving.saved, key=lambda name: saving.saved[name])
+    total = epochs_of(f"{folder}/{second}.ckpt")["total"]
+    return [saving.saved[first], saving.saved[second], total["ready"], total["processed"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_training_of_a_strategy_that_resumes_at_the_end_of_an_epoch_counts_the_next(
+    pool: RankPool, kind: str, tmp_path: Path
+) -> None:
+    assert pool.run(1, epochs_begun_of_one_strategy, kind, str(tmp_path)) == [[5, 8, 2, 1]]

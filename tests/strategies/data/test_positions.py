@@ -3,140 +3,87 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-import lightning_parstrat
 from tests.comparing import distance
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies.data.rows import (
     ARGUMENTS,
     BATCH,
+    BATCHES,
+    DETERMINISTIC,
+    HOOKS,
     OWN,
+    QUICK,
     ROWS,
     SAMPLERS,
     SAMPLES,
     STATEFUL,
+    STATEFUL_HOOKS,
+    THREE,
     TOGETHER,
+    TUNED,
+    UNSIZED,
     Numbered,
     Permuted,
     Row,
     loader,
 )
-from tests.strategies.parity import make_trainer
+from tests.strategies.data.trainings import Saves, differences, fit, trainer_and_module
 from tests.strategies.test_dataloaders import workers_allowed
-
-KINDS = ("ZeRO1Strategy", "TunedDDPStrategy")
-
-
-class Sees(LightningModule):
-    """Draws random numbers in every step, also of a validation, and notes which samples it was trained on."""
-
-    def __init__(self, row: Row) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 24), nn.Dropout(0.5), nn.ReLU(), nn.Linear(24, 1))
-        self.row = row
-        self.seen: list[Any] = []
-
-    def train_dataloader(self) -> Any:
-        return self.row.make()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else [batch]
-        samples = [None if part is None else part.reshape(-1, 8) for part in parts]
-        self.seen.append([None if part is None else part[:, 0].int().tolist() for part in samples])
-        return self.layers(torch.cat([part for part in samples if part is not None])).square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        noise = torch.randn_like(batch)
-        self.log("val", self.layers(batch + noise).mean(), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-class Saves(Callback):
-    """Saves after some of the batches."""
-
-    def __init__(self, folder: str, batches: tuple[int, ...]) -> None:
-        self.folder, self.batches = folder, batches
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        batch = trainer.fit_loop.epoch_loop.total_batch_idx + 1
-        if batch in self.batches:
-            trainer.save_checkpoint(f"{self.folder}/{batch}.ckpt")
-
-
-class Training(NamedTuple):
-    """What a training came to: on which samples, step by step, and with which parameters; and what it said."""
-
-    seen: list[Any]
-    parameters: list[Tensor]
-    loaded: int
-    said: list[str]
-
-
-def trainer_and_module(kind: str, row: Row, seed: int, *callbacks: Callback, **more: Any) -> tuple[Trainer, Sees]:
-    torch.manual_seed(seed)
-    module = Sees(row)
-    strategy = getattr(lightning_parstrat, kind)(bucket_cap_mb=0.001)
-    return make_trainer(strategy, callbacks=list(callbacks), **{"max_epochs": 2, **row.arguments, **more}), module
-
-
-def fit(kind: str, row: Row, seed: int, *callbacks: Callback, path: str | None = None, **more: Any) -> Training:
-    trainer, module = trainer_and_module(kind, row, seed, *callbacks, **more)
-    validation = loader(8) if "val_check_interval" in {**row.arguments, **more} else None
-    Numbered.loaded = 0
-    with workers_allowed(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.fit(module, None if row.from_module else row.make(), validation, ckpt_path=path, weights_only=True)
-    parameters = [parameter.detach().clone() for parameter in module.parameters()]
-    return Training(module.seen, parameters, Numbered.loaded, [str(one.message) for one in caught])
 
 
 def resumed(folder: str, names: list[str]) -> dict[str, Any]:
     """For each row and save: what differs between the training that went on and the one that never stopped."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in names:
-        row, number = ROWS[name], list(ROWS).index(name)
-        # Under DDP ranks with different numbers of batches wait for each other forever.
-        kind = KINDS[number % 2 if "uneven" not in name else 0]
-        expected = fit(kind, row, 0)
-        # All batches of rows alike are too many: every fourth, of each row others.
-        saves = tuple(range(1 + number % 4, len(expected.seen), 4))
-        saved = fit(kind, row, 0, Saves(f"{folder}/{name}", saves))
-        if saved.seen != expected.seen or distance(saved.parameters, expected.parameters) != 0:
-            found[f"{name}, saved"] = saved.seen
-        window = row.arguments.get("accumulate_grad_batches", 1)
-        for batch in saves:
-            actual = fit(kind, row, 99 + dist.get_rank(), path=f"{folder}/{name}/{batch}.ckpt")
-            begun = len(expected.seen) - len(actual.seen)
-            is_same = batch - window < begun <= batch and actual.seen == expected.seen[begun:]
-            difference = distance(actual.parameters, expected.parameters)
-            doubts = [one for one in actual.said if "resuming from a checkpoint" in one or "anew" in one]
-            if not is_same or difference != 0 or doubts:
-                found[f"{name}, {batch}"] = (begun, actual.seen, expected.seen, difference, doubts)
+        row, saves = ROWS[name], Saves(f"{folder}/{name}", ROWS[name].after, ROWS[name].hooks)
+        expected, saved = fit(row, 0), fit(row, 0, saves)
+        assert saved.seen == expected.seen and distance(saved.parameters, expected.parameters) == 0
+        assert saves.saved
+        found.update(differences(saves.folder, row, expected, saves.saved))
     return found
 
 
-QUICK = ["workers", "random own, generator", "batch sampler", "cycle own", "accumulated own", "no lengths, cycled"]
+FIRST = (
+    "workers",
+    "random own, generator",
+    "batch sampler",
+    "cycle own",
+    "accumulated own",
+    "no lengths, cycled",
+)
+RUNS: dict[str, tuple[int, Iterable[str]]] = {
+    "next sample": (2, FIRST),
+    "any hook": (2, QUICK),
+    "three ranks": (3, THREE),
+    "samplers": (2, SAMPLERS),
+    "together": (2, TOGETHER),
+    "arguments": (2, ARGUMENTS),
+    "stateful": (2, STATEFUL),
+    "hooks": (2, HOOKS),
+    "stateful in hooks": (2, STATEFUL_HOOKS),
+    "no length": (2, UNSIZED),
+    "no length alone": (1, UNSIZED),
+    "deterministic": (3, DETERMINISTIC),
+}
 
 
-GROUPS = {"samplers": SAMPLERS, "together": TOGETHER, "arguments": ARGUMENTS, "stateful": STATEFUL}
-
-
-@pytest.mark.parametrize("which", ["quick", *(pytest.param(name, marks=pytest.mark.slow) for name in GROUPS)])
-def test_a_training_goes_on_with_the_next_sample(pool: RankPool, tmp_path: Path, which: str) -> None:
-    names = QUICK if which == "quick" else [name for name in GROUPS[which] if name not in QUICK]
-    assert pool.run(2, resumed, str(tmp_path), names, timeout=300) == [{}, {}]
+@pytest.mark.parametrize("which", slow_unless(lambda which: which in list(RUNS)[:3], RUNS))
+def test_a_training_goes_on_as_if_it_had_not_stopped(pool: RankPool, tmp_path: Path, which: str) -> None:
+    ranks, rows = RUNS[which]
+    names = [name for name in rows if which == "next sample" or name not in FIRST]
+    assert pool.run(ranks, resumed, str(tmp_path), names, timeout=400) == [{}] * ranks
 
 
 class FailedError(Exception):
@@ -151,14 +98,14 @@ class Fails(Callback):
 
 def saved_after_an_exception(folder: str) -> dict[str, bool]:
     found = {}
-    for number, name in enumerate(("shuffled", "workers", "no length")):
-        row, path, kind = ROWS[name], f"{folder}/{name}.ckpt", KINDS[number % 2]
-        expected = fit(kind, row, 0)
-        trainer, module = trainer_and_module(kind, row, 0, Fails())
+    for name in ("shuffled", "workers", "no length"):
+        row, path = ROWS[name], f"{folder}/{name}.ckpt"
+        expected = fit(row, 0)
+        trainer, module = trainer_and_module(row, 0, Fails())
         with workers_allowed(), pytest.raises(FailedError):
             trainer.fit(module, row.make())
         trainer.save_checkpoint(path)
-        actual = fit(kind, row, 1, path=path)
+        actual = fit(row, 1, path=path)
         same = distance(actual.parameters, expected.parameters) == 0
         found[name] = actual.seen == expected.seen[3:] and same
     return found
@@ -169,6 +116,7 @@ def test_a_training_may_be_saved_after_an_exception(pool: RankPool, tmp_path: Pa
         assert found == {"shuffled": True, "workers": True, "no length": True}
 
 
+SAVED = f"{BATCHES[1]} 0.ckpt"
 QUICK_SHARED = ["shuffled", "weighted", "batch sampler, injected"]
 SHARED = ["by one", "workers", "user's distributed", "unknown, workers", "validated", "persistent", "a subclass of it"]
 WITH_REPLACEMENT = ("unknown, workers", "weighted")
@@ -176,21 +124,15 @@ WITH_REPLACEMENT = ("unknown, workers", "weighted")
 
 def until(folder: str, names: list[str], batch: int) -> dict[str, list[Any]]:
     """On which samples trainings were trained up to a save."""
-    return {
-        name: fit(KINDS[number % 2], ROWS[name], 0, Saves(f"{folder}/{name}", (batch,)), max_epochs=1).seen[:batch]
-        for number, name in enumerate(names)
-    }
+    return {name: fit(ROWS[name], 0, Saves(f"{folder}/{name}", (batch,)), max_epochs=1).seen[:batch] for name in names}
 
 
-def goes_on(folder: str, names: list[str], batch: int) -> dict[str, list[Any]]:
-    return {
-        name: fit(KINDS[number % 2], ROWS[name], 7, path=f"{folder}/{name}/{batch}.ckpt", max_epochs=1).seen
-        for number, name in enumerate(names)
-    }
+def goes_on(folder: str, names: list[str]) -> dict[str, list[Any]]:
+    return {name: fit(ROWS[name], 7, path=f"{folder}/{name}/{SAVED}", max_epochs=1).seen for name in names}
 
 
 def whole_epochs(names: list[str]) -> dict[str, list[Any]]:
-    return {name: fit(KINDS[0], ROWS[name], 0, max_epochs=1).seen for name in WITH_REPLACEMENT if name in names}
+    return {name: fit(ROWS[name], 0, max_epochs=1).seen for name in WITH_REPLACEMENT if name in names}
 
 
 def ids(of_ranks: list[Any]) -> list[int]:
@@ -210,7 +152,7 @@ def test_among_other_ranks_every_sample_that_is_left_comes_once(
 ) -> None:
     before, after = ranks
     trained = pool.run(before, until, str(tmp_path), names, 3, timeout=200)
-    rest = pool.run(after, goes_on, str(tmp_path), names, 3, timeout=200)
+    rest = pool.run(after, goes_on, str(tmp_path), names, timeout=200)
     # Which ones come more than once, a single process knows.
     (alone,) = pool.run(1, whole_epochs, names)
     for name in names:
@@ -224,36 +166,37 @@ def test_among_other_ranks_every_sample_that_is_left_comes_once(
         assert (counts - expected).total() <= at_most + padded, name
 
 
-def chain(folder: str, path: int | None, save: int) -> list[Any]:
-    at = None if path is None else f"{folder}/{path}.ckpt"
-    return fit(KINDS[0], ROWS["shuffled"], 5, Saves(folder, (save,)), path=at, max_epochs=1).seen
+def chain(folder: str, path: str | None, save: int) -> list[Any]:
+    return fit(ROWS["shuffled"], 5, Saves(folder, (save,)), path=path, max_epochs=1).seen
 
 
 def test_ranks_may_change_again_and_again(pool: RankPool, tmp_path: Path) -> None:
     # 45 samples in batches of 4: 8 are trained on by two ranks, 12 and 12 by three, the rest by one.
-    trained = []
-    for path, ranks in enumerate((2, 3, 3)):
-        seen = pool.run(ranks, chain, str(tmp_path), path or None, path + 1)
+    trained, path = [], None
+    for number, ranks in enumerate((2, 3, 3)):
+        folder = f"{tmp_path}/{number}"
+        # How many batches are trained on in all, among whatever ranks.
+        seen = pool.run(ranks, chain, folder, path, number + 1)
         trained += ids([steps[:1] for steps in seen])
-    trained += ids(pool.run(1, chain, str(tmp_path), 3, 99))
+        path = f"{folder}/{SAVED}"
+    trained += ids(pool.run(1, chain, str(tmp_path), path, 99))
     assert sorted(trained) == list(range(SAMPLES))
 
 
 def said_of_own_states(folder: str, path: str | None) -> list[str]:
-    said = fit(KINDS[0], ROWS["draws"], 0, Saves(folder, (2,)), path=path).said
+    said = fit(ROWS["draws"], 0, Saves(folder, (2,)), path=path).said
     return [one for one in said if "gets that of rank 0 on all ranks" in one]
 
 
 def test_loaders_with_a_state_of_their_own_cannot_share_what_is_left(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(2, said_of_own_states, str(tmp_path), None) == [[], []]
-    (said,) = pool.run(1, said_of_own_states, str(tmp_path / "again"), f"{tmp_path}/2.ckpt")
+    (said,) = pool.run(1, said_of_own_states, str(tmp_path / "again"), f"{tmp_path}/{SAVED}")
     assert len(said) == 1
 
 
 def loaded_after_resume(folder: str) -> list[int]:
-    row = ROWS["shuffled"]
-    whole = fit(KINDS[0], row, 0, Saves(folder, (4,)))
-    return [whole.loaded, fit(KINDS[0], row, 0, path=f"{folder}/4.ckpt").loaded]
+    whole = fit(ROWS["shuffled"], 0, Saves(folder, (4,)))
+    return [whole.loaded, fit(ROWS["shuffled"], 0, path=f"{folder}/{SAVED}").loaded]
 
 
 def test_samples_that_were_trained_on_are_not_loaded_again(pool: RankPool, tmp_path: Path) -> None:
@@ -277,8 +220,7 @@ class DrawsOthers(Sampler[int]):
 def others_drawn(folder: str) -> list[Any]:
     """On rank 1 alone others are drawn."""
     row = Row(lambda: loader(sampler=DrawsOthers() if dist.get_rank() else Permuted()), {**OWN, "max_epochs": 1})
-    saved = fit(KINDS[0], row, 0, Saves(folder, (4,)))
-    resumed = fit(KINDS[0], row, 0, path=f"{folder}/4.ckpt")
+    saved, resumed = fit(row, 0, Saves(folder, (4,))), fit(row, 0, path=f"{folder}/{SAVED}")
     said = [one for one in resumed.said if "draws again are others" in one and "begins the epoch's samples anew" in one]
     return [len(said), len(saved.seen), resumed.seen]
 
@@ -307,27 +249,38 @@ class Plain:
         return iter(DataLoader(Numbered(16), batch_size=4))
 
 
+def twice() -> list[Any]:
+    one = loader()
+    return [one, one]
+
+
 LOST = {
     "(OwnClass over Numbered)": lambda: OwnClass(Numbered(), batch_size=4),
     "(DataLoader over Stream)": lambda: DataLoader(Stream(), batch_size=4),
     "(Plain)": Plain,
+    "two places, give each a loader of its own": twice,
     "nothing": loader,
 }
 
 
 def warnings_of_lost(folder: str) -> dict[str, list[str]]:
+    """What is said at two saves; then by a training that goes on from the second."""
     found = {}
     for name, make in LOST.items():
-        training = fit(KINDS[0], Row(make, {**OWN, "max_epochs": 1}), 0, Saves(folder, (2, 3)))
-        found[name] = [one for one in training.said if "cannot be told where it stands" in one]
+        row, own = Row(make, {**OWN, "max_epochs": 1}), f"{folder}/{len(found)}"
+        saved, resumed = fit(row, 0, Saves(own, (2, 3))), fit(row, 0, path=f"{own}/{SAVED}")
+        found[name] = [one for one in saved.said if "cannot be told where it stands" in one]
+        found[name] += [one for one in resumed.said if "begins the epoch's samples anew" in one]
     return found
 
 
 def test_one_warning_at_the_save_names_the_loader_that_is_lost(pool: RankPool, tmp_path: Path) -> None:
     (found,) = pool.run(1, warnings_of_lost, str(tmp_path))
     assert found.pop("nothing") == []
-    for name, (said,) in found.items():
-        assert name in said and "StatefulDataLoader" in said
+    for name, said in found.items():
+        assert name in said[0] and "StatefulDataLoader" in said[0]
+        # What does not know that it has begun an epoch goes on as under `ddp`.
+        assert ["does not say where it stood" in one for one in said[1:]] == [True] * ("two places" in name)
 
 
 def loader_in_and_after_training() -> list[bool]:
@@ -345,7 +298,7 @@ def loader_in_and_after_training() -> list[bool]:
             # It is the user's own that gets it.
             given.batch_sampler.batch_size = 9
 
-    fit(KINDS[1], Row(lambda: given, OWN), 0, Looks())
+    fit(Row(lambda: given, OWN, kind=TUNED), 0, Looks())
     seen.append([len(batch) for batch in given] == [9] * 5 and len(given) == 5)
     return [*seen, {**vars(given), "_iterator": None} == before]
 
@@ -356,14 +309,14 @@ def test_the_users_loader_has_its_own_sampler_again(pool: RankPool) -> None:
 
 
 def validated_before_training(folder: str) -> list[bool]:
-    row = Row(loader, {"max_epochs": 1})
-    expected = fit(KINDS[0], row, 0, Saves(folder, (4,)))
-    trainer, module = trainer_and_module(KINDS[0], row, 0)
-    trainer.validate(module, loader(8, shuffle=False), ckpt_path=f"{folder}/4.ckpt", weights_only=True)
+    row, path = Row(loader, {"max_epochs": 1}), f"{folder}/{SAVED}"
+    expected = fit(row, 0, Saves(folder, (4,)))
+    trainer, module = trainer_and_module(row, 0)
+    trainer.validate(module, loader(8, shuffle=False), ckpt_path=path, weights_only=True)
     trainer.fit(module, row.make())
     filters = list(warnings.filters)
-    trainer, resumed = trainer_and_module(KINDS[0], row, 0)
-    trainer.fit(resumed, row.make(), ckpt_path=f"{folder}/4.ckpt", weights_only=True)
+    trainer, resumed = trainer_and_module(row, 0)
+    trainer.fit(resumed, row.make(), ckpt_path=path, weights_only=True)
     return [
         [len(step[0]) for step in module.seen] == [len(step[0]) for step in expected.seen],
         sorted(ids([module.seen])) == sorted(ids([expected.seen])),
@@ -379,12 +332,12 @@ def test_a_run_leaves_nothing_of_its_checkpoint_to_the_next(pool: RankPool, tmp_
 
 def trained_beside_a_stream(folder: str, path: str | None) -> list[Any]:
     row = Row(lambda: {"a": loader(), "b": DataLoader(Stream(), BATCH)}, {"max_epochs": 1, "limit_train_batches": 12})
-    return [step[0] for step in fit(KINDS[0], row, 0, Saves(folder, (3,)), path=path).seen]
+    return [step[0] for step in fit(row, 0, Saves(folder, (3,)), path=path).seen]
 
 
 def test_ranks_may_change_where_a_loader_has_no_length(pool: RankPool, tmp_path: Path) -> None:
     (before,) = pool.run(1, trained_beside_a_stream, str(tmp_path), None)
-    after = pool.run(2, trained_beside_a_stream, str(tmp_path), f"{tmp_path}/3.ckpt")
+    after = pool.run(2, trained_beside_a_stream, str(tmp_path / "again"), f"{tmp_path}/{SAVED}")
     # 45 - 12 samples are left, in five batches of each rank; then the loader begins again, as the stream goes on.
     first = [one for steps in after for step in steps[:5] for one in step]
     assert set(first) == set(range(SAMPLES)) - {one for step in before[:3] for one in step}
