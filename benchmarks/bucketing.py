@@ -11,23 +11,22 @@ against steps.
 """
 
 import argparse
-import itertools
 import logging
 import statistics
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.emulated import Sleep
 from benchmarks.machine import write_result
-from benchmarks.measuring import quartiles, spread
+from benchmarks.measuring import StepTimes, quartiles, spread
+from benchmarks.quiet import QUIET
 from benchmarks.ranks import become_ranks, global_rank
 from benchmarks.slow_wire import SlowWire
 from lightning_parstrat import TunedDDPStrategy
@@ -86,22 +85,6 @@ class SleepingLayers(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class StepTimes(Callback):
-    """When each step began, after the first few."""
-
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.began: list[float] = []
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step >= self.warm_up:
-            self.began.append(time.perf_counter())
-
-    def median(self) -> float:
-        """The median step."""
-        return statistics.median(later - earlier for earlier, later in itertools.pairwise(self.began))
-
-
 def train(case: Case, group: Any, bucket_cap_mb: Any, steps: int, warm_up: int) -> tuple[float, TuningReport | None]:
     """The median step with these buckets, None for the default's; and what tuning has found."""
     strategy: Strategy
@@ -123,14 +106,11 @@ def median_step(module: LightningModule, strategy: Strategy | str, steps: int, w
         strategy=strategy,
         max_steps=warm_up + steps,
         callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     dist.barrier()
     trainer.fit(module, DataLoader(torch.zeros((warm_up + steps) * dist.get_world_size(), 1)))
-    return times.median()
+    return statistics.median(times.kept(times.starts))
 
 
 NODES = [1]

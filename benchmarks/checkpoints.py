@@ -49,12 +49,12 @@ class Saves(Callback):
             self.began = time.perf_counter()
         elif self.every and batch_idx > self.warm_up and (batch_idx - self.warm_up) % self.every == 1:
             dist.barrier()
-            forget_peak("cpu")
-            held = held_now("cpu")
+            forget_peak()
+            held = held_now()
             began = time.perf_counter()
             trainer.save_checkpoint(self.folder / f"{len(self.stalls) % 2}.ckpt")
             self.stalls.append(time.perf_counter() - began)
-            self.peaks.append(held_at_peak("cpu") - held)
+            self.peaks.append(held_at_peak() - held)
 
     def teardown(self, trainer: Trainer, module: LightningModule, stage: str) -> None:
         # By now a save that was under way is done.

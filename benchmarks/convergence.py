@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
 from benchmarks.machine import write_result
+from benchmarks.quiet import QUIET
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "lm"))
 
@@ -85,10 +86,7 @@ def train(way: Way, arguments: argparse.Namespace) -> dict[str, Any]:
         val_check_interval=arguments.steps,
         num_sanity_val_steps=0,
         callbacks=[losses],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, datamodule=StdlibBytes(context=128, batch_size=arguments.batch_size))
     bits = float(trainer.callback_metrics["val_bits_per_byte"])

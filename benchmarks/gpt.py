@@ -1,10 +1,7 @@
 """A GPT of adjustable size on random tokens: it is timed, not trained."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -29,15 +26,26 @@ class RandomTokens(Dataset):
 class Decoder(nn.Module):
     """Pre-norm transformer decoder; 33.7 million parameters by default, of which two embeddings are a quarter."""
 
-    def __init__(self, width: int = 512, depth: int = 8, heads: int = 8, length: int = LENGTH):
+    def __init__(
+        self,
+        width: int = 512,
+        depth: int = 8,
+        heads: int = 8,
+        length: int = LENGTH,
+        vocabulary: int = VOCABULARY,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            nn.init.normal_(self.tokens.weight, std=0.02)
+            self.head.weight = self.tokens.weight
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length), persistent=False)
 
     def units(self) -> list[nn.Module]:
@@ -47,20 +55,7 @@ class Decoder(nn.Module):
     def forward(self, batch: Tensor) -> Tensor:
         """The mean loss."""
         inputs, targets = batch[:, :-1], batch[:, 1:]
-        hidden = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
-        logits = self.head(self.blocks(hidden, mask=self.mask, is_causal=True))
+        length = inputs.shape[1]
+        hidden = self.tokens(inputs) + self.positions.weight[:length]
+        logits = self.head(self.blocks(hidden, mask=self.mask[:length, :length], is_causal=True))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class GPT(LightningModule):
-    """A decoder, real or emulated, under AdamW."""
-
-    def __init__(self, decoder: nn.Module) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.decoder(batch)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)

@@ -1,6 +1,7 @@
 """Times and counts one run of steps through Lightning's Trainer, and several in turns."""
 
 import argparse
+import itertools
 import logging
 import os
 import statistics
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from benchmarks.emulated import EmulatedDecoder
 from benchmarks.gpt import Decoder, RandomTokens
 from benchmarks.peers import SINGLE_PROCESS, make_module, make_strategy, reason_to_leave_out
+from benchmarks.quiet import QUIET
 from lightning_parstrat.distributed.comm.collectives import Traffic
 
 
@@ -24,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of every program that times steps."""
     parser.add_argument("--devices", type=int, default=2, help="ranks per node; started here unless they run already")
     parser.add_argument("--num-nodes", type=int, default=1)
-    parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--pairs", type=int, default=3, help="how often the strategies take turns")
     parser.add_argument("--steps", type=int, default=8, help="micro-batches on the clock")
     parser.add_argument("--warm-up", type=int, default=3, help="micro-batches before the clock starts")
@@ -48,8 +49,6 @@ def check_arguments(parser: argparse.ArgumentParser, arguments: argparse.Namespa
     if arguments.steps % arguments.accumulate or arguments.warm_up % arguments.accumulate:
         # Otherwise the clock would hold more steps of one strategy's communication than of computation.
         parser.error("--steps and --warm-up must be multiples of --accumulate: the clock holds whole optimizer steps")
-    if arguments.emulate is not None and arguments.accelerator != "cpu":
-        parser.error("--emulate is for processes without an accelerator")
 
 
 class Stopwatch(Callback):
@@ -69,14 +68,12 @@ class Stopwatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self.steps == self.warm_up:
-            _finish_device_work()
             self.traffic_at_start = _payload_counters(trainer)
             self.sent_at_start = _bytes_sent()
             self.started = time.perf_counter()
         self.steps += 1
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        _finish_device_work()
         timed = self.steps - self.warm_up
         self.seconds = (time.perf_counter() - self.started) / timed
         sent = _bytes_sent()
@@ -84,11 +81,6 @@ class Stopwatch(Callback):
             self.sent = round((sent - self.sent_at_start) / timed * trainer.accumulate_grad_batches)
         if self.traffic_at_start is not None:
             self.payload = _payload(trainer, self.traffic_at_start, timed // trainer.accumulate_grad_batches)
-
-
-def _finish_device_work() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _bytes_sent() -> int | None:
@@ -107,6 +99,23 @@ def _payload(trainer: Trainer, before: Traffic, steps: int) -> dict[str, Any]:
     engine = trainer.strategy._engine
     engine.gatherer.finish()
     return {name: (last - vars(before)[name]) / steps for name, last in vars(engine.traffic).items()}
+
+
+class StepTimes(Callback):
+    """Wall time, and what the main thread computes, of each step but the first few."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
+        self.starts: list[float] = []
+        self.computed: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.starts.append(time.perf_counter())
+        self.computed.append(time.thread_time())
+
+    def kept(self, clock: list[float]) -> list[float]:
+        """The seconds of each step by one of the two clocks."""
+        return [after - before for before, after in itertools.pairwise(clock[self.warm_up :])]
 
 
 class Phases(Callback):
@@ -128,7 +137,6 @@ class Phases(Callback):
         self.backward += self._lap()
 
     def _lap(self) -> float:
-        _finish_device_work()
         before, self.at = self.at, time.perf_counter()
         return self.at - before if self.steps > self.warm_up else 0.0
 
@@ -154,25 +162,18 @@ def fit(name: str, arguments: argparse.Namespace, callbacks: list[Callback]) -> 
     alone = name == SINGLE_PROCESS
     steps = arguments.warm_up + arguments.steps
     trainer = Trainer(
-        accelerator=arguments.accelerator,
+        accelerator="cpu",
         devices=1 if alone else arguments.devices,
         num_nodes=1 if alone else arguments.num_nodes,
-        strategy=make_strategy(name, ranks, _device(arguments.accelerator)),
+        strategy=make_strategy(name, ranks),
         max_steps=steps // arguments.accumulate,
         gradient_clip_val=arguments.clip,
         accumulate_grad_batches=arguments.accumulate,
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     data = RandomTokens(steps * arguments.batch_size * ranks)
     trainer.fit(make_module(name, decoder), DataLoader(data, batch_size=arguments.batch_size))
-
-
-def _device(accelerator: str) -> torch.device:
-    return torch.device("cpu") if accelerator == "cpu" else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -190,7 +191,7 @@ def measure_in_turns(
     names: list[str], arguments: argparse.Namespace
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """Measurements of each strategy, one per turn, and why others were left out."""
-    reasons = {name: reason_to_leave_out(name, arguments.accelerator) for name in names}
+    reasons = {name: reason_to_leave_out(name) for name in names}
     # Lightning's lines about each of many Trainers would bury the result.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     results: dict[str, list[dict[str, Any]]] = {name: [] for name, reason in reasons.items() if reason is None}

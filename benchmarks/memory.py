@@ -2,12 +2,11 @@
 
     python -m benchmarks.memory --output benchmarks/results/memory.json
 
-On CPU: how much the resident set (RSS) has grown since before the module was made, in steady state and at its peak, as
+That is how much the resident set (RSS) has grown since before the module was made, in steady state and at its peak, as
 Linux counts it. A tiny fit under the same strategy comes first, so that libraries, threads and the process group are
 there already. glibc keeps freed memory for later use, and from several threads in several arenas, which shows as memory
 held; by default the ranks run with allocator settings that return large blocks to the system when they are freed, so
 that RSS follows what is held. `--malloc default` leaves the settings alone: then the peak is what the system must have.
-On CUDA: what the caching allocator has allocated, less what it had before.
 """
 
 import argparse
@@ -22,7 +21,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.machine import write_result
@@ -42,34 +40,29 @@ class Held(Callback):
     It has no hook in which a strategy would have to show gradients, which costs memory.
     """
 
-    def __init__(self, accelerator: str) -> None:
-        self.accelerator = accelerator
+    def __init__(self) -> None:
         self.bytes: list[int] = []
         self.steps = 0
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self.steps += 1
         if self.steps > SETTLING:
-            self.bytes.append(held_now(self.accelerator))
+            self.bytes.append(held_now())
 
 
-def held_now(accelerator: str) -> int:
-    """Bytes held by this process, on the device that computes."""
-    return _status("VmRSS") if accelerator == "cpu" else torch.cuda.memory_allocated()
+def held_now() -> int:
+    """Bytes held by this process."""
+    return _status("VmRSS")
 
 
-def held_at_peak(accelerator: str) -> int:
+def held_at_peak() -> int:
     """The most that was held since :func:`forget_peak`."""
-    return _status("VmHWM") if accelerator == "cpu" else torch.cuda.max_memory_allocated()
+    return _status("VmHWM")
 
 
-def forget_peak(accelerator: str) -> bool:
+def forget_peak() -> bool:
     """Lets the peak begin with what is held now; False where the system does not permit that."""
     gc.collect()
-    if accelerator != "cpu":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        return True
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -93,14 +86,14 @@ def measure_here(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     tiny = copy.copy(arguments)
     tiny.width, tiny.depth, tiny.steps, tiny.warm_up = 32, 1, 2 * arguments.accumulate, 0
     fit(name, tiny, [])
-    was_reset = forget_peak(arguments.accelerator)
-    before = held_now(arguments.accelerator)
-    held = Held(arguments.accelerator)
+    was_reset = forget_peak()
+    before = held_now()
+    held = Held()
     fit(name, arguments, [held])
     return {
         "before": before,
         "held_growth": max(held.bytes) - before,
-        "peak_growth": held_at_peak(arguments.accelerator) - before,
+        "peak_growth": held_at_peak() - before,
         "peak_was_reset": was_reset,
     }
 
@@ -122,7 +115,7 @@ def summarize(arguments: argparse.Namespace) -> dict[str, Any]:
     strategies: dict[str, Any] = {}
     not_run: dict[str, str] = {}
     for name in arguments.strategies:
-        reason = reason_to_leave_out(name, arguments.accelerator)
+        reason = reason_to_leave_out(name)
         if reason is not None:
             not_run[name] = reason
             continue

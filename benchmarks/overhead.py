@@ -21,17 +21,17 @@ import random
 import statistics
 import sys
 import tempfile
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.machine import write_result
+from benchmarks.measuring import StepTimes
+from benchmarks.quiet import QUIET
 from benchmarks.ranks import global_rank, run_local_ranks
 
 RESAMPLES = 2000
@@ -57,22 +57,6 @@ class ManySmallTensors(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-class StepTimes(Callback):
-    """Both clocks from each batch's start to the next one's, but for the first few."""
-
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.starts: list[float] = []
-        self.computed: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.starts.append(time.perf_counter())
-        self.computed.append(time.thread_time())
-
-    def kept(self, clock: list[float]) -> list[float]:
-        return [after - before for before, after in pairwise(clock[self.warm_up :])]
-
-
 def train(arguments: argparse.Namespace) -> None:
     """One run, in the process of one rank; rank 0 writes its times."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -88,10 +72,7 @@ def train(arguments: argparse.Namespace) -> None:
         max_steps=steps,
         gradient_clip_val=arguments.clip,
         callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, DataLoader(data, batch_size=8))
     if global_rank() == 0:

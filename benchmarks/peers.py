@@ -1,15 +1,14 @@
 """What zero1_custom is measured beside: the same module and optimizer under other strategies."""
 
-import importlib.util
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from benchmarks.gpt import GPT
 from lightning_parstrat import ZeRO1Strategy
 
 SINGLE_PROCESS = "single_process"
@@ -32,6 +31,20 @@ PEERS = (
     "zero2_custom",
     SINGLE_PROCESS,
 )
+
+
+class GPT(LightningModule):
+    """A decoder, real or emulated, under AdamW."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.decoder(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=3e-4)
 
 
 class ZeroRedundancyGPT(GPT):
@@ -75,14 +88,9 @@ class ShardedByHandGPT(GPT):
             fully_shard(module, mesh=mesh)
 
 
-def reason_to_leave_out(name: str, accelerator: str) -> str | None:
+def reason_to_leave_out(name: str) -> str | None:
     """Why a strategy cannot run here, or None."""
-    if name == "deepspeed_stage_1":
-        if importlib.util.find_spec("deepspeed") is None:
-            return "not installed"
-        if accelerator == "cpu":
-            return "Lightning's strategy for it runs on CUDA alone"
-    return None
+    return "Lightning's strategy for it runs on CUDA alone" if name == "deepspeed_stage_1" else None
 
 
 def make_module(name: str, decoder: nn.Module) -> GPT:
@@ -91,14 +99,14 @@ def make_module(name: str, decoder: nn.Module) -> GPT:
     return modules.get(name, GPT)(decoder)
 
 
-def make_strategy(name: str, ranks: int, device: torch.device) -> Strategy | str:
+def make_strategy(name: str, ranks: int) -> Strategy | str:
     """What to hand to the Trainer; a name that is not among ``PEERS`` is one that Lightning knows."""
     if name == "ddp+zero_redundancy":
         return "ddp"
     if name in ("fsdp2", FSDP2_BY_HAND):
         return ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
     if name == SINGLE_PROCESS:
-        return SingleDeviceStrategy(device=device)
+        return SingleDeviceStrategy(device=torch.device("cpu"))
     if name in FORMATS and name != "ddp":
         return ZeRO1Strategy(**FORMATS[name])
     if name == WITHIN_STEP:

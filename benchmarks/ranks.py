@@ -1,6 +1,7 @@
 """Starts the ranks of a benchmark, as torchrun would, and ends them together."""
 
 import contextlib
+import math
 import os
 import shlex
 import signal
@@ -51,10 +52,12 @@ def command_line() -> str:
 class RankGroup:
     """Processes that succeed together: when one fails, the others are ended. Leaving the context leaves none behind.
 
-    The first one prints to the terminal; what the others print is shown if one fails.
+    Args:
+        shown: Whether the first one prints to the terminal. What others print is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shown: bool = True) -> None:
+        self._shown = shown
         self._processes: list[subprocess.Popen[bytes]] = []
         self._files = contextlib.ExitStack()
         self._logs: list[IO[bytes] | None] = []
@@ -65,9 +68,10 @@ class RankGroup:
     def __exit__(self, *_: object) -> None:
         for stop in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes:
-                if process.poll() is None:
+                # Also if it has ended: what it has started may not have.
+                with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, stop)
-            self._wait_until(lambda: not self._running())
+            self._wait_until(lambda: not self.running())
         self._files.close()
 
     def start(
@@ -75,7 +79,7 @@ class RankGroup:
     ) -> None:
         """Starts one more rank; ``prepare`` runs in it before the command does."""
         log: IO[bytes] | None = None
-        if self._processes:
+        if self._processes or not self._shown:
             log = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (the stack closes it)
         process = subprocess.Popen(
             command,
@@ -90,31 +94,48 @@ class RankGroup:
         self._logs.append(log)
 
     def wait(self) -> int:
-        """Waits for all ranks; the exit code of the first that failed, or 0."""
-        while self._running() and not self._failed():
+        """Waits for all ranks, and shows what those have printed that fail; the exit code of the first, or 0."""
+        failed = self.first_failed()
+        if failed is None:
+            return 0
+        self._wait_until(lambda: not self.running())
+        for rank, process in enumerate(self._processes):
+            if process.poll() != 0 and self._logs[rank] is not None:
+                lines = self.last_lines(rank, 20)
+                print(f"rank {rank}, exit code {process.poll()}:", *lines, sep="\n  ", file=sys.stderr)
+        return self.code(failed)
+
+    def first_failed(self, seconds: float = math.inf) -> int | None:
+        """Waits until all have ended, one has failed, or so long; the number of the one that has failed."""
+        deadline = time.monotonic() + seconds
+        while True:
+            failed = next((number for number, process in enumerate(self._processes) if process.poll()), None)
+            if failed is not None or not self.running() or time.monotonic() > deadline:
+                return failed
             time.sleep(0.05)
-        if self._failed():
-            self._wait_until(lambda: not self._running())
-            self._show_logs()
-        return next(iter(self._failed()), 0)
 
-    def _running(self) -> bool:
-        return any(process.poll() is None for process in self._processes)
+    def running(self) -> list[int]:
+        """The numbers of those that have not ended."""
+        return [number for number, process in enumerate(self._processes) if process.poll() is None]
 
-    def _failed(self) -> list[int]:
-        return [code for code in (process.poll() for process in self._processes) if code]
+    def code(self, number: int) -> int:
+        """The exit code of one that has ended; negative for a signal."""
+        return int(self._processes[number].returncode)
+
+    def last_lines(self, number: int, count: int) -> list[str]:
+        """The end of what one has printed that is not shown."""
+        log = self._logs[number]
+        if log is None:
+            return []
+        log.seek(0)
+        lines = log.read().decode(errors="replace").splitlines()
+        # torch's profiler says when it begins and ends.
+        return [line for line in lines if line.strip() and not line.startswith("USDT:")][-count:]
 
     def _wait_until(self, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + _SECONDS_OF_GRACE
         while not reached() and time.monotonic() < deadline:
             time.sleep(0.05)
-
-    def _show_logs(self) -> None:
-        for rank, (process, log) in enumerate(zip(self._processes, self._logs, strict=True)):
-            if log is not None and process.poll() != 0:
-                log.seek(0)
-                lines = log.read().decode(errors="replace").splitlines()[-20:]
-                print(f"rank {rank}, exit code {process.poll()}:", *lines, sep="\n  ", file=sys.stderr)
 
 
 def run_local_ranks(command: Sequence[str], ranks: int, extra: Mapping[str, str] | None = None) -> int:

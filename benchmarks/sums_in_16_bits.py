@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from benchmarks.machine import write_result
+from benchmarks.quiet import QUIET
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 
 ELEMENTS, RANKS = 20_000, 2
@@ -53,10 +54,7 @@ def error(strategy: str, micro_batches: int) -> float:
         precision="bf16-true",
         max_steps=1,
         accumulate_grad_batches=micro_batches,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     module = Given()
     trainer.fit(module, DataLoader(samples, batch_size=1))

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 from benchmarks.machine import write_result
 from benchmarks.peers import SINGLE_PROCESS
+from benchmarks.quiet import QUIET
 from benchmarks.ranks import become_ranks, global_rank
 
 RANKS, EPOCHS, UNFREEZE_AT = 2, 4, 2
@@ -101,10 +102,7 @@ def train(kind: str, strategy: str) -> Tensor:
         use_distributed_sampler=False,
         max_epochs=EPOCHS,
         callbacks=[*callbacks, weights],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     samples = data()
     dealt_out = None if alone else DistributedSampler(samples, RANKS, global_rank(), shuffle=False)

@@ -2,12 +2,9 @@
 
 import contextlib
 import functools
-import json
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -234,28 +231,3 @@ class _Phases:
                     self._within[-1] += inclusive
 
         return call
-
-
-class CPUMemory:
-    """The most bytes of tensors at once on a CPU, by torch's profiler; a GPU's allocator counts by itself."""
-
-    def __init__(self) -> None:
-        self.peak_allocated = 0
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-
-    def __enter__(self) -> "CPUMemory":
-        self._profile.start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._profile.stop()
-        if kind is None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "trace.json"
-                self._profile.export_chrome_trace(str(path))
-                events = json.loads(path.read_text())["traceEvents"]
-            changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e.get("name") == "[memory]"]
-            held = 0
-            for _, change in sorted(changes):
-                held += change
-                self.peak_allocated = max(self.peak_allocated, held)

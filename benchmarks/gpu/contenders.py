@@ -13,9 +13,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.gpu.clocks import device_clock
-from benchmarks.gpu.model import SIZES, Batches, Decoder
+from benchmarks.gpu.model import SIZES, Batches
 from benchmarks.gpu.namespace import lightning, parstrat, strategies
 from benchmarks.gpu.rows import IN_16_BITS, OURS, PLAIN, Row
+from benchmarks.quiet import QUIET
 
 # The default on a GPU. Fused would take less memory, but Lightning refuses to clip for it in mixed precision.
 _ADAMW = {"lr": 3e-4, "foreach": True}
@@ -41,7 +42,7 @@ class Trained(lightning.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         with task.device:
-            self.decoder = Decoder(SIZES[task.row.model])
+            self.decoder = SIZES[task.row.model].make_decoder()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.decoder(batch)
@@ -75,7 +76,7 @@ class TrainedByFSDP2(Trained):
         if not self._is_sharded:
             self._is_sharded = True
             mesh = self.device_mesh["data_parallel"]
-            for module in (*self.decoder.blocks, self.decoder):
+            for module in (*self.decoder.blocks.layers, self.decoder):
                 fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=self._policy)
 
 
@@ -119,10 +120,7 @@ def fit(name: str, task: Task, steps: int, callbacks: Sequence[Any], short: bool
         gradient_clip_val=_CLIP,
         callbacks=list(callbacks),
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     data = Batches(SIZES[task.row.model], steps, task.device, short)
     try:

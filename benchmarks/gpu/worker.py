@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu.clocks import CPUMemory, HostTime, Launches, Operators, StepTime
+from benchmarks.gpu.clocks import HostTime, Launches, Operators, StepTime
 from benchmarks.gpu.contenders import Task, clean_up, computing_seconds, fit, silence
 from benchmarks.gpu.fake_world import fake_world
 from benchmarks.gpu.model import SIZES
-from benchmarks.gpu.namespace import lightning
 from benchmarks.gpu.rows import Row
 from benchmarks.machine import describe_machine
 
@@ -105,8 +104,6 @@ class Measurement:
                     self._measure(name, "host time", self._host_time)
                 for name in names:
                     self._measure(name, "launches", self._launches)
-                    if self._task.device.type == "cpu" and self._alone:
-                        self._measure(name, "memory", self._memory)
 
     @property
     def _alone(self) -> bool:
@@ -153,11 +150,6 @@ class Measurement:
         # A step is as many launches whatever its size.
         self._fit(name, self._plan.warm_up + _COUNTED_STEPS + 1, watch, short=True)
         self._report.contenders[name]["launches"] = watch.found
-
-    def _memory(self, name: str) -> None:
-        with CPUMemory() as memory:
-            self._fit(name, self._plan.warm_up, lightning.Callback())
-        self._report.contenders[name]["peak_allocated"] = memory.peak_allocated
 
 
 def try_collectives(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.quiet import QUIET
 from benchmarks.ranks import rank_environment
 from benchmarks.scale.playing import Plane, playing
 from benchmarks.scale.recorder import Phase, Recorder
@@ -111,10 +112,7 @@ def _fit(arguments: Mapping[str, Any], phases: _Phases, size: int, resumed: Path
         strategy=_make_strategy(arguments, phases.recorder),
         max_steps=batches,
         callbacks=[phases],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     loader = DataLoader(TensorDataset(torch.zeros(size * batches, 1)))
     trainer.fit(PlayedModel(phases.recorder), loader, ckpt_path=resumed)

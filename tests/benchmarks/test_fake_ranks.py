@@ -54,6 +54,7 @@ def collectives_of(step: dict[str, Any]) -> dict[str, int]:
     return {name: number for name, number in step["launches"].items() if not name.endswith(("send", "recv"))}
 
 
+@pytest.mark.slow
 def test_a_step_sends_what_the_formulas_say_on_whatever_rank(steps: list[dict[str, Any]]) -> None:
     for (plane, size, rank), counters in by_rank(steps).items():
         step, where = counters["step"], (plane, size, rank)
@@ -74,6 +75,7 @@ def test_a_step_sends_what_the_formulas_say_on_whatever_rank(steps: list[dict[st
         assert step["metadata_bytes"] == step["groups"] == 0, where
 
 
+@pytest.mark.slow
 def test_set_up_sends_no_more_than_some_agreements(steps: list[dict[str, Any]]) -> None:
     for (plane, size, rank), counters in by_rank(steps).items():
         # To be connected, a byte to each rank that chunks are exchanged with; else within an operation.

@@ -42,7 +42,6 @@ def is_measured(one: dict[str, Any]) -> bool:
         ("world1-tiny-bf16-mixed", ONE_RANK),
         ("ranks2-tiny-bf16-mixed", TWO_RANKS),
         ("fake8-tiny-bf16-mixed", None),
-        ("fake512-tiny-bf16-true", None),
     ],
 )
 def test_a_row(row: str, contenders: tuple[str, ...] | None, tmp_path: Path) -> None:
@@ -55,9 +54,9 @@ def test_a_row(row: str, contenders: tuple[str, ...] | None, tmp_path: Path) -> 
     assert {"torch", "lightning-parstrat", "command", "processor"} <= rows[row]["machine"].keys()
     if row.startswith("world1"):
         assert ours["host_seconds"]["pack"] > 0 and ours["host_seconds"]["settle"] > 0
-        assert all(one["peak_allocated"] > 4 * 3 * 50_000 and len(one["turns"]) == 2 for one in found.values())
+        assert all(len(one["turns"]) == 2 for one in found.values())
         assert "--turns 2" in rows[row]["machine"]["command"]
-        assert "zero1_custom: step" in printed and "zero1_custom: peak memory" in printed
+        assert "zero1_custom: step" in printed
     elif row.startswith("ranks2"):
         # FSDP2 launches from C++.
         launched = {name for name, one in found.items() if one["launches"]["collectives"] >= 2}

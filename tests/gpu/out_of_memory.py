@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from tests import devices
-from tests.gpu.trainings import Layers, adamw
+from tests.gpu.trainings import Layers
+from tests.strategies.zoo import adamw
 
 
 def run_out() -> None:

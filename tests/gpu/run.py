@@ -210,7 +210,8 @@ def line(result: Result) -> str:
 
 def machine(variables: dict[str, str]) -> dict[str, Any]:
     """Where this runs, told by a process that has the packages."""
-    command = [sys.executable, "-m", "tests.gpu.machine"]
+    describe = "import json; from benchmarks.machine import describe_machine; print(json.dumps(describe_machine()))"
+    command = [sys.executable, "-c", describe]
     told = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120, check=False)
     if told.returncode:
         return {"error": told.stderr[-2000:]}

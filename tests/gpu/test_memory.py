@@ -10,8 +10,9 @@ from torch import nn
 from lightning_parstrat.core.footprint import Training
 from lightning_parstrat.core.footprint import zero3 as formula_of
 from tests import devices
-from tests.gpu.trainings import Layers, MostHeld, allocated, fit, fused
+from tests.gpu.trainings import Layers, MostHeld, allocated, fit
 from tests.pool import RankPool
+from tests.strategies.cases import fused
 from tests.strategies.parity import by_flag, zero3
 
 WITHIN = 0.03

@@ -1,6 +1,5 @@
 """In a steady step the host waits for the device no more than a plain Trainer does, and allocates nothing."""
 
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.trainings import STEADY, Layers, check_waits, host_waits, waits_of
+from tests.gpu.trainings import Layers, check_waits, waits_of
 from tests.pool import RankPool
 from tests.strategies.late import LateZeRO1
 from tests.strategies.parity import by_flag, zero3
@@ -90,25 +89,3 @@ def count_a_wait(folder: str) -> Counter[str]:
 def test_a_wait_is_found(ranks: RankPool, cuda: str, tmp_path: Path) -> None:
     (found,) = ranks.run(1, count_a_wait, str(tmp_path))
     assert sum(found.values()) >= 6, found
-
-
-def test_waits_are_read_from_a_trace() -> None:
-    def event(name: str, cat: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
-        return {"ph": "X", "name": name, "cat": cat, "ts": ts, "dur": dur}
-
-    events = [
-        event(STEADY, "user_annotation", 10.0, 10.0),
-        # The GPU's side of the mark.
-        event(STEADY, "gpu_user_annotation", 11.0, 12.0),
-        event("cudaStreamSynchronize", "cuda_runtime", 9.0),
-        event("cudaStreamSynchronize", "cuda_runtime", 12.0),
-        event("cudaMemcpyAsync", "cuda_runtime", 13.0),
-        event("cudaLaunchKernel", "cuda_runtime", 14.0),
-        event("cuLaunchKernelEx", "cuda_driver", 15.0),
-        event("Memcpy DtoH (Device -> Pageable)", "gpu_memcpy", 16.0),
-        event("cudaDeviceSynchronize", "cuda_runtime", 21.0),
-        {"ph": "i", "name": "cudaMalloc", "ts": 12.0},
-    ]
-    trace = json.loads(json.dumps({"traceEvents": events}))
-    expected = Counter({"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pageable)": 1})
-    assert host_waits(trace) == (expected, 2)

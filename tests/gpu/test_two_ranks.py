@@ -5,7 +5,6 @@ The tables of trainings have what two ranks train. Here are waits, and failures.
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from benchmarks.ranks import free_port
 from tests.gpu.run import ROOT
 from tests.gpu.trainings import Layers, check_waits, fit, waits_of
 from tests.pool import RankPool
@@ -84,19 +84,13 @@ def test_gloo_is_refused_before_training_where_parameters_are_on_a_gpu(over_gloo
         assert all("process_group_backend" in said and "NCCL" in said for said in refused), refused
 
 
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "3"])
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_running_out_of_memory_on_one_rank_ends_the_training_on_all(
     two: RankPool, tmp_path: Path, where: str, stage: str
 ) -> None:
-    port, processes = free_port(), []
+    port, processes = str(free_port()), []
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     for rank in range(2):
         environment = {

@@ -4,7 +4,7 @@ import gc
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +12,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from tests import devices
 from tests.strategies.parity import make_trainer, whole
-
-Make = Callable[[Iterable[Any]], Optimizer]
-
-
-def adamw(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, weight_decay=0.1)
-
-
-def fused(parameters: Iterable[Any]) -> Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, fused=True)
+from tests.strategies.zoo import OptimizerFactory, adamw
 
 
 class Layers(LightningModule):
@@ -46,7 +36,7 @@ class Layers(LightningModule):
         width: int = 64,
         number: int = 4,
         rows: int = 8,
-        make_optimizer: Make = adamw,
+        make_optimizer: OptimizerFactory = adamw,
         weight: Callable[[torch.device], Any] | None = None,
     ) -> None:
         super().__init__()
