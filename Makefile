@@ -66,7 +66,9 @@ test: install lint  ## lint, then all quick tests by two workers; PYTEST_ARGS="-
 	$(PYTEST) -m "not slow and not cluster" $(PYTEST_ARGS)
 
 test-slow: install $(DOCS_STAMP)  ## the tests that make test leaves out: what starts programs, kills them, or takes long
-	$(PYTEST) -m "slow and not cluster" --ignore=tests/gpu $(PYTEST_ARGS)
+	$(PYTEST) -m "slow and not cluster and not alone" --ignore=tests/gpu $(PYTEST_ARGS)
+	# What measures time, with no other worker beside it; 5 says that PYTEST_ARGS chooses none of it.
+	$(RUN) pytest -m alone $(PYTEST_ARGS) || test $$? = 5
 
 test-cluster: install  ## trainings under a real Slurm of two nodes, torchrun and mpirun; as root, installs what is missing
 	tests/slurm/install.sh

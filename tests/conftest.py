@@ -1,12 +1,10 @@
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from tests import devices
-from tests.alone import beside_others
 from tests.held_time import HeldTime
 from tests.pool import RankError, RankPool
 
@@ -15,13 +13,12 @@ LONG_FILES = (
     "test_benchmarks.py",
     "test_kills.py",
     "test_exceptions.py",
-    "test_two_jobs.py",
     "test_example_configs.py",
     "test_launchers.py",
     "test_callbacks.py",
     "test_parity.py",
     "test_realistic_trainings.py",
-    "test_random_faults.py",
+    "test_faults.py",
     "test_dataloaders.py",
     "test_nonfinite.py",
     "test_ddp.py",
@@ -32,8 +29,6 @@ LONG_FILES = (
 )
 """One worker would be left alone with them at the end."""
 
-LEFT_TO_SLOW = pytest.StashKey[int]()
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -41,11 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cpu", "cuda"),
         help="of tests/gpu, by default a GPU where there is one; and of tables",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[LEFT_TO_SLOW] = 0
-    config.pluginmanager.register(Workers())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -58,41 +48,6 @@ def _ranks(item: pytest.Item) -> int:
     """How many a test says it has; most that do not say have two."""
     callspec = getattr(item, "callspec", None)
     return 2 if callspec is None else callspec.params.get("world_size", 2)
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if "slow" in marks and "cluster" not in marks and "not slow" in item.config.option.markexpr:
-            item.config.stash[LEFT_TO_SLOW] += 1
-
-
-class Workers:
-    """Of several workers each has left the same tests: they tell the one process that reports."""
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workeroutput"):
-            session.config.workeroutput["left_to_slow"] = session.config.stash[LEFT_TO_SLOW]
-
-    @pytest.hookimpl(optionalhook=True)
-    def pytest_testnodedown(self, node: Any) -> None:
-        left = getattr(node, "workeroutput", {}).get("left_to_slow", 0)
-        node.config.stash[LEFT_TO_SLOW] = max(node.config.stash[LEFT_TO_SLOW], left)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    left = config.stash[LEFT_TO_SLOW]
-    if left:
-        terminalreporter.write_sep("=", f"{left} slow tests were left to make test-slow")
-
-
-@pytest.fixture(autouse=True)
-def _alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests that measure are not disturbed by those of another worker."""
-    marked = request.node.get_closest_marker("alone") is not None
-    # Each worker has a folder in that of the run.
-    with beside_others(tmp_path_factory.getbasetemp().parent, alone=marked):
-        yield
 
 
 @pytest.fixture

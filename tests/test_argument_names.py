@@ -36,10 +36,9 @@ def named(callables: Any) -> set[str]:
     return found - {"module"}
 
 
-@pytest.mark.parametrize("ours", OURS)
-def test_every_argument_of_another_strategy_is_taken_or_explained(ours: type[Any]) -> None:
-    unexplained = named(OTHERS) - set(ours.known_arguments()) - STANDS_FOR.keys()
-    assert unexplained == set()
+def test_every_argument_of_another_strategy_is_taken_or_explained() -> None:
+    for ours in OURS:
+        assert named(OTHERS) - set(ours.known_arguments()) - STANDS_FOR.keys() == set()
 
 
 def test_the_table_names_nothing_that_no_strategy_has() -> None:
@@ -64,39 +63,25 @@ class Mine(ZeRO1Strategy):
         super().__init__(timeout=None, **kwargs)
 
 
-class PassesOn(ZeRO1Strategy):
-    def __init__(self, own: int = 1, **kwargs: Any) -> None:
-        super().__init__(own=own, **kwargs)
+WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
+    (ZeRO1Strategy, {"bucket_cap": 4}, "ZeRO1Strategy() .*'bucket_cap'. Did you mean 'bucket_cap_mb'?"),
+    (ZeRO1Strategy, {"stage": 2}, "ZeRO1Strategy(shard_gradients=True)"),
+    (ZeRO1Strategy, {"unlike_any": 2}, "got an unexpected keyword argument 'unlike_any'."),
+    (ZeRO3Strategy, {"expose_gradients": 4}, "ZeRO3Strategy() .*It is an argument of ZeRO1Strategy."),
+    (ZeRO3Strategy, {"auto_wrap_policy": 2}, 'ZeRO3Strategy() .*`wrap=["Block"]`'),
+    (ZeRO3Strategy, {"cpu_offload": 2, "stage": 3}, "'cpu_offload'. Nothing is moved.*'stage'. The class"),
+    (TunedDDPStrategy, {"find_unused_parameter": True}, "TunedDDPStrategy() .*'find_unused_parameters'?"),
+    (Mine, {"reduce_type": 2}, "Mine() .*Did you mean 'reduce_dtype'?"),
+    (Mine, {"owned": 2}, "Mine() .*Did you mean 'own'?"),
+]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "arguments", "words"),
-    [
-        (ZeRO1Strategy, {"bucket_cap": 4}, ["ZeRO1Strategy()", "'bucket_cap'. Did you mean 'bucket_cap_mb'?"]),
-        (ZeRO3Strategy, {"min_num_parameters": 4}, ["ZeRO3Strategy()", "Did you mean 'min_num_params'?"]),
-        (ZeRO3Strategy, {"expose_gradients": 4}, ["ZeRO3Strategy()", "It is an argument of ZeRO1Strategy."]),
-        (TunedDDPStrategy, {"find_unused_parameter": True}, ["TunedDDPStrategy()", "'find_unused_parameters'?"]),
-        (TunedDDPStrategy, {"stage": 2}, ["TunedDDPStrategy()", "ZeRO3Strategy"]),
-        (ZeRO1Strategy, {"stage": 2}, ["ZeRO1Strategy()", "ZeRO1Strategy(shard_gradients=True)"]),
-        (ZeRO3Strategy, {"auto_wrap_policy": 2}, ["ZeRO3Strategy()", '`wrap=["Block"]`']),
-        (ZeRO3Strategy, {"cpu_offload": 2, "stage": 3}, ["'cpu_offload'. Nothing is moved", "'stage'. The class"]),
-        (ZeRO1Strategy, {"static_graphs": 2}, ["Did you mean 'static_graph'?"]),
-        (ZeRO1Strategy, {"unlike_any": 2}, ["got an unexpected keyword argument 'unlike_any'."]),
-        (Mine, {"reduce_type": 2}, ["Mine()", "Did you mean 'reduce_dtype'?"]),
-        (Mine, {"owned": 2}, ["Mine()", "Did you mean 'own'?"]),
-        (PassesOn, {}, ["PassesOn()", "'own'"]),
-    ],
-)
-def test_python_names_the_strategy_and_the_right_argument(
-    strategy: type[Any], arguments: dict[str, Any], words: list[str]
-) -> None:
-    with pytest.raises(TypeError) as refused:
-        strategy(**arguments)
-    assert all(word in str(refused.value) for word in words), refused.value
-    assert "DDPStrategy.__init__" not in str(refused.value)
-
-
-def test_a_users_own_arguments_are_taken() -> None:
+def test_python_names_the_strategy_and_the_right_argument() -> None:
+    for strategy, arguments, words in WRONG:
+        with pytest.raises(TypeError) as refused:
+            strategy(**arguments)
+        assert re.search(".*".join(map(re.escape, words.split(".*"))), str(refused.value)), refused.value
+        assert "DDPStrategy.__init__" not in str(refused.value)
     assert isinstance(Mine(own=2, bucket_cap_mb=4, static_graph=True), ZeRO1Strategy)
 
 

@@ -48,23 +48,12 @@ def test_distances() -> None:
         distance(ONE, ONE[:1])
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"a": ONE, "b": [1, "x"]},
-        {"a": ONE + 1e-6, "b": [1, "x"], "c": None},
-        {"a": ONE.double(), "b": [1, "x"], "c": None},
-        {"a": ONE, "b": [1, "y"], "c": None},
-        {"a": ONE, "b": [1], "c": None},
-        {"a": ONE * NAN, "b": [1, "x"], "c": None},
-        {"a": [1.0, 2.0], "b": [1, "x"], "c": None},
-    ],
-)
-def test_whatever_differs_is_not_the_same(other: Any) -> None:
+def test_whatever_differs_is_not_the_same() -> None:
     expected = {"a": ONE, "b": [1, "x"], "c": None}
     assert_same({"a": ONE.clone(), "b": [1, "x"], "c": None}, expected)
-    with pytest.raises(AssertionError):
-        assert_same(other, expected)
+    for change in ({"a": ONE + 1e-6}, {"a": ONE.double()}, {"b": [1, "y"]}, {"b": [1]}, {"a": ONE * NAN}, {"d": None}):
+        with pytest.raises(AssertionError):
+            assert_same({**expected, **change}, expected)
 
 
 def test_what_is_the_same_but_for_rounding_or_how_it_is_stored() -> None:

@@ -191,50 +191,25 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     assert circles(write_package(tmp_path, {"core/a.py": "from .b import x", "core/b.py": "import math"})) == []
 
 
-def test_every_floor_there_is_was_read() -> None:
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and list(path.glob("*.py"))}
-    assert {"core", "distributed", "strategies"} <= folders <= set(FLOORS)
-    edges = {
-        (path.relative_to(ROOT).parts[0], imported.module.split(".")[1])
-        for path in ROOT.glob("*/**/*.py")
-        for imported in imports_of(path, ROOT)
-        if imported.module.startswith(f"{PACKAGE}.")
-    }
-    assert {("distributed", "core"), ("strategies", "distributed")} <= edges
-
-
 BREACHES = [
     ("core/a.py", "import lightning_parstrat.distributed.zero1.engine", "distributed lies above core"),
-    ("core/a.py", "from lightning_parstrat import strategies", "strategies lies above core"),
-    ("core/a.py", "from ..distributed import engine", "distributed lies above core"),
     ("core/a.py", "from lightning_parstrat import ZeRO1Strategy", "the package itself lies above core"),
-    ("core/a.py", "from lightning.pytorch import Trainer", "core must not know of lightning"),
-    ("core/a.py", "from torch import distributed", "core must not know of torch.distributed"),
     ("core/a.py", "import torch\nrank = torch.distributed.get_rank()", "core must not know of torch.distributed"),
     ("core/a.py", "def f():\n    from pathlib import Path", "core must not know of pathlib"),
     ("core/deep/a.py", "from ...strategies.zero1 import x", "strategies lies above core"),
     ("distributed/a.py", "from pytorch_lightning import Trainer", "distributed must not know of pytorch_lightning"),
     ("distributed/a.py", "if TYPE_CHECKING:\n    from ..cli import b", "cli lies above distributed"),
     ("strategies/a.py", "import_module('lightning_parstrat.cli')", "cli lies above strategies"),
-    ("strategies/a.py", "import torch.distributed", "strategies must not know of torch.distributed"),
     ("distributed/comm/a.py", "from ..zero1 import engine", "comm may import"),
-    ("distributed/zero1/a.py", "from ..gradients.clipping import x", "zero1 may import"),
     ("distributed/cellar/a.py", "from ..comm import x", "cellar is not one of the rooms"),
     ("distributed/durable_files.py", "from .comm import x", "durable_files is there for all rooms"),
-    ("strategies/launch/a.py", "from ..checkpoint import resume", "launch may import"),
     ("attic/a.py", "import math", "attic is not one of the floors"),
-    ("__init__.py", "from .strategies.ddp import TunedDDPStrategy", "only the standard library"),
     ("_autoload.py", "try:\n    import lightning\nexcept ImportError: pass", "only the standard library"),
 ]
 POINTING_DOWN = [
-    ("core/a.py", "import math, torch\nfrom torch import Tensor\nfrom . import layout\nfrom .layout import plan"),
-    ("core/a.py", "from lightning_parstrat import _version\nimport lightning_utilities, distributed"),
-    ("distributed/a.py", "import torch.distributed as dist\nfrom ..core.layout import plan\nimport os"),
+    ("core/a.py", "import math, torch\nfrom . import layout\nfrom lightning_parstrat import _version"),
     ("distributed/gradients/a.py", "from ..zero1.optimizer import x\nfrom ..comm import y\nfrom . import b"),
-    ("distributed/checkpoint/a.py", "from ..durable_files import x\nfrom lightning_parstrat.core import layout"),
     ("strategies/checkpoint/a.py", "from ..launch.faults import x\nfrom ..lightning_compat import unwrapped"),
-    ("strategies/zero1.py", "from lightning.pytorch import Trainer\nfrom .gradients.accumulation import x"),
-    ("cli/a.py", "from ..strategies import zero1\nfrom ..core import layout"),
     ("_autoload.py", "import sys\ndef f():\n    from lightning_parstrat.strategies.registry import g"),
 ]
 

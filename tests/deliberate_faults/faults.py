@@ -117,6 +117,7 @@ FAULTS = (
         "if self.shard_gradient is None or self.is_partial or not slot.used:",
         "if self.shard_gradient is None or self.is_partial:",
         (f"{_PARITY}[unused-by flag-2]",),
+        slow=True,
     ),
     Fault(
         "sharded accumulation: windows that are cut short or weighted are taken for full ones",

@@ -1,7 +1,7 @@
 """Tries deliberate faults: ``python -m tests.deliberate_faults.run [part of a name ...]``, by default all of them.
 
 Each is put into a copy of the project, whose tests then run against the copy: those that are named with the fault must
-fail, and must not where there is no fault. ``test_random_faults.py`` draws some for ``make test-slow``.
+fail, and must not where there is no fault. ``test_faults.py`` draws some for ``make test-slow``.
 """
 
 import os

@@ -1,35 +1,54 @@
-"""The list of deliberate faults still fits the package and the tests; ``run.py`` tries the faults themselves."""
+"""The list of deliberate faults still fits the package and the tests, and ten of them a day are found."""
 
 import ast
+import datetime
+import os
+import random
 import re
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.deliberate_faults.faults import FAULTS, Fault
+from tests.deliberate_faults.faults import FAULTS
+from tests.deliberate_faults.run import ROOT, copy_project, missed_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+DRAWN = 10
+SECONDS = 120.0
+"""After which no other is begun: the machine may be busy."""
 
 
 def names_of_tests(file: Path) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_a_fault_can_be_put_in_and_has_tests(fault: Fault) -> None:
-    text = (ROOT / "lightning_parstrat" / fault.file).read_text()
-    assert text.count(fault.old) == 1 and "\n" not in fault.old
-    changed = text.replace(fault.old, fault.new)
-    assert changed != text
-    compile(changed, fault.file, "exec")
-    assert fault.tests
-    for test in fault.tests:
-        file, _, name = test.partition("::")
-        assert (ROOT / file).exists(), test
-        assert not name or re.sub(r"\[.*", "", name) in names_of_tests(ROOT / file), test
+def test_every_fault_can_be_put_in_and_has_tests() -> None:
+    for fault in FAULTS:
+        text = (ROOT / "lightning_parstrat" / fault.file).read_text()
+        assert text.count(fault.old) == 1 and "\n" not in fault.old, fault.name
+        changed = text.replace(fault.old, fault.new)
+        assert changed != text, fault.name
+        compile(changed, fault.file, "exec")
+        assert fault.tests, fault.name
+        for test in fault.tests:
+            file, _, name = test.partition("::")
+            assert (ROOT / file).exists(), test
+            assert not name or re.sub(r"\[.*", "", name) in names_of_tests(ROOT / file), test
 
 
 def test_most_are_found_by_make_test() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 20
     assert sum(not fault.slow for fault in FAULTS) >= 15
     assert len({fault.file for fault in FAULTS}) >= 15
+
+
+@pytest.mark.slow
+def test_random_faults_that_are_drawn_by_the_day_are_found(tmp_path: Path) -> None:
+    seed = os.environ.get("PARSTRAT_FAULTS_SEED", f"{datetime.date.today()}")
+    print(f"PARSTRAT_FAULTS_SEED={seed}")
+    copy_project(tmp_path)
+    began = time.monotonic()
+    for fault in random.Random(seed).sample(FAULTS, DRAWN):
+        assert missed_of([fault], tmp_path) == [], f"PARSTRAT_FAULTS_SEED={seed} draws it again"
+        if time.monotonic() - began > SECONDS:
+            break

@@ -1,17 +1,25 @@
-"""Exceptions on one rank, folders that vanish, signals while saving: all ranks end soon, what was saved is whole."""
+"""Exceptions on one rank, kills in set-up, folders that vanish, signals while saving, and two jobs in one folder.
 
+All ranks end soon, and what was saved is whole.
+"""
+
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
 from tests.comparing import assert_same
-from tests.faults.jobs import TIMEOUT, Job
-from tests.faults.test_kills import ARGUMENTS, SECONDS, check_all_whole
+from tests.faults.jobs import TIMEOUT, Ended, Job
+from tests.faults.test_kills import ARGUMENTS, NAMES, SECONDS, check_all_whole
 from tests.faults.trainings import (
     PLACES_THAT_ALLOCATE,
     STEPS,
@@ -22,11 +30,11 @@ from tests.faults.trainings import (
     train,
 )
 from tests.slow import slow_unless
+from tests.strategies.parity import make_trainer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("saving", ["full", "sharded"])
+@pytest.mark.parametrize(("saving", "rank"), [("full", 0), ("sharded", 1)])
 def test_a_save_after_one_ranks_exception_waits_for_nobody(tmp_path: Path, saving: str, rank: int) -> None:
     folder = tmp_path / "checkpoints"
     raises = RaisesOnOneRank(rank, step=5)
@@ -42,6 +50,7 @@ def test_a_save_after_one_ranks_exception_waits_for_nobody(tmp_path: Path, savin
     assert check_all_whole(folder) == 4
 
 
+@pytest.mark.slow
 def test_a_save_after_everybodys_exception_is_made(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     raises = [RaisesOnOneRank(rank, step=5) for rank in range(2)]
@@ -55,7 +64,7 @@ def test_a_save_after_everybodys_exception_is_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "rank"),
     [
-        pytest.param(place, number % 2, marks=() if place in ("backward", "gathering parameters") else pytest.mark.slow)
+        pytest.param(place, number % 2, marks=() if place == "backward" else pytest.mark.slow)
         for number, place in enumerate(PLACES_THAT_ALLOCATE)
     ],
 )
@@ -71,8 +80,7 @@ def test_a_rank_out_of_memory_ends_all(tmp_path: Path, place: str, rank: int) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaves", [False, True])
-@pytest.mark.parametrize("saving", ARGUMENTS)
+@pytest.mark.parametrize(("saving", "leaves"), [("full", True), ("sharded", False), ("async", True)])
 def test_a_folder_that_vanishes_is_made_anew_or_an_error(tmp_path: Path, saving: str, leaves: bool) -> None:
     folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
     gone = Vanishes(str(folder), step=5, leaves=leaves)
@@ -118,3 +126,55 @@ def test_where_the_store_is_gone_with_rank_0_it_is_named(tmp_path: Path) -> None
     ended = job.wait(SECONDS)
     assert ended[0].exitcode == -9
     assert ended[1].exitcode == 1 and "rank 0 did not" in ended[1].output.lower()
+
+
+def killed_in_set_up(strategy: type[Any], rank: int) -> None:
+    class Killed(strategy):  # type: ignore[misc]
+        def broadcast(self, *args: Any) -> Any:
+            if dist.get_rank() == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().broadcast(*args)
+
+    make_trainer(Killed(timeout=TIMEOUT), max_steps=1).fit(BoringModel())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "rank"), [(ZeRO1Strategy, 1), (TunedDDPStrategy, 0)])
+def test_a_rank_that_is_killed_in_the_first_broadcast_is_named(tmp_path: Path, strategy: type[Any], rank: int) -> None:
+    ended = Job(tmp_path / "job", 3, killed_in_set_up, strategy, rank).wait(SECONDS)
+    assert ended[rank].exitcode == -9, ended[rank].output
+    for survivor in set(range(3)) - {rank}:
+        assert ended[survivor].exitcode == 1, ended[survivor].output
+        # Who had sent all went on: those that did not are missing for it, too.
+        assert all(str(rank) in named for named in NAMES.findall(ended[survivor].output)), ended[survivor].output
+        assert NAMES.search(ended[survivor].output), ended[survivor].output
+
+
+TOLD = ("another job saves to the same folder", "Ranks have read different checkpoints", "was not saved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saving", "when"), [("full", "later"), ("sharded", "together"), ("async", "later")])
+def test_what_two_jobs_save_in_one_folder_is_whole(tmp_path: Path, saving: str, when: str) -> None:
+    folder = tmp_path / "checkpoints"
+    first = Job(tmp_path / "first", 2, train, str(folder), ARGUMENTS[saving])
+    began = time.monotonic()
+    while when == "later" and not (folder / "last.ckpt").exists() and time.monotonic() < began + SECONDS:
+        time.sleep(0.01)
+    # The second one resumes from what the first one goes on replacing.
+    second = Job(tmp_path / "second", 2, train, str(folder), ARGUMENTS[saving])
+    for job in (first, second):
+        check_ended(job.wait(SECONDS))
+    last_step = check_all_whole(folder)
+    assert last_step > 0
+    again = Job(tmp_path / "again", 2, train, str(folder), ARGUMENTS[saving]).wait(SECONDS)
+    whole = Job(tmp_path / "whole", 2, train, str(tmp_path / "alone"), ARGUMENTS[saving]).wait(SECONDS)
+    assert all(rank.exitcode == 0 for rank in (*again, *whole))
+    assert all(f"begins after step {last_step}." in rank.output for rank in again)
+    assert check_all_whole(folder) == STEPS
+    assert_same(torch.load(folder / "result.pt"), torch.load(tmp_path / "alone" / "result.pt"))
+
+
+def check_ended(ranks: list[Ended]) -> None:
+    if any(rank.exitcode for rank in ranks):
+        assert all(rank.exitcode == 1 and any(said in rank.output for said in TOLD) for rank in ranks), ranks

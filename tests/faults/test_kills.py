@@ -24,7 +24,6 @@ from tests.comparing import assert_same
 from tests.faults.jobs import TIMEOUT, Ended, Job
 from tests.faults.points import LOADING, OF_FOLDERS, OF_RANK_0, POINTS, SAVING
 from tests.faults.trainings import MICRO_BATCHES, STEPS, STRATEGIES, EndsAfter, train
-from tests.slow import slow_unless
 
 KILLS = os.environ.get("PARSTRAT_KILLS")
 """How many, the same each time; by default ten, of which nine are others every day."""
@@ -129,9 +128,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Kill], tuple[
     return lambda kill: train_in_part(kill.strategy, kill.saving, kill.world_size)
 
 
-@pytest.mark.parametrize(
-    "kill", slow_unless(lambda kill: kill.seed == 0, map(Kill.drawn, seeds(SEED, int(KILLS or 10)))), ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", map(Kill.drawn, seeds(SEED, int(KILLS or 10))), ids=str)
 def test_what_was_saved_is_whole_and_training_goes_on(
     tmp_path: Path,
     expected: Callable[[str, int], Expected],

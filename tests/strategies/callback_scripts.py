@@ -53,6 +53,11 @@ class SameOptimizer(zoo.MLP):
         return self.kept[0]
 
 
+class WithoutOptimizer(zoo.MLP):
+    def configure_optimizers(self) -> None:
+        return None
+
+
 class Tunable(zoo.MLP):
     """Has the attributes that finders look for."""
 

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.pool import RankPool
-from tests.strategies import zoo
 from tests.strategies.cases import FP32
+from tests.strategies.odd import Block, Blocks
 from tests.strategies.parity import ddp, largest_difference, reference, train, zero1, zero3
 from tests.torch_versions import needs_torch
 
@@ -31,31 +31,23 @@ TOO_LARGE = 3
 """The batch that does not fit into memory."""
 
 
-class Block(nn.Module):
+class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(zoo.FEATURES, zoo.FEATURES), nn.Linear(zoo.FEATURES, zoo.FEATURES)
+        self.first, self.second = Block(), Block()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(self.second(torch.tanh(self.first(inputs))))
+        return self.second(self.first(inputs))
 
 
-class Knows(zoo.Zoo):
+class Knows(Blocks):
     """Knows which batch is too large, and does not try."""
 
     def __init__(self, where: str, handled: str) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.blocks = nn.ModuleList(Deep() for _ in range(3))
         self.where, self.handled = where, handled
-
-    def build(self) -> None:
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(zoo.FEATURES, 1)
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return (self.head(batch) - 0.2).pow(2).mean()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         optimizer = self.optimizers()
@@ -110,7 +102,10 @@ def compare(name: str) -> dict[tuple[str, str], float]:
 
 
 of_zero3 = needs_torch("2.13", "FSDP2 cannot go on")
-NAMES = [pytest.param(name, marks=of_zero3 if "zero3" in name else ()) for name in STRATEGIES]
+NAMES = [
+    pytest.param(name, marks=[*([of_zero3] * ("zero3" in name)), *([pytest.mark.slow] * ("," in name))])
+    for name in STRATEGIES
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

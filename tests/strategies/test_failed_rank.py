@@ -21,10 +21,11 @@ from torch.distributed.distributed_c10d import _world
 from lightning_parstrat.distributed import torch_compat
 from lightning_parstrat.distributed.comm import liveness
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.checkpoint.trainings import tuned
+from tests.strategies.odd import Blocks
 from tests.strategies.parity import make_trainer, zero1, zero3
-from tests.strategies.test_zero3 import Blocks
 
 STRATEGIES: dict[str, Any] = {"ddp_tuned": tuned, "zero1_custom": zero1, "zero3_custom": zero3}
 
@@ -132,7 +133,7 @@ def fail_on_one_rank(name: str, folder: str) -> list[str]:
     return events
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", slow_unless(lambda name: name == "zero1_custom", STRATEGIES))
 def test_the_rank_that_is_left_logs_the_error_and_ends_what_its_device_does(
     own_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
@@ -170,8 +171,10 @@ def fail_on_all_and_go_on(name: str, folder: str, plays: bool) -> tuple[list[str
     return events, trainer.global_step
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("plays", [False, True])
+@pytest.mark.parametrize(
+    ("name", "plays"),
+    slow_unless(lambda name, plays: plays, [*((name, True) for name in STRATEGIES), ("zero1_custom", False)]),
+)
 def test_a_program_that_catches_an_error_of_all_ranks_goes_on(
     pool: RankPool, tmp_path: Path, name: str, plays: bool
 ) -> None:

@@ -13,47 +13,9 @@ from tests.comparing import distance
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
-from tests.strategies.late import delayed, late
+from tests.strategies.late import late
 from tests.strategies.odd import Blocks, CompiledBlocks, WrappedBlocks
-from tests.strategies.parity import ddp, make_trainer, train, zero1
-
-
-def fifty_steps(strategy: Any) -> list[list[Tensor]]:
-    run = train(
-        lambda: zoo.Attention(), strategy, max_epochs=5, accumulate_grad_batches=1, gradient_clip_val=0.1, validate=True
-    )
-    return run.parameters
-
-
-def distance_of_delays() -> float:
-    prompt, slow = fifty_steps(zero1(overlap_param_gather=False)), fifty_steps(delayed())
-    assert len(prompt) == len(slow) == 50
-    return distance(prompt, slow)
-
-
-def test_overlap_changes_no_bit_whatever_the_wire_does(pool: RankPool) -> None:
-    assert pool.run(3, distance_of_delays) == [0.0] * 3
-
-
-class FailsInForward(zoo.MLP):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3:
-            raise ZeroDivisionError
-        return super().training_step(batch, batch_idx)
-
-
-def what_is_left_after_a_failure() -> tuple[bool, list[str], int]:
-    strategy = late()
-    module = FailsInForward()
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(strategy).fit(module, zoo.loader(40, 4))
-    finite = all(not parameter.isnan().any() for parameter in module.parameters())
-    return finite, sorted({type(parameter).__name__ for parameter in module.parameters()}), strategy.under_way
-
-
-def test_a_failure_before_the_next_forward_leaves_whole_parameters(pool: RankPool) -> None:
-    for finite, classes, under_way in pool.run(2, what_is_left_after_a_failure):
-        assert finite and classes == ["Parameter"] and under_way > 0
+from tests.strategies.parity import ddp, make_trainer, train
 
 
 class BackwardOfAnEarlierForward(zoo.MLP):

@@ -5,7 +5,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_parstrat import TunedDDPStrategy
-from tests.accounting import traffic_of
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, make_trainer, train, zero1
@@ -44,73 +42,6 @@ def test_the_sampler_is_distributed_and_reshuffled_each_epoch_as_under_ddp(pool:
     first, second = ours[0][0], ours[1][0]
     assert not set(first) & set(second) and len(first) == len(second) == 12
     assert ours[0][0] != ours[0][1]
-
-
-class CountTraffic(Callback):
-    """Counts what the engine sends in each batch."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[int, ...]] = []
-        self.before: tuple[int, ...] = ()
-        self.formula: tuple[int, ...] = ()
-        self.state_elements = 0
-        self.parameters = 0
-
-    def totals(self, trainer: Trainer) -> tuple[int, ...]:
-        engine = trainer.strategy._engine
-        gradients = engine.reducer.collectives.traffic
-        parameters = engine.gatherer.collectives.traffic
-        control = engine.reducer.control.traffic
-        return (
-            gradients.reduce_scatters,
-            gradients.reduce_scatter_bytes,
-            parameters.all_gathers,
-            parameters.all_gather_bytes,
-            gradients.small_reductions,
-            control.small_reductions,
-        )
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.before = self.totals(trainer)
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        now = self.totals(trainer)
-        self.steps.append(tuple(new - old for new, old in zip(now, self.before, strict=True)))
-        self.formula = traffic_of(trainer.strategy._engine)[:4]
-        state = trainer.optimizers[0].state.values()
-        self.state_elements = sum(entries["exp_avg"].numel() for entries in state)
-        self.parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-
-
-def traffic_of_a_training(accumulate: int) -> CountTraffic:
-    counter = CountTraffic()
-    train(
-        lambda: zoo.ScheduledTransformer(),
-        zero1(),
-        callbacks=[counter],
-        gradient_clip_val=1.0,
-        accumulate_grad_batches=accumulate,
-    )
-    return counter
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_collectives_bytes_and_state_equal_the_formulas(pool: RankPool, world_size: int) -> None:
-    several = int(world_size > 1)
-    for accumulate in (1, 2):
-        counters = pool.run(world_size, traffic_of_a_training, accumulate)
-        for counter in counters:
-            # One scalar for the norm, one control message.
-            full_step = (*counter.formula, several, several)
-            silent = (0,) * 6
-            expected = [full_step if (index + 1) % accumulate == 0 else silent for index in range(10)]
-            # The first backward of all asks whether losses have weights.
-            expected[0] = (*expected[0][:-1], expected[0][-1] + several)
-            assert counter.steps == expected
-            assert (counter.formula[0] > 1) == (world_size > 1)
-            # 16 elements of alignment per tensor at most; the transformer has 26 tensors in its buckets.
-            assert abs(counter.state_elements - counter.parameters / world_size) <= 26 * 16
-        assert sum(counter.state_elements for counter in counters) == counters[0].parameters
 
 
 class CopiesCallbacks(Callback):
@@ -147,19 +78,6 @@ def test_callbacks_are_copied_in_a_training_and_a_trainer_pickled_after_it(pool:
     for strategy in ("zero1_custom", "ddp_tuned"):
         for restored, steps in pool.run(2, copy_and_pickle, strategy):
             assert restored == steps > 0
-
-
-class Nothing(zoo.MLP):
-    def configure_optimizers(self) -> None:
-        return None
-
-
-def fit_without_optimizer() -> None:
-    train(Nothing, zero1())
-
-
-def test_a_module_without_optimizer_runs(pool: RankPool) -> None:
-    pool.run(2, fit_without_optimizer)
 
 
 class PartialCheckpoint(zoo.MLP):

@@ -80,6 +80,7 @@ def run_out(fails_again: bool) -> tuple[str, bool, bool, bool]:
     return str(raised.value), end.has_ended, kept, trains
 
 
+@pytest.mark.slow
 def test_the_first_error_is_seen(pool: RankPool) -> None:
     for fails_again in (False, True):
         for said, ended, kept, trains in pool.run(2, run_out, fails_again):

@@ -240,7 +240,7 @@ GRID = [
     for number, name in enumerate(MODULES)
     for turn, strategy in enumerate(STRATEGIES)
 ]
-QUICK = (("GPT", "zero1_custom"), ("GPT", "zero2_custom"), ("ResNet", "zero3_custom"), ("ResNet", "ddp_tuned"))
+QUICK = (("GPT", "zero1_custom"), ("ResNet", "zero3_custom"))
 
 
 @pytest.mark.parametrize(
@@ -256,30 +256,3 @@ def test_ends_where_ddp_ends(
         assert found.draws == [True] * len(found.draws) and len(found.draws) > 3 * ACCUMULATED
         assert found.apart <= TOLERANCES[precision][name]
         assert found.last_loss < 0.95 * found.first_loss
-
-
-def control(name: str, precision: str) -> tuple[float, float]:
-    """How far a training gets from ``ddp``'s in which one rank counts a little more; and what ranks begin with."""
-
-    def make_wrong() -> Real:
-        module = MODULES[name]()
-        compute = module.compute_loss
-        module.compute_loss = lambda *batch: compute(*batch) * (1.5 if dist.get_rank() else 1.0)
-        return module
-
-    torch.manual_seed(SEED + 1)
-    others = list(MODULES[name]().state_dict().values())
-    expected = by_ddp(name, precision)
-    wrong = train(make_wrong, ddp(), precision)
-    for loss in wrong.looks.losses if dist.get_rank() else ():
-        loss /= 1.5
-    return apart(wrong, expected), distance(expected.looks.first, others)
-
-
-CONTROLS = [("GPT", "32-true"), ("ResNet", "bf16-mixed"), ("LSTM", "bf16-mixed")]
-
-
-@pytest.mark.parametrize(("name", "precision"), slow_unless(lambda name, _: name == "GPT", CONTROLS))
-def test_the_tolerance_sees_a_rank_that_counts_more(pool: RankPool, name: str, precision: str) -> None:
-    for difference, between_ranks in pool.run(2, control, name, precision):
-        assert difference > 2 * TOLERANCES[precision][name] and between_ranks > 0.1

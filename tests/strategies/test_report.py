@@ -149,7 +149,7 @@ ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] =
 }
 
 
-QUICK = ("Adam", "Lightning's boring model", "accumulated, with a short window", "one of two replicated")
+QUICK = ("Adam", "one of two replicated")
 
 
 def lines_of_ours(name: str) -> dict[str, list[str]]:

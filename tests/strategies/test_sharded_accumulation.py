@@ -82,8 +82,9 @@ def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) ->
     return held.found
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_formula_says_what_is_held_between_micro_batches(pool: RankPool, world_size: int) -> None:
+@pytest.mark.slow
+def test_the_formula_says_what_is_held_between_micro_batches(pool: RankPool) -> None:
+    ranks = 2
     for precision, masters, whole, sharded, in_shards in (
         # Bytes of a parameter; of its master, its two averages and the sum of its gradients, in the shards.
         ("32-true", "auto", 4, 8 + 4, True),
@@ -94,9 +95,9 @@ def test_the_formula_says_what_is_held_between_micro_batches(pool: RankPool, wor
     ):
         # Else gradients are whole, too, and not in the shards.
         sums = max(4, whole)
-        each = whole + sharded / world_size if in_shards else 2 * whole + (sharded - sums) / world_size
+        each = whole + sharded / ranks if in_shards else 2 * whole + (sharded - sums) / ranks
         formula = each * sum(parameter.numel() for parameter in Wide(adam).parameters())
-        for found in pool.run(world_size, held_between_micro_batches, precision, masters, in_shards):
+        for found in pool.run(ranks, held_between_micro_batches, precision, masters, in_shards):
             assert len(found) == 4
             assert found == pytest.approx([formula] * 4, rel=0.03)
 

@@ -43,5 +43,6 @@ def state_dicts(names: list[str]) -> None:
         assert_same(actual, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_saves_what_ddp_would_save(pool: RankPool) -> None:
     pool.run(2, state_dicts, ["Lamb", "Shampoo", "SOAP", "Lion, clipped", "Adan", "Prodigy", "ScheduleFreeAdamW"])

@@ -20,34 +20,13 @@ from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
 from tests.strategies.cases import FP32, FP64
+from tests.strategies.odd import Blocks
 from tests.strategies.parity import ddp, largest_difference, largest_loss_difference, train, whole, zero3
 from tests.torch_versions import needs_torch
 
 FEATURES = zoo.FEATURES
 ROOT, UNITS = {"min_num_params": 10**9}, {"min_num_params": 0}
 """All parameters are gathered for a whole step; or those of blocks by themselves."""
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return torch.tanh(self.linear(inputs))
-
-
-class Blocks(zoo.Zoo):
-    """Blocks that are units, and a layer of the root."""
-
-    def build(self) -> None:
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(FEATURES, 1)
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        for block in self.blocks:
-            batch = block(batch)
-        return (self.head(batch) - 0.2).pow(2).mean()
 
 
 class Penalised(Blocks):
@@ -342,7 +321,9 @@ def compare(subject: str, ranks: int) -> dict[str, tuple[float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("subject", slow_unless(lambda name: name != "gradients, in other ways", TRAININGS))
+@pytest.mark.parametrize(
+    "subject", slow_unless(lambda name: name not in ("gradients, in other ways", "16 bits"), TRAININGS)
+)
 def test_trains_as_ddp_does(pool: RankPool, subject: str) -> None:
     cases = TRAININGS[subject]
     for ranks in sorted({case.ranks for case in cases.values()}):
@@ -390,6 +371,7 @@ def count_graphs() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_as_a_whole(pool: RankPool) -> None:
     for found in pool.run(2, count_graphs):
         assert all(graphs > 0 and breaks == 0 for graphs, breaks in found), found

@@ -24,6 +24,7 @@ from tests.pool import RankError, RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.checkpoint.trainings import tuned
+from tests.strategies.odd import Blocks
 from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
 from tests.strategies.test_zero3 import (
     FEATURES,
@@ -32,7 +33,6 @@ from tests.strategies.test_zero3 import (
     UNITS,
     WINDOW,
     WRITES,
-    Blocks,
     Penalised,
     Scores,
     Skips,

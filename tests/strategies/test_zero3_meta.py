@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.comparing import distance
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.parity import ddp, largest_difference, make_trainer, train, whole, zero3
@@ -208,6 +209,6 @@ def resume(module: Base, strategy: Any, path: str) -> list[Tensor]:
     return [whole(parameter.detach()).clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("checkpoint_format", ["full", "sharded"])
+@pytest.mark.parametrize("checkpoint_format", slow_unless(lambda one: one == "full", ["full", "sharded"]))
 def test_a_checkpoint_is_loaded_on_all_ranks(pool: RankPool, tmp_path: Path, checkpoint_format: str) -> None:
     assert max(pool.run(2, go_on, str(tmp_path), checkpoint_format)) <= FP32

@@ -1,6 +1,5 @@
 """Manual optimization: one optimizer or two, clipped by hand, in 32 and 16 bits."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +10,9 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.comparing import distance, worst
+from tests.comparing import distance
 from tests.pool import RankPool
-from tests.strategies.gradients import big_batch
-from tests.strategies.gradients.big_batch import Regression, Sample, flat, sgd
+from tests.strategies.gradients.big_batch import Sample
 from tests.strategies.gradients.trainings import KINDS, by_pairs, fit, ranks_batches, strategy
 from tests.strategies.gradients.two_optimizers import TwoOptimizers, train_two
 
@@ -173,62 +171,3 @@ def test_in_16_mixed_gradients_that_are_partly_unscaled_are_refused(pool: RankPo
             found, ("", *["another backward came before their optimizer"] * 2) * 2, strict=True
         ):
             assert expected in message and bool(expected) == bool(message)
-
-
-class OneByHand(Regression):
-    def __init__(self, clip: Clip) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.clip = clip
-        self.scales: list[float] = []
-
-    def training_step(self, batch: Sample, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(nn.functional.mse_loss(self.network(batch.inputs), batch.targets))
-        self.clip(self, [optimizer])
-        optimizer.step()
-        self.scales.append(self.trainer.precision_plugin.scaler.get_scale())
-
-
-def autocast_truth(clip: Callable[[Parameters], None], first_scale: float) -> tuple[list[Tensor], list[float]]:
-    """torch's recipe: scaled losses, unscaled gradients, clipped."""
-    model = copy.deepcopy(big_batch.network())
-    optimizer = sgd(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=first_scale, growth_interval=3)
-    seen, scales = [], []
-    for ranks in zip(*ranks_batches(BATCHES), strict=True):
-        optimizer.zero_grad()
-        for sample in ranks:
-            with torch.autocast("cpu", dtype=torch.half, cache_enabled=False):
-                loss = nn.functional.mse_loss(model(sample.inputs), sample.targets)
-            scaler.scale(loss).backward()
-        for parameter in model.parameters():
-            parameter.grad.div_(len(ranks))
-        scaler.unscale_(optimizer)
-        clip(list(model.parameters()))
-        scaler.step(optimizer)
-        scaler.update()
-        seen.append(flat(model))
-        scales.append(scaler.get_scale())
-    return seen, scales
-
-
-def scaled_by_hand() -> list[float]:
-    found = []
-    clips: list[tuple[Clip, Truly]] = [(clip(0.2), each(0.2)), (clip(0.02, algorithm="value"), by_value)]
-    clips += [(clip(0.2, 0.1), each(0.2, 0.1)), (unscale_and_clip, each(0.2))]
-    for number, (by_module, truly) in enumerate(clips):
-        # The larger scale overflows at first: those steps are left out.
-        for first_scale in (128.0, 2.0**21):
-            seen, scales = autocast_truth(truly, first_scale)
-            for kind in (KINDS[number], KINDS[number + 1]):
-                module = OneByHand(by_module)
-                fit(module, strategy(kind), BATCHES, fp16=True, init_scale=first_scale)
-                found.append(distance(module.seen, seen))
-                assert module.scales == scales, kind
-    return found
-
-
-def test_in_16_mixed_true_gradients_are_clipped(pool: RankPool) -> None:
-    assert worst(pool.run(2, scaled_by_hand)) <= 1e-5

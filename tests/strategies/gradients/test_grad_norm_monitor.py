@@ -167,6 +167,7 @@ def others(folder: str) -> list[str]:
     return [str(raised.value)]
 
 
+@pytest.mark.slow
 def test_listeners_several_optimizers_nan_and_other_strategies(pool: RankPool, tmp_path: Path) -> None:
     for (message,) in pool.run(2, others, str(tmp_path)):
         assert "DDPStrategy" in message and "ddp_tuned" in message and "zero1_custom" in message

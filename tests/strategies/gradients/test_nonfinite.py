@@ -81,6 +81,7 @@ def small_messages() -> dict[tuple[str, str], int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_norm_costs_one_scalar_a_step_where_gradients_are_sharded(pool: RankPool) -> None:
     for sent in pool.run(2, small_messages):
         assert sent["norm", "propagate"] == sent["", "propagate"] + BATCHES

@@ -110,11 +110,6 @@ class OwnZeroing(zoo.MLP):
             parameter.grad = None
 
 
-class OwnPrecision(Precision):
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
-
-
 class Row(NamedTuple):
     """A training that somebody looks into, or changes.
 
@@ -185,29 +180,18 @@ class OnDemand(zoo.MLP):
 
 
 def others() -> list[float]:
-    """On demand, with an own plugin that clips, and with a callback on one rank alone."""
+    """On demand, and with a callback on one rank alone."""
     on_demand = train(OnDemand, zero1(expose_gradients=False))
-    own_plugin = train(zoo.MLP, zero1(expose_gradients="auto"), gradient_clip_val=0.1, precision=OwnPrecision())
     watched = train(zoo.MLP, zero1(expose_gradients="auto"), callbacks=[Watcher()] if dist.get_rank() == 0 else [])
     return [
         largest_difference(on_demand, train(Noisy, ddp())),
-        largest_difference(own_plugin, train(zoo.MLP, ddp(), gradient_clip_val=0.05)),
         largest_difference(watched, train(zoo.MLP, ddp())),
     ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_on_demand_own_plugins_and_one_rank_alone_are_as_under_ddp(own_pool: RankPool, world_size: int) -> None:
+def test_on_demand_and_one_rank_alone_are_as_under_ddp(own_pool: RankPool, world_size: int) -> None:
     assert worst(own_pool.run(world_size, others)) <= 2e-5
-
-
-def train_with_hidden_gradients() -> None:
-    train(Noisy, zero1(expose_gradients=False))
-
-
-def test_hidden_gradients_are_none(pool: RankPool) -> None:
-    with pytest.raises(AssertionError, match="NoneType"):
-        pool.run(2, train_with_hidden_gradients)
 
 
 class Averaging(Callback):
@@ -265,6 +249,11 @@ class QuietCheckpoint(ModelCheckpoint):
     def on_validation_end(self, *args: Any) -> None: ...
 
 
+class OwnPrecision(Precision):
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.main_params(optimizer), clip_val / 2)
+
+
 def test_observers_are_named() -> None:
     hooks = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_train_batch_end")
     for module, callbacks, expected in (
@@ -278,6 +267,7 @@ def test_observers_are_named() -> None:
     ):
         assert observers_of_gradients(module(), callbacks, [], Precision()) == expected
     module = zoo.MLP()
+    assert observers_of_gradients(module, [], [], OwnPrecision()) == ["OwnPrecision.clip_grad_by_norm"]
     optimizer = module.configure_optimizers()
     assert observers_of_gradients(module, [], [optimizer], Precision()) == []
     optimizer.register_step_pre_hook(lambda *_: None)
