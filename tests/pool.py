@@ -5,7 +5,6 @@ that takes too long ends with every rank's stack, and the pool is started afresh
 with its traceback.
 """
 
-import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -110,11 +109,9 @@ class RankPool:
         if process.is_alive() and path.exists():
             if dumped := path.read_text():
                 return dumped
-            before = _states(process.pid)
             os.kill(process.pid, signal.SIGUSR2)
             time.sleep(0.3)
-            # Of a process that was stopped or is held in the kernel, only its state can be had.
-            return path.read_text() or f"(none; its threads: {before})"
+            return path.read_text() or "(none: it was stopped, or is held in the kernel)"
         return "(the process is gone)"
 
     def _start(self, rank: int) -> tuple[Any, Connection]:
@@ -143,18 +140,6 @@ class RankPool:
             process.join()
         self._ranks.clear()
         self._joined = 0
-
-
-def _states(process: int) -> str:
-    """What each thread of a process does, as far as the kernel says."""
-    states = []
-    for thread in Path(f"/proc/{process}/task").glob("*"):
-        # It may end meanwhile, and not every kernel (gVisor's) has all of these.
-        with contextlib.suppress(OSError):
-            state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
-            states.append(f"{(thread / 'comm').read_text().strip()} {state}")
-            states[-1] += f" in {(thread / 'wchan').read_text() or 'nothing'}"
-    return ", ".join(states)
 
 
 def _serve(rank: int, connection: Connection, folder: str, device: str, backend: str | None) -> None:

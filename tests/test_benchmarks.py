@@ -1,18 +1,13 @@
 """The benchmarks, run as their reader would run them, but tiny."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.scripts import TIMEOUT, clean_environment, run_python
+from tests.scripts import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO_NODES = ["-m", "benchmarks.two_nodes"]
@@ -132,30 +127,3 @@ def test_two_nodes_time_steps_on_a_link_of_the_rate_that_was_asked_for(tmp_path:
     script = "echo I am $RANK of $WORLD_SIZE, $LOCAL_RANK on $GROUP_RANK; test $RANK != 3"
     ran = run_python([*TWO_NODES, "--ranks-per-node", "2", "--", "sh", "-c", script], ROOT)
     assert ran.returncode == 1 and "I am 0 of 4, 0 on 0" in ran.stdout and "I am 3 of 4, 1 on 1" in ran.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("can_have_two_nodes")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_two_nodes_leave_nothing_behind_when_interrupted(number: signal.Signals, tmp_path: Path) -> None:
-    def namespaces_of(process: int) -> list[str]:
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        return [line for line in listed.splitlines() if line.startswith(f"parstrat-{process}-")]
-
-    def hear_ctrl_c() -> None:
-        # Shells have what runs in the background ignore it, and children inherit that.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    started = tmp_path / "started"
-    command = [sys.executable, *TWO_NODES, "--", "sh", "-c", f"touch {started}; sleep 100"]
-    with subprocess.Popen(command, env=clean_environment(), cwd=ROOT, preexec_fn=hear_ctrl_c) as process:
-        try:
-            deadline = time.monotonic() + TIMEOUT
-            while not started.exists() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert len(namespaces_of(process.pid)) == 2
-            os.kill(process.pid, number)
-            assert process.wait(timeout=TIMEOUT) == 128 + number
-        finally:
-            process.terminate()
-    assert namespaces_of(process.pid) == []

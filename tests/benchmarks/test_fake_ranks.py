@@ -50,10 +50,6 @@ def by_pairs(plane: str, size: int) -> bool:
     return plane == "gloo" and size <= 16
 
 
-def collectives_of(step: dict[str, Any]) -> dict[str, int]:
-    return {name: number for name, number in step["launches"].items() if not name.endswith(("send", "recv"))}
-
-
 @pytest.mark.slow
 def test_a_step_sends_what_the_formulas_say_on_whatever_rank(steps: list[dict[str, Any]]) -> None:
     for (plane, size, rank), counters in by_rank(steps).items():

@@ -1,12 +1,13 @@
 """Transfers that arrive as late as they may: until somebody waits for them, what they bring is NaN.
 
 The transfers themselves are those of the collectives that are passed. On a GPU they arrive on a stream of their own,
-after a sleep of the device, and whoever waits has only its stream wait; on CPU a thread stands in for that stream.
+after a sleep of the device, and whoever waits has only its stream wait; on CPU they arrive when somebody waits.
 World size 1 is as any other: its shards arrive late, too, though nothing is sent.
 """
 
 import functools
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ from typing_extensions import override
 
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Work
+from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1 import engine
 from lightning_parstrat.distributed.zero1.read_guard import InFlightParameter
 from tests.strategies.parity import zero1, zero3
@@ -72,34 +73,25 @@ class OnStream:
 
 
 class OnHost:
-    """Arrives in a thread after a pause, or when it is first waited for.
+    """Arrives when it is first waited for, by whichever thread.
 
     Args:
         arrive: Makes it arrive; may be called once.
-        thread: Does so if it arrives by itself.
-        by_itself: Whether it does.
     """
 
-    def __init__(self, arrive: Callable[[], None], thread: ExchangeThread, by_itself: bool) -> None:
+    def __init__(self, arrive: Callable[[], None]) -> None:
         self._arrive: Callable[[], None] | None = arrive
-        self._by_itself = by_itself
-        self._work = SeenThrough(self._complete, thread)
-        if by_itself:
-            self._work.hand_over()
+        self._lock = threading.Lock()
 
     @torch.no_grad()
-    def _complete(self) -> None:
-        if self._arrive is not None:
-            if self._by_itself:
-                pause()
-            self._arrive()
-            self._arrive = None
-
     def wait(self) -> None:
-        self._work.wait()
+        with self._lock:
+            if self._arrive is not None:
+                self._arrive()
+                self._arrive = None
 
     def is_completed(self) -> bool:
-        return self._by_itself and self._work.is_completed()
+        return self._arrive is None
 
 
 def pause() -> None:
@@ -123,7 +115,6 @@ class LateCollectives(Collectives):
         DRAW.seed(dist.get_rank())
         self.traffic, self.widens = inner.traffic, inner.widens
         self.launched: Counter[str] = Counter()
-        self._thread = ExchangeThread("late arrivals")
         self._stream: Any = None
 
     @override
@@ -170,7 +161,7 @@ class LateCollectives(Collectives):
         with torch.no_grad():
             target.fill_(float("nan"))
         if not target.is_cuda:
-            return OnHost(arrive, self._thread, self.by_itself)
+            return OnHost(arrive)
         return OnStream(arrive, self._stream, self.by_itself)
 
 
@@ -234,7 +225,7 @@ class LateZeRO1(ZeRO1Strategy):
 
 
 class DelayedZeRO1(LateZeRO1):
-    """``zero1_custom`` on a wire that takes its time."""
+    """``zero1_custom`` on a wire that takes its time: on CPU, because ranks set off at different times."""
 
     by_itself = True
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
-    BatchSizeFinder,
     EarlyStopping,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
@@ -29,7 +28,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_parstrat import TunedDDPStrategy
 from tests.pool import RankError, RankPool
@@ -377,20 +375,3 @@ def test_what_does_not_work_says_so(
 ) -> None:
     with pytest.raises(RankError, match=getattr(CASES[name], strategy)):
         pool_of_device.run(world_size, compare, name, strategy, str(tmp_path))
-
-
-def refusal_of_batch_size_finder(strategy: str) -> str:
-    module = Tunable().double()
-    trainer = make_trainer(STRATEGIES[strategy](), precision="64-true", callbacks=[BatchSizeFinder(max_trials=2)])
-    with pytest.raises(MisconfigurationException) as caught:
-        trainer.fit(module)
-    make_trainer(STRATEGIES[strategy](), precision="64-true").fit(module)
-    return repr(caught.value)
-
-
-@pytest.mark.parametrize("strategy", ["late", "zero1_custom"])
-def test_the_batch_size_finder_is_refused_as_under_ddp(pool: RankPool, strategy: str) -> None:
-    # Lightning's own refusal: its finder does not work with several processes.
-    expected = pool.run(2, refusal_of_batch_size_finder, "ddp")
-    assert "not supported with distributed strategies" in expected[0]
-    assert pool.run(2, refusal_of_batch_size_finder, strategy) == expected

@@ -1,105 +1,16 @@
-"""``zero2_custom`` in trainings: what it holds between micro-batches, and who has it keep whole gradients there."""
+"""``zero2_custom`` in trainings: who has it keep whole gradients between micro-batches, and what a step sends."""
 
-import gc
 from typing import Any
 
-import pytest
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor, nn
-from torch._subclasses import FakeTensor
-from torch.optim import Optimizer
+from torch import Tensor
 
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import largest_difference, make_trainer, train, zero1
 from tests.strategies.test_report import listening
-
-ACCUMULATE = 3
-
-
-def adam(parameters: Any) -> Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01, eps=1e-4)
-
-
-class Wide(zoo.Zoo):
-    """Two megabytes of parameters, beside which nothing else counts."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(zoo.FEATURES, 256), *(nn.Linear(256, 256, bias=False) for _ in range(8)))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch.to(self.net[0].weight.dtype)).float().square().mean()
-
-
-def storages() -> dict[int, int]:
-    """The bytes of every memory that any tensor of this process lies in, by its address."""
-    gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
-    # What compiling has left in this process lies nowhere.
-    tensors = [one for one in tensors if not isinstance(one, FakeTensor)]
-    # Autograd's are no objects of Python before somebody asks.
-    tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-    held = [one.untyped_storage() for one in tensors if one.layout is torch.strided]
-    return {address: storage.nbytes() for storage in held if (address := address_of(storage)) is not None}
-
-
-def address_of(storage: torch.UntypedStorage) -> int | None:
-    """Where the storage lies; None if it lies nowhere, as one that an earlier test has taken away."""
-    try:
-        return storage.data_ptr()
-    except RuntimeError:
-        return None
-
-
-class Held(Callback):
-    """What the process holds before the second and third micro-batch of a window."""
-
-    def __init__(self) -> None:
-        self.before = storages()
-        self.found: list[int] = []
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # The first window makes what later ones find there.
-        if batch_idx > ACCUMULATE and batch_idx % ACCUMULATE:
-            engine = trainer.strategy._engine
-            # What is on its way is not held between micro-batches, but while it travels.
-            engine.reducer.complete()
-            engine.gatherer.finish()
-            self.found.append(sum(nbytes for address, nbytes in storages().items() if address not in self.before))
-
-
-def held_between_micro_batches(precision: str, masters: Any, in_shards: bool) -> list[int]:
-    held = Held()
-    # Several buckets.
-    chosen = zero1(bucket_cap_mb=0.6, master_weights=masters, shard_gradients=in_shards)
-    trainer = make_trainer(
-        chosen, callbacks=[held], accumulate_grad_batches=ACCUMULATE, precision=precision, limit_train_batches=9
-    )
-    trainer.fit(Wide(adam), zoo.loader(40 * dist.get_world_size(), 4))
-    return held.found
-
-
-@pytest.mark.slow
-def test_the_formula_says_what_is_held_between_micro_batches(pool: RankPool) -> None:
-    ranks = 2
-    for precision, masters, whole, sharded, in_shards in (
-        # Bytes of a parameter; of its master, its two averages and the sum of its gradients, in the shards.
-        ("32-true", "auto", 4, 8 + 4, True),
-        ("32-true", "auto", 4, 8 + 4, False),
-        ("bf16-true", "auto", 2, 4 + 8 + 4, True),
-        ("bf16-true", False, 2, 4 + 4, True),
-        ("bf16-true", "auto", 2, 4 + 8 + 4, False),
-    ):
-        # Else gradients are whole, too, and not in the shards.
-        sums = max(4, whole)
-        each = whole + sharded / ranks if in_shards else 2 * whole + (sharded - sums) / ranks
-        formula = each * sum(parameter.numel() for parameter in Wide(adam).parameters())
-        for found in pool.run(ranks, held_between_micro_batches, precision, masters, in_shards):
-            assert len(found) == 4
-            assert found == pytest.approx([formula] * 4, rel=0.03)
 
 
 class Undoes(zoo.MLP):
