@@ -23,6 +23,7 @@ from lightning_parstrat.distributed import comm
 from lightning_parstrat.strategies.launch import waits
 from lightning_parstrat.strategies.launch.waits import Sign, line_of_wait
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies.parity import PoolEnvironment
 from tests.undisturbed import undisturbed
 
@@ -185,7 +186,9 @@ SAID = {
 """By strategy and where rank 1 is late: what rank 0 says."""
 
 
-@pytest.mark.parametrize(("strategy", "where"), SAID)
+@pytest.mark.parametrize(
+    ("strategy", "where"), slow_unless(lambda _, where: where in ("sleeps", "loads", "shows"), SAID)
+)
 @undisturbed
 def test_a_rank_that_waits_in_training_says_for_whom(pool: RankPool, tmp_path: Path, strategy: str, where: str) -> None:
     (said, _, left), (_, _, left_on_1) = pool.run(2, fit, strategy, where, str(tmp_path))

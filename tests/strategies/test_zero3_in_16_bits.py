@@ -20,7 +20,7 @@ from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
-from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, train, whole, zero3
+from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, reference, train, whole, zero3
 from tests.strategies.test_report import listening
 from tests.strategies.test_zero3 import Normalised
 
@@ -93,7 +93,7 @@ def narrow(arguments: dict[str, Any], precision: str) -> tuple[set[torch.dtype],
         monkeypatch.setattr(dist, gather, note_gather)
         monkeypatch.setattr(Collectives, "reduce_scatter", note_reduction)
         actual = train(zoo.MLP, zero3(**arguments), precision=precision)
-    expected = train(zoo.MLP, ddp(), precision=precision)
+    expected = reference(("narrow", precision), lambda: train(zoo.MLP, ddp(), precision=precision))
     return gathered, reduced, largest_difference(actual, expected), " ".join(lines)
 
 
