@@ -40,13 +40,10 @@ class LooksEverywhere(Callback):
 
     def __init__(self) -> None:
         self.seen: dict[str, set[type]] = {}
-        self.rates: list[float] = []
 
     def look(self, name: str, trainer: Trainer) -> None:
         classes = {type(optimizer) for optimizer in trainer.optimizers}
         self.seen.setdefault(name, set()).update(classes | {optimizer.__class__ for optimizer in trainer.optimizers})
-        if name == "on_train_batch_end":
-            self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
 def _hook(name: str) -> Callable[..., None]:
@@ -69,15 +66,13 @@ def class_in_every_hook(strategy: Callable[[], Any]) -> None:
     assert is_sharded(actual.trainer.optimizers[0])
     assert ours.seen == theirs.seen and len(ours.seen) > 20
     assert set.union(*ours.seen.values()) == {torch.optim.Adam}
-    assert ours.rates == theirs.rates and len(set(ours.rates)) == len(ours.rates)
     # Of two ranks' gradients there is one sum: bit for bit.
     assert_same(actual.parameters, expected.parameters)
     assert_same(actual.losses, expected.losses)
 
 
 def test_the_class_is_the_user_s_in_every_hook(pool: RankPool) -> None:
-    for strategy in (zero1, by_flag):
-        pool.run(2, class_in_every_hook, strategy)
+    pool.run(2, class_in_every_hook, by_flag)
 
 
 class ByWrapper(zoo.MLP):
@@ -132,5 +127,5 @@ def by_wrapper(make: type[ByWrapper], strategy: Callable[[], Any]) -> None:
 
 
 def test_lightning_s_wrapper_does_what_the_optimizer_does(pool: RankPool) -> None:
-    for make, strategy in ((ByWrapper, zero1), (ByWrapper, by_flag), (ReturnsAWrapper, zero1)):
+    for make, strategy in ((ByWrapper, by_flag), (ReturnsAWrapper, zero1)):
         pool.run(2, by_wrapper, make, strategy)

@@ -42,7 +42,6 @@ class TwoOptimizers(LightningModule):
         self.first, self.second = network(), second_network()
         self.clip, self.poisoned, self.poisons, self.make_optimizer = clip, poisoned, poisons, optimizer
         self.seen: list[tuple[Tensor, Tensor]] = []
-        self.scales: list[float] = []
 
     def training_step(self, batch: Sample, batch_idx: int) -> None:
         optimizers = self.optimizers()
@@ -56,8 +55,6 @@ class TwoOptimizers(LightningModule):
         for optimizer in optimizers:
             optimizer.step()
         self.seen.append((flat(self.first), flat(self.second)))
-        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        self.scales.append(1.0 if scaler is None else scaler.get_scale())
 
     def configure_optimizers(self) -> list[Optimizer]:
         return [self.make_optimizer(self.first.parameters()), self.make_optimizer(self.second.parameters())]
