@@ -26,14 +26,13 @@ from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_com
 from lightning_parstrat.distributed.ddp.ddp_compat import remove_hooks
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all
-from lightning_parstrat.strategies.evaluation import EvaluatingStrategy
-from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
+from lightning_parstrat.strategies.base import ComposedStrategy
 
 _LARGEST_WORLD_WITHOUT_ROUNDING = 2
 """The sum of two numbers does not depend on who adds them; with more, buckets decide in which order it is done."""
 
 
-class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
+class TunedDDPStrategy(ComposedStrategy):
     """Trains with torch's DistributedDataParallel, whose size of buckets is found by trying.
 
     Buckets hold the gradients themselves, which saves one copy of them.
@@ -70,7 +69,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
     """
 
     flag = "ddp_tuned"
-    _not_copied = EvaluatingStrategy._not_copied | AccumulationAwareStrategy._not_copied | {"_trained", "_tuner"}
+    _of_one_training = frozenset({"_trained", "_tuner"})
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         self._ddp_kwargs["gradient_as_bucket_view"] = self._gradient_as_bucket_view
         super().configure_ddp()
         connect_for_sums(self._ddp.process_group, self.root_device)
-        self._trained = TrainedParameters(self._ddp, self._messages)
+        self._trained = TrainedParameters(self._ddp, self._ranks.messages)
         self._begin_with_reducer()
 
     def _begin_with_reducer(self) -> None:
@@ -145,7 +144,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
             self._tuner = BucketTuner(
                 self._ddp,
                 self._tuning,
-                self._control,
+                self._ranks.control,
                 self.root_device,
                 None if self._plan_cache is None else self._file_of(self._plan_cache),
                 self._note_report,
@@ -210,7 +209,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         """Changes buckets between steps, where it is time for that, then runs the user's training step."""
         # At the begin of a window: a reducer knows what was used in it. But a static graph's must send in its first
         # backward.
-        if not (self._accumulates and self._ddp.static_graph):
+        if not (self._accumulation.accumulates and self._ddp.static_graph):
             self._follow_trained_parameters()
             if self._tuner is not None:
                 self._tuner.begin_forward()
@@ -226,7 +225,9 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Looks at the clock, and at what is trained by now."""
         # Outside of `fit` a step may run a backward by hand; there is no wrapper then.
-        sends = self._trained is not None and not self._accumulates and self._ddp.require_backward_grad_sync
+        sends = (
+            self._trained is not None and not self._accumulation.accumulates and self._ddp.require_backward_grad_sync
+        )
         if self._tuner is not None and sends:
             self._tuner.begin_backward()
         super().pre_backward(closure_loss)
@@ -234,17 +235,18 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
             self._trained.begin_backward(closure_loss, sends)
 
     @override
-    def _scale_reduced_gradients(self) -> None:
+    def _end_backward(self, ends_window: bool) -> None:
         """Multiplies all gradients where their mean over ranks is not the window's: one pass, in those steps alone."""
+        if not ends_window:
+            return
         if self._tuner is not None:
             self._tuner.end_backward()
         if self._trained is not None:
             self._trained.end_backward()
-        if self._window_scale is None or self._window_scale() == 1.0 / self.world_size:
-            return
+        factor = self._accumulation.factor_of_mean
         gradients = [p.grad for p in self._training_module.parameters() if p.grad is not None]
-        if gradients:
-            multiply_all(gradients, self._window_scale() * self.world_size)
+        if gradients and factor != 1.0:
+            multiply_all(gradients, factor)
 
     @override
     def on_train_end(self) -> None:
@@ -278,7 +280,7 @@ class TunedDDPStrategy(EvaluatingStrategy, AccumulationAwareStrategy):
         """Says of parameters that were not used which they are, and what finds them under this strategy."""
         if _waits_for_unused(exception):
             unused = [] if self._trained is None else self._trained.names_without_gradient()
-            said = self._advice_on_unused(unused) if self._backward_has_ended else _AFTER_AN_EXCEPTION
+            said = self._advice_on_unused(unused) if self._accumulation.backward_has_ended else _AFTER_AN_EXCEPTION
             # Before Lightning, which would name a flag that is not this strategy's.
             exception.args = (said, *exception.args[1:])
         super().on_exception(exception)

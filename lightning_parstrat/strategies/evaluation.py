@@ -8,11 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from lightning.fabric.utilities.data import sized_len
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 from typing_extensions import override
 
@@ -21,8 +19,8 @@ from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.data.stand_in import StandIn
-from lightning_parstrat.strategies.launch.ranks import RanksStrategy
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns, trainer_of
+from lightning_parstrat.strategies.parts import Part
 
 _UNKNOWN = 2**60
 """Stands for the length of a loader that does not know its own: more than any."""
@@ -32,43 +30,16 @@ _NO_BATCH = object()
 _GATHERS = "zero3_custom gathers parameters from all ranks in every step"
 
 
-class EvaluatingStrategy(RanksStrategy):
-    """DDP that evaluates each sample once, if that is asked for.
-
-    Args:
-        exact_evaluation: Whether validation and test see each sample once. Lightning's sampler gives all ranks equally
-            many: where their number does not divide the samples, some come twice, and metrics count them twice.
-            ``True`` leaves these out, so that metrics are those of one process; a rank may then have one sample less
-            than another. Off by default, as under ``ddp``.
-        **kwargs: Arguments of the base class.
-
-    Raises:
-        ValueError: A value is not allowed; the message says which are.
-    """
-
-    def __init__(self, exact_evaluation: bool = False, **kwargs: Any) -> None:
-        if not isinstance(exact_evaluation, bool):
-            raise ValueError(f"Invalid exact_evaluation: {exact_evaluation!r}. Must be True or False.")
-        self._exact_evaluation = exact_evaluation
-        super().__init__(**kwargs)
+class ExactEvaluation(Part):
+    """Lets validation and test see each sample once."""
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Prepares a loader: with ``exact_evaluation`` an evaluated one yields no sample twice."""
-        dataloader = super().process_dataloader(dataloader)
-        is_evaluated = self.world_size > 1 and evaluated_by(trainer_of(self._training_module)) is not None
-        if is_evaluated and self._exact_evaluation and isinstance(dataloader, DataLoader):
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Lets a loader that is evaluated yield no sample twice."""
+        is_evaluated = self._strategy.world_size > 1 and evaluated_by(trainer_of(self._module)) is not None
+        if is_evaluated and isinstance(dataloader, DataLoader):
             leave_out_padding(dataloader)
         return dataloader
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
-        """Reduces a tensor over all ranks. Collective. The mean of integers is a floating-point number."""
-        is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
-        if is_whole and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
-            # Lightning divides means by the mean number of samples, which it would cut off to an integer.
-            tensor = tensor.float()
-        return super().reduce(tensor, group, reduce_op)
 
 
 def evaluated_by(trainer: Trainer | None) -> RunningStage | None:

@@ -2,7 +2,7 @@
 
 import logging
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,23 +26,23 @@ from lightning_parstrat.core.policy import (
     WireDtype,
 )
 from lightning_parstrat.core.topology import Node
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
-from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from lightning_parstrat.distributed.zero1.gradient_order import GradientOrder
+from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
     observers_of_gradients,
 )
+from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
 from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, StepMeter, describe, named
-from lightning_parstrat.strategies.together import StepsTogetherStrategy
+from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches
 
 log = logging.getLogger(__name__)
 
 
-class ZeRO1Strategy(StepsTogetherStrategy):
+class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1; 2 on request).
 
     Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
@@ -95,7 +95,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     """
 
     flag = "zero1_custom"
-    _not_copied = StepsTogetherStrategy._not_copied | {"_engine", "_meter", "_order"}
+    _of_one_training = frozenset({"_engine", "_meter", "_order"})
 
     def __init__(
         self,
@@ -133,23 +133,14 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         self._announced = ""
         self._order: GradientOrder | None = None
         super().__init__(**kwargs)
+        self._buffers = Buffers(self, self._ranks, self._accumulation)
+        self._parts += [EvenBatches(self, self._ranks), self._buffers]
 
     @override
     def configure_ddp(self) -> None:
         """Gives all ranks the same module; there is no wrapper around it."""
-        check_same_module(self._training_module, self._groups.control)
-        broadcast_module(self._training_module, self._groups.parameters)
-        self._begin_to_broadcast_buffers()
-
-    @property
-    @override
-    def _is_set_up(self) -> bool:
-        return self._engine is not None
-
-    @property
-    @override
-    def _synchronizes(self) -> bool:
-        return self._engine is not None and self._engine.synchronizes
+        check_same_module(self._training_module, self._ranks.groups.control)
+        broadcast_module(self._training_module, self._ranks.groups.parameters)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -183,14 +174,14 @@ class ZeRO1Strategy(StepsTogetherStrategy):
             self._training_module,
             _trained(optimizers),
             self._policy,
-            self._groups,
+            self._ranks.groups,
             node,
             self._kept_plan(),
-            self._messages,
+            self._ranks.messages,
         )
         if self._engine.policy.reduce_dtype != self._policy.reduce_dtype:
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
-        self._broadcast_buffers_next = True
+        self._buffers.begin()
         if self._in_training:
             self._prepare_for_users_of_gradients()
 
@@ -202,7 +193,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         self._meter = StepMeter(self.flag, self.root_device)
         self._prepare_for_users_of_gradients()
         if self._engine is not None and self._engine.may_follow_order:
-            self._order = GradientOrder(self._training_module, self._groups.control)
+            self._order = GradientOrder(self._training_module, self._ranks.groups.control)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -216,7 +207,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         super().on_train_end()
         self._note_step()
         line = None if self._meter is None else self._meter.line()
-        if line is not None and not self._said:
+        if line is not None and not self._accumulation.said:
             rank_zero_info(line)
 
     def _note_step(self) -> None:
@@ -280,7 +271,7 @@ class ZeRO1Strategy(StepsTogetherStrategy):
                 yield
                 return
             if self._kept_whole_for:
-                self._say_once(
+                self._accumulation.say_once(
                     rank_zero_info,
                     f"between micro-batches every rank keeps its whole gradients, as zero1_custom does:"
                     f" {named(self._kept_whole_for)} may read or change them.",
@@ -291,8 +282,14 @@ class ZeRO1Strategy(StepsTogetherStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step."""
-        self._broadcast_buffers()
+        self._buffers.before_step()
         return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Broadcasts buffers when DDP would, then runs the user's validation step."""
+        self._buffers.before_validation_step()
+        return super().validation_step(*args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -311,26 +308,24 @@ class ZeRO1Strategy(StepsTogetherStrategy):
         if self._engine is None:
             return
         if self._order is None:
-            self._engine.prepare_backward(closure_loss, self._window_scale)
+            self._engine.prepare_backward(closure_loss, self._accumulation.scale)
         else:
             # The first backward's gradients stay local: buckets follow their order.
             self._engine.prepare_local_backward()
             self._order.listen()
 
     @override
-    def _end_backward(self) -> None:
-        super()._end_backward()
+    def _end_backward(self, ends_window: bool) -> None:
         order, self._order = self._order, None
-        if order is None or self._engine is None:
-            return
-        self._engine.follow_order(order.end())
-        if self._engine.synchronizes:
-            self._engine.reduce_local_gradients(self._window_scale)
+        if order is not None and self._engine is not None:
+            self._engine.follow_order(order.end())
+            if self._engine.synchronizes:
+                self._reduce_local_gradients()
 
     @override
     def _reduce_local_gradients(self) -> None:
         if self._engine is not None:
-            self._engine.reduce_local_gradients(self._window_scale)
+            self._engine.reduce_local_gradients(self._accumulation.scale)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -353,10 +348,10 @@ class ZeRO1Strategy(StepsTogetherStrategy):
             super().teardown()
 
     @override
-    def _own_entries(self) -> dict[str, Any]:
-        """The plan of the buckets: a resumed training sums gradients in the same order."""
+    def _entries(self) -> dict[str, Any]:
+        """With the plan of the buckets: a resumed training sums gradients in the same order."""
         plan = {} if self._engine is None else {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
-        return {**super()._own_entries(), **plan}
+        return {**super()._entries(), **plan}
 
     def _planned_for(self) -> dict[str, Any]:
         policy = self._policy
@@ -373,18 +368,8 @@ class ZeRO1Strategy(StepsTogetherStrategy):
 
         A plan made for another world size or other arguments is left: what is asked for now counts.
         """
-        loaded = self._loaded_entries
+        loaded = self._checkpoints.loaded_entries
         return loaded["bucket_plan"] if loaded.get("planned_for") == self._planned_for() else []
-
-    @override
-    def _as_saved(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A parameter is written as itself, not with the bucket it lies in."""
-        saved: dict[str, Any] = checkpoint if self._engine is None else self._engine.with_own_storage(checkpoint)
-        return saved
-
-    @override
-    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
-        return {} if self._engine is None else cuts_in_buckets(self._engine.slots)
 
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None

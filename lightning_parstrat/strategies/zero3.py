@@ -1,62 +1,56 @@
 """``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
 import socket
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import counted, listed
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
-from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.liveness import met, missing_ranks_named
+from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
-from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
-from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
+from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows
 from lightning_parstrat.distributed.zero3.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
     gather_module_state,
-    gather_optimizer_state,
-    gather_rest,
     holds_shards,
     let_whole_states_be_loaded,
     shard_copy,
-    shard_like,
-    shard_optimizer_state,
 )
 from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
 from lightning_parstrat.distributed.zero3.whole import shown_whole
+from lightning_parstrat.strategies.base import ComposedStrategy
+from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
+from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
 from lightning_parstrat.strategies.gradients.observers import users_own
+from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, stands_for_none, unwrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
-from lightning_parstrat.strategies.together import StepsTogetherStrategy
+from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
-_SAVE = "`trainer.save_checkpoint()`"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
-_SAVE_ON_ALL = "Call it on all ranks: each has a part of the parameters."
 
 
-class ZeRO3Strategy(StepsTogetherStrategy):
+class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains with parameters, gradients and optimizer state sharded over the ranks (ZeRO stage 3), by torch's FSDP2.
 
     Results are DDP's; with N ranks each holds 1/N of all three between steps. A unit's parameters are gathered before
@@ -89,7 +83,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     flag = "zero3_custom"
     _takes_shards = True
-    _not_copied = StepsTogetherStrategy._not_copied | {"_sharded", "_steps"}
+    _of_one_training = frozenset({"_sharded", "_steps"})
 
     def __init__(
         self,
@@ -113,6 +107,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         self._steps: StepsOfAllRanks | None = None
         self._loads_after_setup: bool | None = None
         super().__init__(**kwargs)
+        self._buffers = Buffers(self, self._ranks, self._accumulation)
+        self._parts += [EvenBatches(self, self._ranks), self._buffers]
+
+    @override
+    def _make_training_state(self) -> TrainingState:
+        return FullyShardedState(self, self._ranks, lambda: self._sharded)
 
     @property
     @override
@@ -130,7 +130,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     def _is_on_meta(self, module: LightningModule) -> bool:
         """Whether any rank has anything of the module on the meta device. Collective once ranks are connected."""
         on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        return any_rank(on_meta, self._control) if self._has_ranks and self.world_size > 1 else on_meta
+        return any_rank(on_meta, self._ranks.control) if self._ranks.have_joined and self.world_size > 1 else on_meta
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -157,16 +157,16 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         module = self._training_module
         self._close()
         if not is_sharded_module(module):
-            check_same_module(module, self._groups.control)
+            check_same_module(module, self._ranks.groups.control)
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
-        self._begin_to_broadcast_buffers()
+        self._buffers.begin()
         as_autocast = self._policy.gather_dtype == "auto"
-        self._steps = StepsOfAllRanks(self._control)
+        self._steps = StepsOfAllRanks(self._ranks.control)
         self._sharded = ShardedModule(
             module,
             self._make_collectives(),
             self.root_device,
-            lambda: self._messages,
+            lambda: self._ranks.messages,
             wrap=self._policy.wrap or (),
             min_num_params=self._policy.min_num_params,
             by_child=not module.automatic_optimization,
@@ -179,7 +179,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         for copy in averaged_copies(module.trainer):
             shard_copy(copy, module)
             let_whole_states_be_loaded(copy)
-        if self._saves_sharded:
+        if self._checkpoints.are_sharded:
             check_cut_in_rows(module)
 
     @property
@@ -192,8 +192,8 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """What carries gradients. Collective on GPUs."""
         node, topology = Node(socket.gethostname(), self.node_rank), None
         if self.root_device.type != "cpu" and self.world_size > 1:
-            topology = topology_of_ranks(node, self._control)
-        collectives = make_collectives(self._groups.gradients, self.root_device, topology)
+            topology = topology_of_ranks(node, self._ranks.control)
+        collectives = make_collectives(self._ranks.groups.gradients, self.root_device, topology)
         if collectives.widens and self._policy.reduce_dtype == "bf16":
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         return collectives
@@ -206,20 +206,12 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             ValueError: One of them cannot step sharded parameters, or was made of parameters before these were sharded.
         """
         super().setup_optimizers(trainer)
-        prepare_optimizers([one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)], self._control)
-
-    @property
-    @override
-    def _is_set_up(self) -> bool:
-        return self._sharded is not None
-
-    @property
-    @override
-    def _synchronizes(self) -> bool:
-        return not self._accumulates
+        prepare_optimizers(
+            [one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)], self._ranks.control
+        )
 
     @override
-    def _leaves(self) -> Iterable[Tensor]:
+    def _leaves(self) -> Any:
         return super()._leaves() if self._sharded is None else [leaf.tensor for leaf in self._sharded.leaves]
 
     @override
@@ -242,7 +234,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
         self._reshard()
-        self._broadcast_buffers()
+        self._buffers.before_step()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
             # Other ranks may not take part in what a shard needs of them, and would be waited for.
@@ -271,24 +263,21 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             raise
 
     @override
-    def _scale_reduced_gradients(self) -> None:
+    def _end_backward(self, ends_window: bool) -> None:
         """Completes the gradients of a window, and brings their mean over ranks to the window's."""
-        if self._sharded is not None and self._sharded.has_begun:
-            self._sharded.end_backward(self._factor)
+        if ends_window and self._sharded is not None and self._sharded.has_begun:
+            self._sharded.end_backward(lambda: self._accumulation.factor_of_mean)
 
     @override
-    def _complete_window(self) -> None:
-        """As its base class does; and what a training step without a backward has left gathered is not what steps."""
-        super()._complete_window()
+    def _before_step(self) -> None:
+        # What a training step without a backward has left gathered is not what steps.
         self._reshard()
-
-    def _factor(self) -> float:
-        return 1.0 if self._window_scale is None else self._window_scale() * self.world_size
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the user's validation step, in which all ranks gather parameters."""
         with self._gathering():
+            self._buffers.before_validation_step()
             return super().validation_step(*args, **kwargs)
 
     @override
@@ -349,13 +338,11 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         """Compares which modules ranks have called, before anything of the evaluation is logged. Collective."""
         if self._sharded is not None:
             with watching("the comparison of modules that were evaluated"):
-                self._sharded.end_evaluation(self._control)
+                self._sharded.end_evaluation(self._ranks.control)
 
     @override
-    def _progress(self) -> tuple[str, str]:
-        position, hook = super()._progress()
-        unit = "" if self._sharded is None else self._sharded.unit_called
-        return f"{position}, module {unit}" if unit else position, hook
+    def _module_called(self) -> str:
+        return "" if self._sharded is None else self._sharded.unit_called
 
     def _reshard(self) -> None:
         if self._sharded is not None:
@@ -363,101 +350,13 @@ class ZeRO3Strategy(StepsTogetherStrategy):
 
     def _check_no_data_assigned(self) -> None:
         if self._sharded is not None:
-            self._sharded.check_no_data_assigned(self._control)
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole state on rank 0's host, elsewhere nothing. Collective; others hold one whole tensor at most.
-
-        For a sharded checkpoint nothing is gathered: each rank has its shards.
-        """
-        # By the module: it stays sharded when the training has ended.
-        if not is_sharded_module(self._training_module):
-            return super().lightning_module_state_dict()
-        self._reshard()
-        with missing_ranks_named(self._liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
-            self._absent = self._out_of_reach()
-            if self._absent:
-                return {}
-            self._wait_for_all()
-            self._check_no_data_assigned()
-            if self._saves_sharded:
-                return self._training_module.state_dict()
-            return gather_module_state(self._training_module, self.is_global_zero)
+            self._sharded.check_no_data_assigned(self._ranks.control)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights; each rank keeps its part of those that are sharded."""
         self._reshard()
         self._training_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole state on rank 0's host in torch's own format; elsewhere the groups alone. Collective.
-
-        For a sharded checkpoint placeholders stand for what is sharded.
-        """
-        optimizer = unwrapped(optimizer)
-        if self._absent:
-            return {"state": {}, "param_groups": []}
-        with missing_ranks_named(self._liveness, "Gathering the optimizer's state"), watching(_SAVE, _SAVE_ON_ALL):
-            self._wait_for_all()
-            state = optimizer.state_dict()
-            if self._saves_sharded:
-                state = with_placeholders_for_state(state, optimizer, self._position_of(optimizer))
-            return gather_optimizer_state(state, self.is_global_zero)
-
-    @override
-    def _own_part(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        # No optimizer steps master weights here; they would be read as a whole.
-        own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
-        return shard_optimizer_state(optimizer, own if self._loaded is None else super()._own_part(optimizer, own))
-
-    @override
-    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
-        return cuts_in_rows(self._written_parameters().values())
-
-    @override
-    def _cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
-        return cuts_in_rows(grouped_parameters(optimizer))
-
-    @override
-    def _written_parameters(self) -> Mapping[str, Tensor]:
-        # Averages are cut as the module is.
-        copies = enumerate(averaged_copies(self._training_module.trainer))
-        averages = {f"average {n}/{name}": one for n, copy in copies for name, one in copy.named_parameters()}
-        return {**super()._written_parameters(), **averages}
-
-    @override
-    def _completed(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        # What hooks have put into it.
-        checkpoint = gather_rest(_without_sharded_hyperparameters(checkpoint), self.is_global_zero, self._control)
-        return super()._completed(checkpoint)
-
-    @override
-    def _save_sharded(self, checkpoint: dict[str, Any], *args: Any) -> None:
-        super()._save_sharded(_without_sharded_hyperparameters(checkpoint), *args)
-
-    @override
-    def _cuts_of_weights(self) -> Mapping[str, Cut]:
-        # Before its setup a module is whole, and takes whole weights.
-        if not is_sharded_module(self._training_module):
-            return {}
-        self._reshard()
-        named, cuts = self._training_module.named_parameters(remove_duplicate=False), self._cuts_of_parameters()
-        return {name: cuts[parameter] for name, parameter in named if parameter in cuts}
-
-    @override
-    def _filled(self) -> dict[str, Any]:
-        filled, named = super()._filled(), dict(self._training_module.named_parameters(remove_duplicate=False))
-        parts = {name: part for name, part in filled["state_dict"].items() if isinstance(part, OwnPart)}
-        filled["state_dict"].update({name: shard_like(part, named[name]) for name, part in parts.items()})
-        return filled
-
-    @property
-    @override
-    def _can_save_alone(self) -> bool:
-        return not is_sharded_module(self._training_module)
 
     @contextmanager
     def full_parameters(self) -> Generator[LightningModule, None, None]:
@@ -488,7 +387,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
             )
         self._reshard()
         with ExitStack() as shown:
-            with met("`strategy.full_parameters()`", self._groups.control, "Enter it on all ranks."):
+            with met("`strategy.full_parameters()`", self._ranks.groups.control, "Enter it on all ranks."):
                 self._check_no_data_assigned()
                 shown.enter_context(shown_whole(module))
             yield module
@@ -542,7 +441,7 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         Where another process has started the ranks and goes on without them, it gets the whole weights.
         """
         module = self.lightning_module
-        returns = self._is_set_up and returns_weights(self) and not self._is_interrupted
+        returns = self._sharded is not None and returns_weights(self) and not self._ranks.is_interrupted
         if module is not None and returns and module.trainer.state.fn == TrainerFn.FITTING:
             state = gather_module_state(module, self.local_rank == 0)
             vars(module)["state_dict"] = lambda *_, **__: state
@@ -576,13 +475,3 @@ class ZeRO3Strategy(StepsTogetherStrategy):
         if self._steps is not None:
             self._steps.end()
             self._steps = None
-
-
-def _without_sharded_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out modules that are sharded, whose classes exist in this process alone: the state has their weights."""
-    for key in (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
-        held = checkpoint.get(key)
-        if isinstance(held, dict):
-            kept = {name: value for name, value in held.items() if not holds_shards(value)}
-            checkpoint = {**checkpoint, key: kept}
-    return checkpoint

@@ -15,7 +15,7 @@ from lightning_parstrat.distributed.checkpoint import dcp
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.zero1 import state
 from lightning_parstrat.strategies.checkpoint import checkpoints
-from lightning_parstrat.strategies.checkpoint.checkpoints import CheckpointingStrategy
+from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_parstrat.strategies.data.positions import LoaderPositions
 
 
@@ -118,11 +118,11 @@ SAVING: dict[str, Callable[[KillsAt], None]] = {
 """Points of a save, by what has a process killed there."""
 
 LOADING: dict[str, Callable[[KillsAt], None]] = {
-    "opening": lambda kills: _before(CheckpointingStrategy, "_open", kills),
-    "opened": lambda kills: _after(CheckpointingStrategy, "_open", kills),
+    "opening": lambda kills: _before(Checkpoints, "_open", kills),
+    "opened": lambda kills: _after(Checkpoints, "_open", kills),
     "reading": lambda kills: _before(ShardedCheckpoint, "own_of", kills),
-    "loading optimizers": lambda kills: _before(CheckpointingStrategy, "load_optimizer_state_dict", kills),
-    "loaded optimizers": lambda kills: _after(CheckpointingStrategy, "load_optimizer_state_dict", kills),
+    "loading optimizers": lambda kills: _before(Checkpoints, "load_optimizers", kills),
+    "loaded optimizers": lambda kills: _after(Checkpoints, "load_optimizers", kills),
     "placing loaders": lambda kills: _before(LoaderPositions, "begin_training", kills),
 }
 """Points of a resume, likewise."""

@@ -19,12 +19,14 @@ from typing import Any
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
+from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
     BetweenBatches,
     bring_back_after_training,
@@ -36,6 +38,7 @@ from lightning_parstrat.strategies.lightning_compat import (
     users_handler,
     window_is_open,
 )
+from lightning_parstrat.strategies.parts import Part
 
 # Bits, as ranks may have got different signals. Where both have come, requeueing wins.
 _TERMINATE, _REQUEUE = 1, 2
@@ -93,6 +96,74 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
             " `default_root_dir` of its own. To resume from it on purpose, copy the file under another name and pass"
             " it as `ckpt_path`."
         )
+
+
+class Preemption(Part):
+    """Has a fit save when any rank is preempted, and end or be requeued.
+
+    Args:
+        strategy: The strategy it is a part of.
+        ranks: Its ranks.
+        points: Moments at which training can resume.
+        wait_for_saves: Returns when what was saved is on the disk.
+    """
+
+    _of_one_training = frozenset({"_callback"})
+
+    def __init__(
+        self, strategy: DDPStrategy, ranks: Ranks, points: ResumePoints, wait_for_saves: Callable[[], None]
+    ) -> None:
+        super().__init__(strategy)
+        self._ranks, self._points, self._wait_for_saves = ranks, points, wait_for_saves
+        self._callback: SavesWhenPreempted | None = None
+
+    @override
+    def begin_fit(self) -> None:
+        """Notes the signal to requeue from now on."""
+        self.teardown()
+        signum = signal_to_requeue_at(self._trainer)
+        self._callback = SavesWhenPreempted(
+            self._ranks.messages, self._points, signum, self._wait_for_saves, self._ranks.give_up
+        )
+        if signum is not None:
+            self._callback.listen(signum)
+
+    @override
+    def on_train_start(self) -> None:
+        """Looks between batches from now on."""
+        if self._callback is not None:
+            # Not before: programs count, copy and compare their callbacks where they begin.
+            self._remove_callback()
+            self._trainer.callbacks.insert(0, self._callback)
+            self._callback.take_over_sigterm(self._trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        """Looks between batches no longer."""
+        self._remove_callback()
+
+    @override
+    def teardown(self) -> None:
+        """Restores the handlers of signals."""
+        if self._callback is not None:
+            self._remove_callback()
+            self._callback.stop_listening(self._trainer)
+            self._callback = None
+
+    def _remove_callback(self) -> None:
+        # In place: tuners put lists of their own there for a while, and look into them afterwards.
+        callbacks = self._trainer.callbacks
+        callbacks[:] = [one for one in callbacks if one is not self._callback]
+
+    @override
+    def entries(self) -> dict[str, Any]:
+        """In a Slurm job, the job's number."""
+        return own_job()
+
+    @override
+    def check_entries(self, entries: Mapping[str, Any], path: str | Path) -> None:
+        """Refuses what another Slurm job saved for itself."""
+        check_job(entries, path)
 
 
 class SavesWhenPreempted(BetweenBatches):

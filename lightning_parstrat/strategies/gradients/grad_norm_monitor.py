@@ -1,12 +1,13 @@
 """A callback that logs gradient norms, how often they were clipped, and skipped steps."""
 
+from typing import Any
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parstrat.strategies.gradients.accumulation import AccumulationAwareStrategy
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
 from lightning_parstrat.strategies.lightning_compat import batches_that_stepped, logs_after_this_batch, window_is_open
 
@@ -34,7 +35,7 @@ class GradNormMonitor(Callback):
         self._largest: Tensor | None = None
         self._clips = False
         self._logged_skipped = 0
-        self._strategy: AccumulationAwareStrategy | None = None
+        self._strategy: Any = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -1,0 +1,450 @@
+"""What all strategies have: parts, and the order in which Lightning's calls reach them."""
+
+import sys
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat._namespaces import PACKAGES
+from lightning_parstrat.core.accumulation import PartialWindow
+from lightning_parstrat.core.argument_names import arguments_of
+from lightning_parstrat.core.policy import (
+    CheckpointFormat,
+    CheckpointPolicy,
+    ClipScope,
+    GradientPolicy,
+    NonfiniteGradients,
+)
+from lightning_parstrat.distributed.comm.module_states import check_whole
+from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
+from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
+from lightning_parstrat.strategies.checkpoint.preemption import Preemption
+from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
+from lightning_parstrat.strategies.checkpoint.resuming import Resume
+from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
+from lightning_parstrat.strategies.data.even import users_own
+from lightning_parstrat.strategies.data.positions import LoaderPositions
+from lightning_parstrat.strategies.evaluation import ExactEvaluation
+from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
+from lightning_parstrat.strategies.gradients.clipping import GradientNorm
+from lightning_parstrat.strategies.launch.elastic import StartedLauncher, believe_started, started_ranks
+from lightning_parstrat.strategies.launch.ranks import Ranks
+from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, lacks_inner_io
+from lightning_parstrat.strategies.parts import Part
+
+
+class ComposedStrategy(DDPStrategy):
+    """DDP made of parts: exact accumulation and clipping, durable checkpoints, preemption, and ranks that are named.
+
+    Args:
+        checkpoint_format: ``"full"`` writes what ``ddp`` would: one file, from rank 0, which any strategy reads.
+            ``"sharded"`` writes a folder, each rank its part, without gathering anything; this package's strategies
+            read it at any world size, and ``lightning-parstrat consolidate`` turns it into a full one. All nodes must
+            see the folder. ``checkpoint_io`` is not used for it.
+        async_save: Whether training goes on as soon as each rank has copied its part to host memory, while a thread
+            writes the sharded checkpoint. At most one save is in progress; the next save, and the end of training,
+            wait for it.
+        exact_evaluation: Whether validation and test see each sample once. Lightning's sampler gives all ranks equally
+            many: where their number does not divide the samples, some come twice, and metrics count them twice.
+            ``True`` leaves these out, so that metrics are those of one process; a rank may then have one sample less
+            than another. Off by default, as under ``ddp``.
+        partial_window: ``"exact"`` takes the mean over the micro-batches that there are where the end of an epoch cuts
+            an accumulation window short; ``"lightning"`` divides by ``accumulate_grad_batches`` all the same, as
+            stock Lightning does, so that such a step is too small.
+        clip_scope: ``"optimizer"`` clips by the norm of the gradients of the optimizer that steps; ``"global"`` by that
+            of all optimizers' gradients together.
+        norm_type: p of the norm that clips, a positive number or ``inf``.
+        nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same;
+            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks; ``"raise"`` ends
+            the training on all ranks. For both the host has to wait in every step.
+        warn_after_seconds: After how many seconds in which it makes no progress a rank that waits for others says so,
+            in one line: in which call or hook, and which ranks have not come and where those are. ``None`` says nothing
+            before the ``timeout``.
+        **kwargs: Arguments of the base class.
+
+    Raises:
+        ValueError: A value is not allowed; the message says which are.
+    """
+
+    @property
+    @abstractmethod
+    def flag(self) -> str:
+        """The name it is registered under, with which messages begin."""
+
+    _takes_shards: ClassVar[bool] = False
+    """Whether a module may come with parameters in shards."""
+
+    _of_one_training: ClassVar[frozenset[str]] = frozenset()
+    """Attributes that belong to one training and its ranks, and are None outside of it: they are not copied."""
+
+    def __init__(
+        self,
+        checkpoint_format: CheckpointFormat = "full",
+        async_save: bool = False,
+        exact_evaluation: bool = False,
+        partial_window: PartialWindow = "exact",
+        clip_scope: ClipScope = "optimizer",
+        norm_type: float | Literal["inf"] = 2.0,
+        nonfinite_grads: NonfiniteGradients = "propagate",
+        warn_after_seconds: float | None = 15.0,
+        **kwargs: Any,
+    ) -> None:
+        saving = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
+        gradients = GradientPolicy(
+            partial_window=partial_window, clip_scope=clip_scope, norm_type=norm_type, nonfinite_grads=nonfinite_grads
+        )
+        if not isinstance(exact_evaluation, bool):
+            raise ValueError(f"Invalid exact_evaluation: {exact_evaluation!r}. Must be True or False.")
+        super().__init__(**kwargs)
+        positions = LoaderPositions()
+        points = ResumePoints(positions)
+        hooks = GradientHooks(self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step)
+        self._ranks = Ranks(self, self.flag, self._timeout, warn_after_seconds, self._module_called)
+        self._resume = Resume(self, self._ranks, positions, points)
+        self._checkpoints = Checkpoints(
+            self, self._ranks, saving, self._make_training_state(), self._resume, self._entries
+        )
+        self._accumulation = Accumulation(self, self._ranks, gradients, hooks)
+        self._parts: list[Part] = [
+            self._ranks,
+            self._resume,
+            self._checkpoints,
+            *([ExactEvaluation(self)] if exact_evaluation else []),
+            self._accumulation,
+            Preemption(self, self._ranks, points, self.wait_for_saves),
+        ]
+        """In the order in which their hooks are called; at the end, in the reverse order."""
+
+    # What a strategy may do otherwise.
+
+    def _make_training_state(self) -> TrainingState:
+        """The state of the module and the optimizers, for checkpoints."""
+        return TrainingState(self)
+
+    def _leaves(self) -> Any:
+        """The tensors that a backward computes gradients for."""
+        return self._training_module.parameters()
+
+    def _end_backward(self, ends_window: bool) -> None:
+        """Brings what a window's backward has left as the mean over ranks to the mean over the window. Collective."""
+
+    def _reduce_local_gradients(self) -> None:
+        """Sends what backwards have left in ``param.grad``, where it takes more than backward to do so. Collective."""
+
+    def _before_step(self) -> None:
+        """Runs between the closure and the optimizer's step."""
+
+    def _module_called(self) -> str:
+        """The submodule that is being called, if it is known. Any thread."""
+        return ""
+
+    def _entries(self) -> dict[str, Any]:
+        """What this package keeps in a checkpoint."""
+        return {key: value for part in self._parts for key, value in part.entries().items()}
+
+    # What users may call.
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last step's gradients before clipping, over all ranks: a 0-d tensor, equal on all of them.
+
+        None where nobody has asked for it: clipping by norm does, :class:`~lightning_parstrat.GradNormMonitor` does,
+        and so do ``nonfinite_grads="skip"`` and ``"raise"``.
+        """
+        return self._accumulation.grad_norm
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps of this training were left out, the same on all ranks.
+
+        Because gradients were not finite (``nonfinite_grads="skip"``), because the loss scale of 16-mixed was too
+        large, or because no micro-batch had any weight. Fused optimizers in 16-mixed leave steps out on the device;
+        this waits for it.
+        """
+        return self._accumulation.skipped_steps
+
+    def on_gradient_norm(self, listener: Callable[[GradientNorm], None]) -> None:
+        """Calls ``listener`` with the norm of every step of the next training, after the step.
+
+        Call it before every training, in a callback's ``setup``. The norm is measured for that, clipping or not.
+        """
+        self._accumulation.on_gradient_norm(listener)
+
+    def wait_for_saves(self) -> None:
+        """Returns when no checkpoint is being written. If one is, all ranks must call it.
+
+        Raises:
+            CheckpointNotSavedError: It could not be written.
+            MissingRanksError: Ranks have not written their part.
+        """
+        self._checkpoints.wait_for_saves()
+
+    # What the strategy is, to Python and to Lightning.
+
+    @property
+    def _training_module(self) -> LightningModule:
+        if self.lightning_module is None:
+            raise AssertionError("the strategy was used before a module was connected to it")
+        return self.lightning_module
+
+    @override
+    def __repr__(self) -> str:
+        """Says whose Trainer takes it: Lightning shows this where it refuses what is no strategy of its own."""
+        own = DDPStrategy.__module__.partition(".strategies.")[0]
+        (other,) = PACKAGES.keys() - {own}
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(f"{PACKAGES[own]}."))
+        hint = f"; for {other}, write `from {PACKAGES[other]} import {name}`" if other in sys.modules else ""
+        return f"<{type(self).__name__} for the Trainer of {own}{hint}>"
+
+    @classmethod
+    def known_arguments(cls) -> list[str]:
+        """The names of all arguments it takes, those of its base classes and of what it wraps the module in as well."""
+        return arguments_of((*cls.__mro__, DistributedDataParallel))
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        """For programs that copy or pickle a trainer: what knows process groups stays where it is."""
+        state: dict[str, Any] = super().__getstate__()
+        return {name: None if name in self._of_one_training else value for name, value in state.items()}
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers nothing: the names are registered by :mod:`lightning_parstrat.strategies.registry`."""
+
+    # Set-up.
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Looks at what torchelastic has started, before anything depends on the number of ranks.
+
+        The Trainer calls this within ``Trainer()``, once the numbers of nodes and devices are known.
+        """
+        started = started_ranks(self.cluster_environment)
+        if started is not None:
+            believe_started(self, started)
+        super()._configure_launcher()
+        if started is not None and isinstance(self._launcher, SubprocessScriptLauncher):
+            self._launcher = StartedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Among how many ranks a sampler splits the data, and which of them this rank is."""
+        kwargs = super().distributed_sampler_kwargs
+        if started_ranks(self.cluster_environment) is not None:
+            # Lightning multiplies the nodes by this node's devices, which is wrong where nodes have different numbers.
+            kwargs["num_replicas"] = self.world_size
+        return kwargs
+
+    @override
+    def setup_distributed(self) -> None:
+        """Joins the other ranks. Collective."""
+        self._ranks.join(super().setup_distributed)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Sets up what Lightning does, of a module that is whole. Collective.
+
+        Raises:
+            ValueError: Its parameters are in shards.
+        """
+        if not self._takes_shards:
+            check_whole(self._training_module, self.flag)
+        super().setup(trainer)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Creates the optimizers. Collective."""
+        for part in self._parts:
+            part.setup_optimizers()
+        super().setup_optimizers(trainer)
+
+    @override
+    def setup_precision_plugin(self) -> None:
+        """Begins a fit. Collective.
+
+        Done here rather than when the plugin is set, so that what is pickled for spawned processes is the user's.
+        """
+        if self._training_module.trainer.state.fn == TrainerFn.FITTING:
+            for part in self._parts:
+                part.begin_fit()
+        super().setup_precision_plugin()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Prepares a loader, of training as of evaluation. Collective."""
+        # It may be what stands for a loader of the epoch before: modules may give the same loaders again.
+        dataloader = super().process_dataloader(users_own(dataloader))
+        for part in self._parts:
+            dataloader = part.process_dataloader(dataloader)
+        return dataloader
+
+    # A fit, in the order of its calls.
+
+    @override
+    def on_train_start(self) -> None:
+        """Begins to train."""
+        super().on_train_start()
+        for part in self._parts:
+            part.on_train_start()
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Begins a batch."""
+        super().on_train_batch_start(batch, batch_idx)
+        self._accumulation.begin_batch()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the user's training step, and keeps the weight that it gives its loss."""
+        output = super().training_step(*args, **kwargs)
+        self._accumulation.note_output(output)
+        return output
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Within it, gradients accumulate locally and nothing is sent."""
+        with self._accumulation.block(), super().block_backward_sync():
+            yield
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Begins a backward."""
+        super().pre_backward(closure_loss)
+        self._accumulation.begin_backward(closure_loss)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Ends the backward, where a precision plugin of the user's has left that out."""
+        if not self._accumulation.backward_has_ended:
+            self._accumulation.end_backward()
+        super().post_backward(closure_loss)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs what of the closure is left, clips and steps; or leaves the step out, on all ranks."""
+        return self._accumulation.step(super().optimizer_step, optimizer, closure, *args, **kwargs)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        """Reduces a tensor over all ranks. Collective. The mean of integers is a floating-point number."""
+        is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
+        if is_whole and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
+            # Lightning divides means by the mean number of samples, which it would cut off to an integer.
+            tensor = tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
+    @override
+    def on_validation_end(self) -> None:
+        """Ends a validation."""
+        super().on_validation_end()
+        for part in self._parts:
+            part.on_validation_end()
+
+    @override
+    def on_train_end(self) -> None:
+        """Ends the training."""
+        super().on_train_end()
+        for part in self._parts:
+            part.on_train_end()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Says which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
+        super().on_exception(exception)
+        for part in self._parts:
+            part.on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        """Gives back what was the user's. Not collective after an exception."""
+        for part in reversed(self._parts):
+            part.teardown()
+        super().teardown()
+
+    # Checkpoints.
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's plugin for writing and reading files; by default :class:`DurableCheckpointIO`."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = DurableCheckpointIO()
+        elif lacks_inner_io(self._checkpoint_io):
+            self._checkpoint_io.checkpoint_io = DurableCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state; of a sharded module, on rank 0's host. Collective."""
+        return self._checkpoints.module_state(super().lightning_module_state_dict)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The unsharded state on rank 0's host in torch's own format; elsewhere the groups alone. Collective."""
+        return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Saves on all ranks or on none. Collective, except after an exception on some ranks only.
+
+        Raises:
+            CheckpointNotSavedError: Another rank could not write.
+            MissingRanksError: Ranks did not take part; checkpoints that were saved before are unchanged.
+        """
+        self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Waits for all ranks, except at the end of a save that some ranks did not take part in."""
+        # Lightning ends every save with a barrier.
+        if not self._checkpoints.leaves_out_barrier(args):
+            super().barrier(*args, **kwargs)
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Removes a checkpoint, but not before its successor is complete."""
+        self._checkpoints.remove(super().remove_checkpoint, filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or none.
+
+        Raises:
+            MisconfigurationException: It is not a checkpoint, is damaged or newer, a rank cannot read it, or another
+                Slurm job has saved it for itself.
+        """
+        checkpoint = self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
+        for part in self._parts:
+            part.check_entries(self._checkpoints.loaded_entries, checkpoint_path)
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Gives each optimizer its state, of which each rank keeps its part.
+
+        Raises:
+            ValueError: The state belongs to other optimizers or other parameters; the message says which.
+        """
+        self._checkpoints.load_optimizers(checkpoint)

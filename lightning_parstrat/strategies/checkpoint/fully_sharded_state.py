@@ -1,0 +1,134 @@
+"""The state of a module that FSDP2 has sharded, as checkpoints hold it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_parstrat.distributed.checkpoint.cuts import Cut
+from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
+from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
+from lightning_parstrat.distributed.zero3.cuts import cuts_in_rows
+from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
+from lightning_parstrat.distributed.zero3.state import (
+    gather_module_state,
+    gather_optimizer_state,
+    gather_rest,
+    holds_shards,
+    shard_like,
+    shard_optimizer_state,
+)
+from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
+from lightning_parstrat.strategies.launch.ranks import Ranks
+from lightning_parstrat.strategies.lightning_compat import averaged_copies
+
+
+class FullyShardedState(TrainingState):
+    """State of a module of which each rank has shards, and of its optimizers.
+
+    Args:
+        strategy: Has the module and the optimizers.
+        ranks: Its ranks.
+        sharded: What shards the module; None outside of a training.
+    """
+
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, sharded: Callable[[], ShardedModule | None]) -> None:
+        super().__init__(strategy)
+        self._ranks, self._sharded = ranks, sharded
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self._strategy.lightning_module
+        if module is None:
+            raise AssertionError("a state was asked for before a module was connected to the strategy")
+        return module
+
+    @override
+    def is_sharded(self, optimizer: Optimizer) -> bool:
+        return True
+
+    @property
+    @override
+    def is_whole(self) -> bool:
+        # By the module: it stays sharded when the training has ended.
+        return not is_sharded_module(self._module)
+
+    @override
+    def of_module(self, saves_sharded: bool) -> dict[str, Any]:
+        sharded = self._sharded()
+        if sharded is not None:
+            sharded.reshard()
+            sharded.check_no_data_assigned(self._ranks.control)
+        if saves_sharded:
+            return self._module.state_dict()
+        return gather_module_state(self._module, self._strategy.is_global_zero)
+
+    @override
+    def of_optimizer(self, optimizer: Optimizer, saves_sharded: bool) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        if saves_sharded:
+            state = with_placeholders_for_state(state, optimizer, self.optimizers.index(optimizer))
+        return gather_optimizer_state(state, self._strategy.is_global_zero)
+
+    @override
+    def completed(self, checkpoint: dict[str, Any], gathers: bool) -> dict[str, Any]:
+        checkpoint = _without_sharded_hyperparameters(checkpoint)
+        if not gathers:
+            return checkpoint
+        return gather_rest(checkpoint, self._strategy.is_global_zero, self._ranks.control)
+
+    @override
+    def filled(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
+        filled, named = super().filled(loaded), dict(self._module.named_parameters(remove_duplicate=False))
+        parts = {name: part for name, part in filled["state_dict"].items() if isinstance(part, OwnPart)}
+        filled["state_dict"].update({name: shard_like(part, named[name]) for name, part in parts.items()})
+        return filled
+
+    @override
+    def own_part(
+        self, optimizer: Optimizer, state: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        # No optimizer steps master weights here; they would be read as a whole.
+        own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
+        return shard_optimizer_state(optimizer, own if read is None else read(own))
+
+    @override
+    def cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
+        return cuts_in_rows(grouped_parameters(optimizer))
+
+    @override
+    def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
+        return cuts_in_rows(self._written_parameters().values())
+
+    @override
+    def _written_parameters(self) -> Mapping[str, Tensor]:
+        # Averages are cut as the module is.
+        copies = enumerate(averaged_copies(self._module.trainer))
+        averages = {f"average {n}/{name}": one for n, copy in copies for name, one in copy.named_parameters()}
+        return {**super()._written_parameters(), **averages}
+
+    @override
+    def _cuts_of_weights(self) -> Mapping[str, Cut]:
+        # Before its setup a module is whole, and takes whole weights.
+        if self.is_whole:
+            return {}
+        sharded = self._sharded()
+        if sharded is not None:
+            sharded.reshard()
+        named, cuts = self._module.named_parameters(remove_duplicate=False), self._cuts_of_parameters()
+        return {name: cuts[parameter] for name, parameter in named if parameter in cuts}
+
+
+def _without_sharded_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out modules that are sharded, whose classes exist in this process alone: the state has their weights."""
+    for key in (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
+        held = checkpoint.get(key)
+        if isinstance(held, dict):
+            kept = {name: value for name, value in held.items() if not holds_shards(value)}
+            checkpoint = {**checkpoint, key: kept}
+    return checkpoint

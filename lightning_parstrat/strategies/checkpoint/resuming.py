@@ -1,0 +1,160 @@
+"""Training that resumes as if it had not stopped: what a checkpoint keeps of loaders and random numbers."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_parstrat.distributed.comm.agreement import any_rank, gather_object
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.strategies.checkpoint.resume import (
+    RNG,
+    VALIDATION_IS_DUE,
+    RandomNumbers,
+    ResumePoints,
+    can_be_resumed,
+    from_which_training_goes_on,
+    loaders_of_rank,
+)
+from lightning_parstrat.strategies.data.positions import LOADERS, LoaderPositions
+from lightning_parstrat.strategies.launch.ranks import Ranks
+from lightning_parstrat.strategies.lightning_compat import fetches_alone, iterators_in_training, trainer_of
+from lightning_parstrat.strategies.parts import Part
+
+
+class Resume(Part):
+    """Where a training is: what a checkpoint keeps of it, and how a training goes on from there.
+
+    Args:
+        strategy: The strategy it is a part of.
+        ranks: Its ranks.
+        positions: Where loaders stand.
+        points: Moments at which training can resume.
+    """
+
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, positions: LoaderPositions, points: ResumePoints) -> None:
+        super().__init__(strategy)
+        self._ranks, self._positions, self._points = ranks, positions, points
+        self._random = RandomNumbers()
+        self._goes_on = False
+        self._trains = False
+
+    @override
+    def setup_optimizers(self) -> None:
+        """A new training has not been set to where its checkpoint was saved."""
+        self._goes_on = False
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Has loaders that are trained on know their place, from which a checkpoint's training goes on."""
+        if self._trainer.training:
+            control = self._ranks.control if self._ranks.have_joined else None
+            self._positions.follow(
+                dataloader, self._trainer, lambda fails: any_rank(fails, control) if control else fails
+            )
+        return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        """Restores the checkpoint's random numbers where training resumes within an epoch."""
+        self.go_on()
+        self._random, self._trains = RandomNumbers(), True
+
+    def go_on(self) -> None:
+        """Begins where a checkpoint was saved: when training starts, or before a callback saves then."""
+        trainer = trainer_of(self._strategy.lightning_module)
+        if self._trains or trainer is None or not trainer.training or not iterators_in_training(trainer):
+            return
+        # Each time: what callbacks draw meanwhile was not drawn before.
+        self._random.before_training(trainer)
+        if not self._goes_on:
+            self._positions.begin_training(trainer)
+            self._points.begin_training(trainer)
+            self._goes_on = True
+
+    @override
+    def on_validation_end(self) -> None:
+        """Notes what a validation has drawn."""
+        self._points.end_validation()
+
+    @override
+    def on_train_end(self) -> None:
+        """Notes where the loaders stand."""
+        self._positions.end_training(self._trainer)
+        self._trains = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Notes where the loaders stand, for a checkpoint that is saved all the same. Not collective."""
+        # What a loader of the user's raises when it is asked must not stand in for this exception.
+        with suppress(Exception):
+            if self._trains:
+                self._positions.end_training(self._trainer)
+
+    @override
+    def teardown(self) -> None:
+        """Gives the loaders back."""
+        self._trains = False
+        # An exception may have been raised before there was a Trainer.
+        trainer = trainer_of(self._strategy.lightning_module)
+        if trainer is not None:
+            fetches_alone(trainer)
+        self._random = RandomNumbers()
+        self._positions.release()
+
+    def load(self, checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None:
+        """Takes over where a checkpoint's training was.
+
+        Args:
+            checkpoint: As Lightning has it.
+            entries: What this package has kept in it.
+        """
+        rank, number = self._strategy.global_rank, self._strategy.world_size
+        self._points.load(checkpoint, entries.get(VALIDATION_IS_DUE), trainer_of(self._strategy.lightning_module))
+        self._random.load(entries.get(RNG), rank, number)
+        given = loaders_of_rank(checkpoint, entries.get(LOADERS, {}), rank, number)
+        self._positions.load(entries.get(LOADERS), given)
+
+    def before_loaders(self) -> None:
+        """Call before Lightning makes the training's loaders: whatever draws later would shift their shuffling."""
+        self._random.before_loaders()
+
+    def set_back(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A checkpoint as it would have been saved where training can resume, and an entry that says how."""
+        if not can_be_resumed(checkpoint):
+            return checkpoint, {}
+        point = self._points.point_of_save(self._trainer)
+        back = from_which_training_goes_on(checkpoint, self._trainer, point, self._points.epoch_has_ended)
+        return back, {VALIDATION_IS_DUE: point.validation_is_due}
+
+    def gather(self, control: Collectives | None, goes_on: bool) -> dict[str, Any]:
+        """Each rank's random numbers, and where its loaders stand; without ``control`` this rank's.
+
+        Collective in ``control``: some 10 KB from each rank to rank 0.
+
+        Args:
+            control: Of all ranks.
+            goes_on: Whether the checkpoint keeps them; otherwise loaders are not asked, which draws from some samplers.
+        """
+        trainer = self._trainer
+        point = self._points.point_of_save(trainer)
+        within_epoch = point.has_iterators
+        if goes_on and within_epoch:
+            self._positions.warn_of_lost(trainer, point.positions)
+        own = (point.rng, self._positions.state(point.positions if goes_on else (), within_epoch))
+        of_ranks = [own] if control is None else gather_object(own, control.group)
+        rngs, loaders = zip(*of_ranks, strict=True) if of_ranks else ((), ())
+        return {
+            RNG: {"states": list(rngs), "within_epoch": within_epoch},
+            LOADERS: {"ranks": list(loaders), "within_epoch": within_epoch},
+        }
+
+    def gather_alone(self, goes_on: bool) -> dict[str, Any]:
+        """What :meth:`gather` returns, of this rank alone, with an empty place for each other rank. Not collective."""
+        states = self.gather(None, goes_on)
+        loaders = states[LOADERS]
+        # Without the places, a training among several would take the rest for all that is left.
+        absent = [[None] * len(of_rank) for of_rank in loaders["ranks"]] * (self._strategy.world_size - 1)
+        return {**states, LOADERS: {**loaders, "ranks": [*loaders["ranks"], *absent]}}

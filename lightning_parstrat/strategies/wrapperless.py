@@ -1,0 +1,112 @@
+"""What DDP's wrapper does for a module beside its gradients, and what uneven data needs: for strategies without one."""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
+from lightning_parstrat.strategies.data.even import make_even, users_own
+from lightning_parstrat.strategies.gradients.accumulation import Accumulation
+from lightning_parstrat.strategies.launch.ranks import Ranks
+from lightning_parstrat.strategies.lightning_compat import replace_loaders, trainer_of
+from lightning_parstrat.strategies.parts import Part
+
+
+class EvenBatches(Part):
+    """Lets all ranks draw equally many training batches, so that none waits for one that has ended.
+
+    Args:
+        strategy: The strategy it is a part of.
+        ranks: Its ranks.
+    """
+
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
+        super().__init__(strategy)
+        self._ranks = ranks
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Returns what stands for a loader that is trained on. Collective."""
+        if self._ranks.number == 1 or not self._trainer.training:
+            return dataloader
+        control = make_collectives(self._ranks.groups.control, torch.device("cpu"))
+        return make_even(dataloader, control, _allows_empty(self._module))
+
+    @override
+    def teardown(self) -> None:
+        """Gives the Trainer the user's own data loaders back: it puts them into a `CombinedLoader` of the user's."""
+        trainer = trainer_of(self._strategy.lightning_module)
+        if trainer is not None:
+            replace_loaders(trainer, users_own)
+
+
+class Buffers(Part):
+    """Gives all ranks rank 0's buffers whenever DDP would.
+
+    Args:
+        strategy: The strategy it is a part of.
+        ranks: Its ranks.
+        accumulation: Says whether a backward sends gradients.
+    """
+
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, accumulation: Accumulation) -> None:
+        super().__init__(strategy)
+        self._ranks, self._accumulation = ranks, accumulation
+        self._are_due = True
+        self._exist = False
+        # Lightning leaves out the validation on ranks without a batch: they would miss what others send in it.
+        self._validated_by_some = False
+
+    def begin(self) -> None:
+        """Begins as DDP does when it wraps a module."""
+        self._are_due = True
+        # Of a module that has none when training begins, DDP never broadcasts any.
+        self._exist = next(self._module.buffers(), None) is not None
+
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Compares how many batches ranks evaluate, where some may have none. Collective then."""
+        length = sized_len(dataloader)
+        if self._ranks.number > 1 and not self._trainer.training and _allows_empty(self._module) and length is not None:
+            most, least = extremes_over_ranks(length, self._ranks.control)
+            self._validated_by_some |= least == 0 < most
+        return dataloader
+
+    def before_validation_step(self) -> None:
+        """Broadcasts them if they are due, unless some ranks have no batch."""
+        if not self._validated_by_some:
+            self.before_step()
+
+    def before_step(self) -> None:
+        """Broadcasts them before the first forward, and before one whose predecessor has sent its gradients.
+
+        DDP takes every training and validation step for a forward, and under manual optimization never sends gradients
+        in its sense.
+        """
+        if not self._exist:
+            return
+        if self._are_due:
+            # Not by the parameters' group, where it would queue behind those that are in flight.
+            broadcast_buffers(self._module, self._ranks.groups.gradients)
+        sends = torch.is_grad_enabled() and not self._accumulation.accumulates
+        self._are_due = sends and self._module.automatic_optimization
+
+    @override
+    def on_validation_end(self) -> None:
+        """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
+        self.before_validation_step()
+
+    @override
+    def teardown(self) -> None:
+        """Broadcasts nothing until the next training."""
+        self._exist = self._validated_by_some = False
+
+
+def _allows_empty(module: Any) -> bool:
+    sources = (module, module.trainer.datamodule)
+    return any(getattr(one, "allow_zero_length_dataloader_with_multiple_devices", False) for one in sources)
