@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tests import devices
-from tests.strategies.zoo import FEATURES, MLP, OptimizerFactory, Zoo, adamw
+from tests.strategies.zoo import FEATURES, MLP, Adversarial, OptimizerFactory, Zoo, adamw
 
 
 class SharedMemory(Zoo):
@@ -265,18 +265,26 @@ class SwappedData(MLP):
             self.net[4].bias.copy_(self.net[4].bias.sign() * 0.05)
 
 
-class TradedData(MLP):
-    """Data changes places: between parameters, and with tensors that the user keeps and uses, in turns."""
+class Squares(MLP):
+    """Base: has two weights of one shape."""
 
     def build(self) -> None:
         self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch).pow(2).sum(1) - batch.mean(1)).pow(2).mean()
+
+
+class TradedData(Squares):
+    """Data changes places: between parameters, and with tensors that the user keeps and uses, in turns."""
+
+    def build(self) -> None:
+        super().build()
         self.register_buffer("shadow", torch.linspace(-0.5, 0.5, 64).view(8, 8))
         self.register_buffer("alias", torch.zeros(8))
 
     def compute_loss(self, batch: Tensor) -> Tensor:
-        return (
-            (self.net(batch).pow(2).sum(1) - batch.mean(1) + (self.shadow.sum() + self.alias.sum()) * 0.1).pow(2).mean()
-        )
+        return super().compute_loss(batch) * (1 + 0.1 * (self.shadow.sum() + self.alias.sum()).pow(2))
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         first, second = self.net[2].weight, self.net[4].weight
@@ -290,14 +298,8 @@ class TradedData(MLP):
             self.net[4].bias.data = self.alias
 
 
-class AveragesInPlace(MLP):
+class AveragesInPlace(Squares):
     """Every third batch is computed with averages in the place of weights, which are put back; two trade places."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return (self.net(batch).pow(2).sum(1) - batch.mean(1)).pow(2).mean()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
@@ -450,14 +452,8 @@ class ZeroesWithoutChoice(torch.optim.SGD):
         super().zero_grad()
 
 
-class MoreOptimizers(Zoo):
+class MoreOptimizers(MLP):
     """Another optimizer takes over in the middle of training."""
-
-    def build(self) -> None:
-        self.net = nn.Sequential(nn.Linear(FEATURES, 9), nn.Tanh(), nn.Linear(9, 2))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch).pow(2).mean()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 4:
@@ -542,13 +538,8 @@ class Unannounced(Manual):
         return loss.detach()
 
 
-class TwoSpeeds(Zoo):
+class TwoSpeeds(Adversarial):
     """A GAN whose discriminator steps twice as often; models toggled without synchronising while they accumulate."""
-
-    def build(self) -> None:
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 10), nn.Tanh(), nn.Linear(10, FEATURES))
-        self.discriminator = nn.Sequential(nn.Linear(FEATURES, 10), nn.Tanh(), nn.Linear(10, 1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         for_generator, for_discriminator = self.optimizers()

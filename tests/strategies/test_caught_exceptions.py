@@ -103,7 +103,7 @@ def compare(name: str) -> dict[tuple[str, str], float]:
 
 of_zero3 = needs_torch("2.13", "FSDP2 cannot go on")
 NAMES = [
-    pytest.param(name, marks=[*([of_zero3] * ("zero3" in name)), *([pytest.mark.slow] * ("," in name))])
+    pytest.param(name, marks=[*([of_zero3] * ("zero3" in name)), *([pytest.mark.slow] * ("," in name or "2" in name))])
     for name in STRATEGIES
 ]
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_parstrat import GradNormMonitor, ZeRO1Strategy
 from lightning_parstrat.distributed.comm.backends import NativeCollectives
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.parity import make_trainer, zero1
 
@@ -155,7 +156,10 @@ def host_reads(make: type[zoo.Zoo], trainer: dict[str, Any], strategy: dict[str,
     return watch.reads.found, watch.steps
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("clipping", "bf16-true, master weights", "token weights")
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, CASES))
 def test_a_steady_step_reads_nothing_back(pool: RankPool, name: str) -> None:
     for found, (before, after) in pool.run(2, host_reads, *CASES[name]):
         assert found == []

@@ -21,7 +21,7 @@ from tests.accounting import traffic_of
 from tests.held_time import HeldTime
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies import zoo
+from tests.strategies import odd, zoo
 from tests.strategies.late import delayed
 from tests.strategies.odd_optimizers import GloballyScaled
 from tests.strategies.parity import train, zero1
@@ -100,26 +100,13 @@ class Boring(BoringModel):
         return super().training_step(torch.nn.functional.pad(batch, (0, 20)), batch_idx)
 
 
-class Two(zoo.MLP):
+class Two(odd.SteppedTogether):
     """One optimizer is sharded, the other is not."""
 
     def configure_optimizers(self) -> Any:
         first, *rest = self.net.children()
         others = [parameter for module in rest for parameter in module.parameters()]
         return [torch.optim.Adam(first.parameters()), GloballyScaled(others)]
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.compute_loss(batch)
-        for optimizer in self.optimizers():
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-        return loss.detach()
 
 
 # Module, what the Trainer gets, and what of the first line of zero1_custom follows the number of parameters.
