@@ -2,10 +2,10 @@
 
     python -m tests.gpu.run [--wheels gpu-wheels] [--device cuda] [--seconds 570] [--output result.json] [-k WORDS]
 
-A group is a file: a process of its own, with a time limit. A test that hangs or ends its process costs itself alone:
-those after it run in another process, as long as time is left. All that ran is in a table, and in a file with the
-machine, the versions and the command. Nothing but the standard library is imported here: what the machine lacks is
-installed from the folder of wheels, into a folder that goes when the run has ended.
+A group is a file: a process of its own, with a time limit. What trains are ranks in processes of their own: one that
+hangs or crashes costs its test alone. All that ran is in a table, and in a file with the machine, the versions and the
+command. Nothing but the standard library is imported here: what the machine lacks is installed from the folder of
+wheels, into a folder that goes when the run has ended.
 """
 
 import argparse
@@ -55,7 +55,6 @@ class Result(NamedTuple):
 
     name: str
     outcome: str
-    seconds: float
     reason: str = ""
 
 
@@ -98,72 +97,55 @@ def environment(target: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "PYTHONUNBUFFERED": "1",
+        # Reasons are not cut.
+        "COLUMNS": "500",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 
-class Run:
-    """All groups, one after the other.
+def run_group(group: Group, options: argparse.Namespace, ends: float, variables: dict[str, str]) -> list[Result]:
+    """Runs a file's tests until ``ends``, by the monotonic clock."""
+    left = min(ends - time.monotonic(), group.seconds * options.patience)
+    if left <= 0:
+        return [Result(group.file, NOT_RUN, "no time was left")]
+    # Without what the project's settings leave out.
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--override-ini=addopts="]
+    command += ["--device", options.device, f"tests/{group.file}", *(["-k", options.words] if options.words else [])]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        code = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(left)
+        finally:
+            # Ranks are of its session.
+            _kill(process)
+        log.seek(0)
+        return results_of(group.file, log.read(), code)
 
-    Args:
-        options: What the command line said.
-        folder: For reports and logs.
-        variables: The environment of the tests' processes.
-    """
 
-    def __init__(self, options: argparse.Namespace, folder: Path, variables: dict[str, str]) -> None:
-        self._options = options
-        self._folder = folder
-        self._variables = variables
-        self._ends = time.monotonic() + options.seconds
-        self.results: list[Result] = []
+_LINE = re.compile(r"^(tests/\S+?::.+?) (?:(PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?.*)?$", re.MULTILINE)
+_OUTCOMES = {"PASSED": PASSED, "FAILED": FAILED, "ERROR": FAILED, "SKIPPED": SKIPPED}
 
-    def group(self, group: Group) -> list[Result]:
-        """Runs a file's tests, in as many processes as it takes."""
-        ends = min(self._ends, time.monotonic() + group.seconds * self._options.patience)
-        chosen: list[str] | None = None
-        found: list[Result] = []
-        while chosen is None or chosen:
-            if time.monotonic() >= ends:
-                found += [Result(name, NOT_RUN, 0.0, "no time was left") for name in chosen or [group.file]]
-                break
-            report = self._process(group, chosen, ends)
-            found += report.results
-            if not report.collected:
-                found.append(Result(group.file, FAILED, 0.0, report.log))
-                break
-            known = {result.name for result in report.results}
-            chosen = [name for name in report.collected if name not in known]
-        self.results += found
-        return found
 
-    def _process(self, group: Group, chosen: list[str] | None, ends: float) -> "_Report":
-        report, log = self._folder / "report.jsonl", self._folder / "log"
-        report.write_text("")
-        names = [f"tests/{group.file}"] if chosen is None else chosen
-        # Without what the project's settings leave out.
-        plugins = ["-p", "tests.gpu.reporting", "-p", "no:cacheprovider", "--override-ini=addopts="]
-        command = [sys.executable, "-m", "pytest", "-q", *plugins, "--device", self._options.device, *names]
-        if self._options.words:
-            command += ["-k", self._options.words]
-        with log.open("w") as output:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**self._variables, "PARSTRAT_REPORT": str(report)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = process.wait(max(1.0, ends - time.monotonic()))
-                ended = f"the process ended with code {code}"
-            except subprocess.TimeoutExpired:
-                ended = ""
-            finally:
-                # Ranks are of its session.
-                _kill(process)
-        return _Report.read(report, ended, log.read_text(errors="replace")[-3000:])
+def results_of(file: str, said: str, code: int | None) -> list[Result]:
+    """From a line of pytest's for each test; ``code`` is None if the process was ended, in the test without outcome."""
+    began = said.partition("test session starts")[2].partition("short test summary")[0]
+    found = {}
+    for name, outcome, reason in _LINE.findall(began):
+        if outcome:
+            shown = said.partition(f" {name.rpartition('::')[2]} _")[2][:6000]
+            found[name] = Result(name, _OUTCOMES[outcome], reason if outcome in ("PASSED", "SKIPPED") else shown)
+        else:
+            ended = Result(name, TIMED_OUT) if code is None else Result(name, FAILED, f"it ended with code {code}")
+            found.setdefault(name, ended)
+    collected = re.search(r"collected (\d+) items?(?: / (\d+) deselected)?", said)
+    if collected is None:
+        return [Result(file, FAILED if code is not None else TIMED_OUT, said[-6000:])]
+    more = int(collected[1]) - int(collected[2] or 0) - len(found)
+    return [*found.values(), *([Result(f"{file}: {more} more", NOT_RUN, "no time was left")] if more > 0 else [])]
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
@@ -172,40 +154,10 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-class _Report(NamedTuple):
-    """What a process has told of its tests."""
-
-    collected: list[str]
-    results: list[Result]
-    log: str
-
-    @classmethod
-    def read(cls, path: Path, ended: str, log: str) -> "_Report":
-        collected: list[str] = []
-        began: dict[str, float] = {}
-        results: dict[str, Result] = {}
-        for line in path.read_text().splitlines():
-            told = json.loads(line)
-            if "collected" in told:
-                collected = told["collected"]
-            elif "began" in told:
-                began[told["began"]] = told["at"]
-            else:
-                results[told["name"]] = Result(**told)
-        for name, at in began.items():
-            if name not in results:
-                outcome = FAILED if ended else TIMED_OUT
-                results[name] = Result(name, outcome, round(time.time() - at, 1), f"{ended}\n{log}".strip())
-        nothing_ran = not began and not collected
-        return cls(collected, list(results.values()), f"{ended}\n{log}" if nothing_ran or not collected else log)
-
-
 def line(result: Result) -> str:
     """Of the table."""
-    said = result.outcome
-    if result.outcome in (SKIPPED, NOT_RUN):
-        said += f" ({' '.join(result.reason.split())[:300]})"
-    return f"{result.name.removeprefix('tests/'):<100} {result.seconds:6.1f}  {said}"
+    reason = f" ({' '.join(result.reason.split())[:300]})" if result.outcome in (SKIPPED, NOT_RUN) else ""
+    return f"{result.name.removeprefix('tests/'):<100} {result.outcome}{reason}"
 
 
 def machine(variables: dict[str, str]) -> dict[str, Any]:
@@ -243,19 +195,20 @@ def main() -> int:
         variables = environment(target)
         where = machine(variables)
         print(json.dumps(where, indent=1), flush=True)
-        run = Run(options, Path(folder), variables)
+        ends, results = began + options.seconds, []
         for group in GROUPS:
             if options.groups is None or any(part in group.file for part in options.groups):
-                for result in run.group(group):
+                for result in run_group(group, options, ends, variables):
+                    results.append(result)
                     print(line(result), flush=True)
-    counts = {one: n for one in (PASSED, FAILED, SKIPPED, TIMED_OUT, NOT_RUN) if (n := _count(run.results, one))}
-    for result in run.results:
+    counts = {one: n for one in (PASSED, FAILED, SKIPPED, TIMED_OUT, NOT_RUN) if (n := _count(results, one))}
+    for result in results:
         if result.outcome in (FAILED, TIMED_OUT):
             print(f"\n--- {result.name}: {result.outcome}\n{result.reason[-3000:]}")
     print(f"\n{', '.join(f'{n} {one}' for one, n in counts.items())} in {time.monotonic() - began:.0f} s")
     if output is not None:
         where["command"] = shlex.join(["python", "-m", "tests.gpu.run", *sys.argv[1:]])
-        result = {"machine": where, "counts": counts, "results": [one._asdict() for one in run.results]}
+        result = {"machine": where, "counts": counts, "results": [one._asdict() for one in results]}
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(json.dumps(result, indent=2) + "\n")
         print(f"written: {output}")

@@ -1,4 +1,4 @@
-"""What runs the tests of this folder: a test that hangs, or ends its process, costs itself alone."""
+"""What runs the tests of this folder: each test's outcome is known, and a group has a limit."""
 
 import argparse
 import time
@@ -7,47 +7,48 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import run
-from tests.gpu.run import FAILED, NOT_RUN, PASSED, SKIPPED, TIMED_OUT, Group, Run, environment, line, missing
+from tests.gpu.run import FAILED, NOT_RUN, PASSED, SKIPPED, TIMED_OUT, Group, environment, line, missing, run_group
 
 ODD = """
 import os, time
 import pytest
 
 def test_passes(): pass
-def test_fails(): assert 1 == 2
+@pytest.mark.parametrize("what", ["two words"])
+def test_fails(what): assert 1 == 2
 def test_is_skipped(): pytest.skip("for a reason")
-def test_ends_its_process(): os._exit(3)
-def test_comes_after(): pass
 def test_hangs(): time.sleep(600)
 def test_is_too_late(): pass
+"""
+ENDS = """
+import os
+
+def test_ends_its_process(): os._exit(3)
 """
 
 
 @pytest.mark.slow
-def test_each_test_fails_alone_and_a_group_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "tests" / "gpu"
-    folder.mkdir(parents=True)
-    for package in (tmp_path / "tests", folder):
-        (package / "__init__.py").write_text("")
-    (folder / "reporting.py").write_text((Path(run.__file__).parent / "reporting.py").read_text())
+def test_each_outcome_is_known_and_a_group_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
     (folder / "conftest.py").write_text("def pytest_addoption(parser): parser.addoption('--device')")
     (folder / "test_odd.py").write_text(ODD)
+    (folder / "test_ends.py").write_text(ENDS)
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    options = argparse.Namespace(device="cpu", seconds=300.0, patience=1.0, words=None)
-    of_run, began = Run(options, tmp_path, environment(tmp_path)), time.monotonic()
-    found = {result.name.partition("::test_")[2]: result for result in of_run.group(Group("gpu/test_odd.py", 20.0))}
-    assert time.monotonic() - began < 60
+    options, found = argparse.Namespace(device="cpu", patience=1.0, words=None), {}
+    for file in ("test_odd.py", "test_ends.py"):
+        results = run_group(Group(file, 20.0), options, time.monotonic() + 60, environment(tmp_path))
+        found |= {result.name.removeprefix(f"tests/{file}::test_"): result for result in results}
     assert {name: result.outcome for name, result in found.items()} == {
         "passes": PASSED,
-        "fails": FAILED,
+        "fails[two words]": FAILED,
         "is_skipped": SKIPPED,
-        "ends_its_process": FAILED,
-        "comes_after": PASSED,
         "hangs": TIMED_OUT,
-        "is_too_late": NOT_RUN,
+        "test_odd.py: 1 more": NOT_RUN,
+        "ends_its_process": FAILED,
     }
-    assert "1 == 2" in found["fails"].reason and "code 3" in found["ends_its_process"].reason
-    assert line(found["is_skipped"]).endswith("skipped (Skipped: for a reason)")
+    assert "code 3" in found["ends_its_process"].reason and "1 == 2" in found["fails[two words]"].reason
+    assert line(found["is_skipped"]).endswith("skipped (for a reason)")
 
 
 def test_what_is_there_and_as_new_is_not_installed() -> None:
