@@ -188,6 +188,7 @@ FAULTS = (
         "return self._on_any_rank(largest)",
         "return True",
         (f"{_NONFINITE}::test_all_ranks_raise_and_training_can_start_again[large squares, ddp_tuned and zero2]",),
+        slow=True,
     ),
     Fault(
         "a rank whose norm is finite does not hear of the others",

@@ -107,8 +107,7 @@ def compare(seeds: range, expose: Any, arrives: Any, bound: int | None) -> dict[
     return differences
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("expose", ["auto", False])
+@pytest.mark.parametrize(("world_size", "expose"), [(2, "auto"), (3, False)])
 @pytest.mark.parametrize("trainings", [2, pytest.param(8, marks=pytest.mark.slow)], ids=["a few", "many"])
 def test_random_trainings_equal_ddps(pool: RankPool, trainings: int, expose: Any, world_size: int) -> None:
     # Of three ranks parameters arrive as late as they may, and each bucket of gradients is waited for.

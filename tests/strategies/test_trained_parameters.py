@@ -365,6 +365,7 @@ def compare_two_fits() -> tuple[float, float, int, int]:
     return largest_difference(actual, expected), apart(actual), left, actual.trainer.global_step
 
 
+@pytest.mark.slow
 def test_a_strategy_fits_twice_and_leaves_no_hooks(pool: RankPool) -> None:
     for difference, between_ranks, left, steps in pool.run(2, compare_two_fits):
         assert difference <= FP32 and (between_ranks, left, steps) == (0, 0, 20)
@@ -400,6 +401,7 @@ def messages() -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_without_a_change_sends_one_message(pool: RankPool) -> None:
     assert pool.run(2, messages) == [[expected for _, _, expected in MESSAGES]] * 2
 

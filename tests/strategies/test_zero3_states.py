@@ -140,6 +140,7 @@ def train_by_turns(order: list[str]) -> list[Tensor]:
     return weights_of(module)
 
 
+@pytest.mark.slow
 def test_another_strategys_module_is_trained_on(pool: RankPool) -> None:
     expected = pool.run(2, train_by_turns, ["ddp"] * 3)
     assert_same(pool.run(2, train_by_turns, ["zero1", "ddp", "zero3"]), expected, **CLOSE)
@@ -209,6 +210,7 @@ def train_with_modules_in_hyperparameters(folder: str) -> tuple[list[Tensor], li
     return run.parameters[-1], [str(one.message) for one in warned], str(raised.value)
 
 
+@pytest.mark.slow
 def test_modules_in_hyperparameters_are_left_out_of_checkpoints(pool: RankPool, tmp_path: Path) -> None:
     ((saved, warned, within), _) = pool.run(2, train_with_modules_in_hyperparameters, str(tmp_path))
     assert any("leave out the hyperparameters net" in message for message in warned)
@@ -519,7 +521,7 @@ ROUTES: list[tuple[type[zoo.Zoo], Callable[[], Callback], str, int, str, int]] =
 ]
 
 
-@pytest.mark.parametrize("route", slow_unless(lambda route: route < 2, range(len(ROUTES))))
+@pytest.mark.parametrize("route", slow_unless(lambda route: route == 0, range(len(ROUTES))))
 def test_averages_are_those_of_one_process_and_go_on_from_a_checkpoint(
     pool: RankPool, tmp_path: Path, route: int
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.comparing import distance
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies.gradients.big_batch import Regression, Sample
 from tests.strategies.gradients.poison import adamw
 from tests.strategies.gradients.trainings import KINDS, fit, strategy
@@ -78,7 +79,10 @@ def weights_times(kind: str, accumulate: int, first_scale: float) -> list[tuple[
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulate", "first_scale"), [("ddp_tuned", 1, 128.0), ("zero1", 3, 2.0**20), ("zero2", 3, 128.0)]
+    ("kind", "accumulate", "first_scale"),
+    slow_unless(
+        lambda kind, *_: kind == "zero1", [("ddp_tuned", 1, 128.0), ("zero1", 3, 2.0**20), ("zero2", 3, 128.0)]
+    ),
 )
 def test_the_size_of_weights_changes_neither_steps_nor_loss_scales(
     pool: RankPool, kind: str, accumulate: int, first_scale: float
@@ -119,7 +123,7 @@ def losses_for_the_optimizer(kind: str, weighted: bool) -> tuple[list[float], li
     return trainer.strategy.optimizers[0].losses, notes.seen
 
 
-@pytest.mark.parametrize(("kind", "weighted"), [("ddp_tuned", True), ("zero1", False), ("zero1", True)])
+@pytest.mark.parametrize(("kind", "weighted"), [("ddp_tuned", True), ("zero1", False)])
 def test_an_optimizer_that_needs_the_loss_gets_its_mean_over_ranks(pool: RankPool, kind: str, weighted: bool) -> None:
     ranks = pool.run(2, losses_for_the_optimizer, kind, weighted)
     pairs = zip(*(own for _, own in ranks), strict=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_parstrat.strategies.gradients.observers import observers_of_gradients
 from tests.comparing import worst
 from tests.pool import RankPool
+from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.parity import Recorder, ddp, largest_difference, make_trainer, train, zero1
 
@@ -158,7 +159,10 @@ def beside_ddp(name: str) -> tuple[float, float, int]:
     return largest_difference(*runs), worst(apart), len(apart) - 1
 
 
-@pytest.mark.parametrize("name", ROWS)
+QUICK = ("clipped by norm", "accumulated", "unused", "by hand", "OwnStep", "Replaces")
+
+
+@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ROWS))
 def test_what_a_user_sees_and_does_is_as_under_ddp(pool: RankPool, name: str) -> None:
     row = ROWS[name]
     for parameters, gradients, seen in pool.run(row.ranks, beside_ddp, name):
@@ -189,7 +193,7 @@ def others() -> list[float]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", slow_unless(lambda size: size == 2, [1, 2, 3]))
 def test_on_demand_and_one_rank_alone_are_as_under_ddp(own_pool: RankPool, world_size: int) -> None:
     assert worst(own_pool.run(world_size, others)) <= 2e-5
 

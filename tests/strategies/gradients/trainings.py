@@ -17,7 +17,7 @@ KINDS = ("ddp_tuned", "zero1", "zero2", "zero3", "exposed")
 
 
 def by_pairs(rows: Iterable[str], kinds: Mapping[str, tuple[str, ...]] | tuple[str, ...] = KINDS) -> list[Any]:
-    """Each row with two of the strategies, in rotation; every second one is quick.
+    """Each row with two of the strategies, in rotation; every third one is quick.
 
     Args:
         rows: Names.
@@ -27,7 +27,7 @@ def by_pairs(rows: Iterable[str], kinds: Mapping[str, tuple[str, ...]] | tuple[s
     for number, row in enumerate(rows):
         allowed = kinds if isinstance(kinds, tuple) else kinds.get(row, KINDS)
         pair = tuple(dict.fromkeys(allowed[(number + step) % len(allowed)] for step in (0, 2)))
-        marks = pytest.mark.slow if number % 2 else ()
+        marks = pytest.mark.slow if number % 3 else ()
         found.append(pytest.param(row, pair, id=f"{row}, {' and '.join(pair)}", marks=marks))
     return found
 
