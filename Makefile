@@ -65,7 +65,7 @@ demo: install  ## train a small GPT on two local CPU processes, in two to three 
 test: install lint  ## lint, then all quick tests by two workers; PYTEST_ARGS="-k layout" is passed on, WORKERS=0 is one process
 	$(PYTEST) -m "not slow and not cluster" $(PYTEST_ARGS)
 
-test-slow: install $(DOCS_STAMP)  ## the tests that make test leaves out: what starts programs, kills them, or takes long
+test-slow: install  ## the tests that make test leaves out: what starts programs, kills them, or takes long
 	$(PYTEST) -m "slow and not cluster and not alone" --ignore=tests/gpu $(PYTEST_ARGS)
 	# What measures time, with no other worker beside it; 5 says that PYTEST_ARGS chooses none of it.
 	$(RUN) pytest -m alone $(PYTEST_ARGS) || test $$? = 5

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_parstrat.cli.main import main
 from tests.scripts import run_python
 
 pytestmark = pytest.mark.slow
@@ -44,24 +43,3 @@ def test_the_language_model_trains_with_each(tmp_path: Path) -> None:
     assert len(CONFIGS) >= 8 and (done.stdout + done.stderr).count("`max_steps=2` reached") == len(CONFIGS)
     # Its two blocks, by name: they are too small to be found.
     assert "zero3_custom: parameters, gradients and optimizer state are sharded over 2 ranks; 2 units" in done.stderr
-
-
-def test_sharded_checkpoints_are_gone_on_from(tmp_path: Path) -> None:
-    """With another number of ranks, by the configuration's own words."""
-    files = (
-        "--config",
-        EXAMPLES / "lm/configs/ddp.yaml",
-        "--config",
-        EXAMPLES / "configs/zero1_sharded_checkpoints.yaml",
-    )
-    small = [word for word in SMALL if "callbacks" not in word and "checkpointing" not in word and "max" not in word]
-    often = "--trainer.callbacks.init_args.every_n_train_steps=1"
-    for steps, devices in ((2, 2), (4, 1)):
-        own = (f"--trainer.max_steps={steps}", f"--trainer.devices={devices}", "--ckpt_path=last", often)
-        root = f"--trainer.default_root_dir={tmp_path}"
-        done = run_python((EXAMPLES / "lm/main.py", "fit", *files, *small, root, *own), tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (last,) = (tmp_path / "checkpoints").glob("last.ckpt")
-        assert len(list(last.glob("*.distcp"))) == devices
-    assert "Restored all states" in done.stderr + done.stdout
-    assert main(["inspect", "--json", str(last)]) == 0

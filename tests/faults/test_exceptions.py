@@ -1,10 +1,9 @@
-"""Exceptions on one rank, kills in set-up, folders that vanish, signals while saving, and two jobs in one folder.
+"""Exceptions on one rank, kills in set-up, signals while saving, and two jobs in one folder.
 
 All ranks end soon, and what was saved is whole.
 """
 
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests.faults.trainings import (
     RaisesOnOneRank,
     RunsOutOfMemory,
     SignalledWhileSaving,
-    Vanishes,
     train,
 )
 from tests.slow import slow_unless
@@ -77,26 +75,6 @@ def test_a_rank_out_of_memory_ends_all(tmp_path: Path, place: str, rank: int) ->
     # Sooner than collectives time out: the end of the connection is noticed.
     assert max(own.seconds_after_first, other.seconds_after_first) < TIMEOUT.total_seconds()
     assert check_all_whole(tmp_path / "checkpoints") == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("saving", "leaves"), [("full", True), ("sharded", False), ("async", True)])
-def test_a_folder_that_vanishes_is_made_anew_or_an_error(tmp_path: Path, saving: str, leaves: bool) -> None:
-    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
-    gone = Vanishes(str(folder), step=5, leaves=leaves)
-    ended = Job(tmp_path / "job", 2, train, str(folder), ARGUMENTS[saving], None, gone).wait(SECONDS)
-    codes = {rank.exitcode for rank in ended}
-    if codes == {0}:
-        assert not leaves and check_all_whole(folder) == STEPS
-        shutil.rmtree(folder)
-    else:
-        # An asynchronous save may have been under way.
-        assert codes == {1} and (leaves or saving == "async")
-        for rank in ended:
-            assert "checkpoints" in rank.output.splitlines()[-1] or "not saved" in rank.output, rank.output
-        folder.unlink() if leaves else shutil.rmtree(folder, ignore_errors=True)
-    elsewhere.rename(folder)
-    check_goes_on(tmp_path, ARGUMENTS[saving], check_all_whole(folder))
 
 
 def check_goes_on(tmp_path: Path, arguments: dict[str, Any], step: int) -> None:

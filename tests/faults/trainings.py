@@ -205,22 +205,3 @@ class SignalledWhileSaving(Callback):
         self.left -= 1
         if self.left == 0 and trainer.global_rank == self.rank:
             os.kill(os.getpid(), self.signum)
-
-
-class Vanishes(Callback):
-    """Takes the folder of the checkpoints away after a step.
-
-    Args:
-        folder: The folder, which is moved.
-        step: After which it is not there any more.
-        leaves: Whether a file has its name then, so that it cannot be made anew.
-    """
-
-    def __init__(self, folder: str, step: int, leaves: bool) -> None:
-        self.folder, self.step, self.leaves = Path(folder), step, leaves
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        if trainer.global_step == self.step and trainer.is_global_zero:
-            self.folder.rename(self.folder.with_name("elsewhere"))
-            if self.leaves:
-                self.folder.touch()

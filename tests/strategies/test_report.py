@@ -15,8 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
-from lightning_parstrat.distributed.zero1.summary import ShardingSummary
-from lightning_parstrat.strategies.report import StepMeter, describe
+from lightning_parstrat.strategies.report import StepMeter
 from tests.accounting import traffic_of
 from tests.held_time import HeldTime
 from tests.pool import RankPool
@@ -197,16 +196,6 @@ def test_one_rank_gets_no_advice_to_gather_block_by_block(pool: RankPool) -> Non
     assert len(pool.run(1, lines_of_zero3, zoo.MLP, {})[0]) == 1
 
 
-def test_few_steps_log_no_line() -> None:
-    meter = StepMeter("zero1_custom", torch.device("cpu"))
-    for step in range(23):
-        meter.note(step, Traffic())
-        meter.note(step, Traffic())
-        assert meter.line() is None
-    meter.note(23, Traffic())
-    assert "median of 20" in str(meter.line())
-
-
 def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime) -> None:
     meter = StepMeter("zero1_custom", torch.device("cpu"))
     traffic = Traffic()
@@ -223,21 +212,3 @@ def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime)
     found = LINE.fullmatch(line)
     assert found is not None, line
     assert found.groups()[:5] == ("30.0", "21", "5.0", "500", "bytes")
-
-
-@pytest.mark.parametrize(
-    ("copies", "own", "expected"),
-    [
-        (1, 2_000_000, "1.0M parameters over 4 ranks, optimizer state 2.0 MB per rank instead of 8.0 MB."),
-        (
-            2,
-            4_000_000,
-            "1.0M parameters over 4 ranks in 2 shard groups, optimizer state 4.0 MB per rank instead of 8.0 MB.",
-        ),
-        (1, 0, "1.0M parameters over 4 ranks, no optimizer state to shard."),
-        (4, 8_000_000, "1.0M parameters over 4 ranks in 4 shard groups, optimizer state 8.0 MB per rank."),
-    ],
-)
-def test_shard_groups_are_named_where_there_are_several(copies: int, own: int, expected: str) -> None:
-    summary = ShardingSummary(1_000_000, 4_000_000, own // 2, 4, copies, (8_000_000 if own else 0, own), 0, ())
-    assert describe("zero1_custom", summary, ()) == f"zero1_custom: {expected}"

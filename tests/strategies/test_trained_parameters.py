@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -369,41 +369,6 @@ def compare_two_fits() -> tuple[float, float, int, int]:
 def test_a_strategy_fits_twice_and_leaves_no_hooks(pool: RankPool) -> None:
     for difference, between_ranks, left, steps in pool.run(2, compare_two_fits):
         assert difference <= FP32 and (between_ranks, left, steps) == (0, 0, 20)
-
-
-class CountsMessages(Callback):
-    """Small reductions by the end of each step, with those of everything that rides in the control messages."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.counts.append(trainer.strategy._trained._control.traffic.small_reductions)
-
-
-# The first asks whether losses have weights. One more where gradients are averaged beside the reducer. Two more where
-# it is made anew: on all ranks, or on none.
-MESSAGES: list[tuple[str, dict[str, Any], list[int]]] = [
-    ("unfrozen before a batch", {}, [2, 1, 1, 2, 2, 3, 1, 1, 1, 1]),
-    ("unfrozen before a batch, unused are found", {}, [2, 1, 1, 2, 3, 1, 1, 1, 1, 1]),
-    ("frozen", {}, [2, 1, 1, 1, 1, 3, 1, 1, 1, 1]),
-    ("a teacher", {}, [2] + [1] * 9),
-    ("a teacher", BY_TWO, [1, 1] + [0, 1] * 4),
-]
-
-
-def messages() -> list[list[int]]:
-    found = []
-    for name, trainer, _ in MESSAGES:
-        count = CountsMessages()
-        train(CASES[name].module, TunedDDPStrategy(**CASES[name].flags), callbacks=[count], **trainer)
-        found.append([after - before for before, after in zip([0, *count.counts], count.counts, strict=False)])
-    return found
-
-
-@pytest.mark.slow
-def test_a_step_without_a_change_sends_one_message(pool: RankPool) -> None:
-    assert pool.run(2, messages) == [[expected for _, _, expected in MESSAGES]] * 2
 
 
 class Disagrees(Flips):

@@ -118,22 +118,6 @@ class Batches(IterableDataset[torch.Tensor]):
             yield torch.ones(32)
 
 
-class CountedStore:
-    """Counts what is asked of the store."""
-
-    requests: list[str] = []  # noqa: RUF012
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-
-    def clone(self) -> "CountedStore":
-        return CountedStore(self.store.clone())
-
-    def __getattr__(self, name: str) -> Any:
-        self.requests.append(name)
-        return getattr(self.store, name)
-
-
 def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> tuple[list[str], list[str], list[str]]:
     """What this rank says in four steps, the threads there are in the last, and those that are left."""
     lines = Lines()
@@ -158,15 +142,6 @@ def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> t
     finally:
         waits.log.removeHandler(lines)
     return lines.said, model.threads, threads()
-
-
-def fit_and_count(after: float | None) -> Any:
-    store_under, CountedStore.requests = waits.store_under, []
-    waits.store_under = lambda prefix: CountedStore(store_under(prefix))
-    try:
-        return fit("zero1_custom", "moves", "", after), CountedStore.requests
-    finally:
-        waits.store_under = store_under
 
 
 HERE = r"at test_waits\.py:\d+"
@@ -198,16 +173,11 @@ def test_a_rank_that_waits_in_training_says_for_whom(pool: RankPool, tmp_path: P
 
 
 @undisturbed
-def test_nothing_is_said_while_all_move_and_a_step_sends_nothing(pool: RankPool, tmp_path: Path) -> None:
-    for said, _, _ in pool.run(2, fit, "zero1_custom", "moves", ""):
-        assert said == []
-    for (said, during, left), requests in pool.run(2, fit_and_count, 3600.0):
-        # Where it begins and where it ends; the timeout is this client's alone, and sends nothing.
-        assert (said, during, left) == ([], ["lightning_parstrat waits"], [])
-        assert requests == ["set_timeout", "set", "set"]
-    for (said, during, left), requests in pool.run(2, fit_and_count, None):
-        assert said == during == left == requests == []
-    assert pool.run(1, fit_and_count, SOON)[0][1] == []
+def test_nothing_is_said_while_all_move_and_no_thread_is_left(pool: RankPool, tmp_path: Path) -> None:
+    for after, threads_of_waits in ((SOON, ["lightning_parstrat waits"]), (None, [])):
+        for said, during, left in pool.run(2, fit, "zero1_custom", "moves", "", after):
+            assert (said, during, left) == ([], threads_of_waits, [])
+    assert pool.run(1, fit, "zero1_custom", "moves", "")[0][1] == []
 
 
 WAITING = Sign(9, "", "step 8", "`backward`", {"default": 5}, True, "train.py:3")

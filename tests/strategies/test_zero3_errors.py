@@ -4,7 +4,6 @@ All ranks raise it, it says what has happened and where, and the next training i
 """
 
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parstrat import ZeRO3Strategy
 from lightning_parstrat.distributed.zero3.sharded_module import DifferentModulesError
 from tests.comparing import assert_same
-from tests.pool import RankError, RankPool
+from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
@@ -97,9 +96,7 @@ class CallsWithoutGradients(Skips):
 
 
 class Routes(Skips):
-    """Each rank evaluates by another block, of the same shape; or rank 1 by one more."""
-
-    one_more = False
+    """Each rank evaluates by another block, of the same shape."""
 
     def compute_loss(self, batch: Tensor) -> Tensor:
         return self.blocks[0](batch).square().mean()
@@ -111,14 +108,7 @@ class Routes(Skips):
         return self.route(batch)
 
     def route(self, batch: Tensor) -> Tensor:
-        called = self.blocks[: 1 + dist.get_rank()] if self.one_more else self.blocks[dist.get_rank() :][:1]
-        for block in called:
-            batch = block(batch)
-        return batch
-
-
-class OneMore(Routes):
-    one_more = True
+        return self.blocks[dist.get_rank()](batch)
 
 
 # Held parameters, and writes within a step.
@@ -404,19 +394,6 @@ def test_ranks_that_evaluate_by_different_modules_end_before_anything_is_logged(
         for message, saved, logged in of_rank:
             assert "evaluation" in message and "all ranks" in message
             assert not saved and not logged
-
-
-def evaluate_by_one_more() -> None:
-    strategy = zero3(timeout=timedelta(seconds=6), warn_after_seconds=0.5)
-    make_trainer(strategy, limit_val_batches=1).validate(OneMore(), zoo.loader(16, 4))
-
-
-@pytest.mark.slow
-def test_a_rank_that_evaluates_by_one_module_more_is_named_with_it(pool: RankPool) -> None:
-    with pytest.raises(RankError) as raised:
-        pool.run(2, evaluate_by_one_more)
-    message = str(raised.value)
-    assert "rank 1" in message and "module blocks.1" in message and "has waited" in message
 
 
 class Ties(Blocks):

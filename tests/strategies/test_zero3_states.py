@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
 from tests.pool import RankError, RankPool
-from tests.scripts import run_script
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
@@ -425,46 +424,6 @@ def test_it_shows_what_is_kept_in_an_evaluation_and_within_itself(
     for seen, *others in pool.run(2, look, kind, inference_mode, str(tmp_path)):
         assert seen[0].dtype == torch.float32
         assert_same(others, [seen] * 3)
-
-
-SPAWNED = """
-import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_parstrat import ZeRO3Strategy
-
-class Counts(BoringModel):
-    def on_fit_end(self):
-        with self.trainer.strategy.full_parameters():
-            torch.save(self.layer.weight.detach(), f"{self.trainer.global_rank}.pt")
-
-def train(devices, **arguments):
-    strategy = ZeRO3Strategy(min_num_params=0, **arguments)
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, logger=False,
-                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer.fit(Counts())
-    return trainer.strategy
-
-if __name__ == "__main__":
-    with train(2, start_method="spawn").full_parameters() as shown:
-        ranks = [torch.load(f"{rank}.pt") for rank in range(2)]
-        print(all(torch.equal(one, shown.layer.weight) for one in ranks), type(shown.layer.weight).__name__)
-    strategy = train(1)
-    torch.distributed.destroy_process_group()
-    try:
-        with strategy.full_parameters():
-            pass
-    except Exception as error:
-        print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.slow
-def test_a_module_is_whole_when_spawned_ranks_have_ended_and_refused_without_a_group(tmp_path: Path) -> None:
-    printed = run_script(SPAWNED, tmp_path)
-    assert "True Parameter" in printed.splitlines()
-    refused = "MisconfigurationException `full_parameters()` was called when the process group had been destroyed"
-    assert refused in printed
 
 
 # Averages of weights: those of one process, in validation, at the end, in checkpoints, and after a resume.

@@ -9,10 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.distributed.distributed_c10d import default_pg_timeout
 
-from lightning_parstrat.distributed.comm.collectives import small_reductions_of
-from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.strategies.gradients.clipping import NonfiniteGradientError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
@@ -68,29 +65,6 @@ def test_a_skipped_step_is_as_if_it_had_not_been(pool: RankPool, case: str, kind
             assert moved == 0.0, kind
             assert end <= tolerance, kind
             assert skipped == len(SKIPPED[case][0]), kind
-
-
-def small_messages() -> dict[tuple[str, str], int]:
-    """How many a training sends by the group of gradients, by what is asked for."""
-    groups, found = process_groups(default_pg_timeout), {}
-    for clip, flags in (("", {}), ("norm", NORM), ("value", VALUE)):
-        for choice, poisoned in (("propagate", ()), ("skip", ()), ("skip", (3,))):
-            before = small_reductions_of(groups.gradients)
-            run(strategy("zero1", nonfinite_grads=choice), Poisoned(poisoned), **flags)
-            found[clip, f"{choice}, poisoned" if poisoned else choice] = small_reductions_of(groups.gradients) - before
-    return found
-
-
-@pytest.mark.slow
-def test_a_norm_costs_one_scalar_a_step_where_gradients_are_sharded(pool: RankPool) -> None:
-    for sent in pool.run(2, small_messages):
-        assert sent["norm", "propagate"] == sent["", "propagate"] + BATCHES
-        assert sent["value", "propagate"] == sent["", "propagate"]
-        # One norm decides whether a step is left out, and clips.
-        assert sent["", "skip"] == sent["norm", "skip"] == sent["norm", "propagate"]
-        # If it is not finite, the largest element shows whether only the norm was too large.
-        for clip in ("", "norm", "value"):
-            assert sent[clip, "skip, poisoned"] == sent[clip, "skip"] + 1
 
 
 class ManySchedulers(Poisoned):
