@@ -10,31 +10,12 @@ a dearer message and a step that computes more all change it in their own way.
 """
 
 import argparse
-import statistics
-from typing import Any
 
 from benchmarks.machine import write_result
-from benchmarks.measuring import add_arguments, check_arguments, measure_in_turns, quartiles, spread
+from benchmarks.measuring import add_arguments, check_arguments, measure_in_turns
 from benchmarks.peers import SINGLE_PROCESS, WITHIN_STEP
 from benchmarks.ranks import become_ranks, global_rank
-
-
-def summarize(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Seconds per micro-batch, and those that communication adds, with their quartiles."""
-    alone = [run["seconds"] for run in measured[SINGLE_PROCESS]]
-    summary: dict[str, Any] = {SINGLE_PROCESS: {"seconds": alone, **spread(alone)}}
-    for name, runs in measured.items():
-        if name == SINGLE_PROCESS:
-            continue
-        seconds = [run["seconds"] for run in runs]
-        exposed = [time - without for time, without in zip(seconds, alone, strict=True)]
-        summary[name] = {
-            "seconds": seconds,
-            **spread(seconds),
-            "exposed": statistics.median(exposed),
-            "exposed_quartiles": quartiles(exposed),
-        }
-    return summary
+from benchmarks.step_time import summarize
 
 
 def parse_arguments() -> argparse.Namespace:

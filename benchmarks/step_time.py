@@ -20,9 +20,10 @@ from benchmarks.ranks import become_ranks, global_rank
 
 
 def summarize(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Median, minimum and maximum per strategy, and the ratio to the first one within each pair, with its quartiles."""
+    """Per strategy: spread, the ratio to the first one pair by pair, and the seconds that communication adds."""
     first = next(iter(measured))
     base = [run["seconds"] for run in measured[first]]
+    alone = [run["seconds"] for run in measured.get(SINGLE_PROCESS, ())]
     summary: dict[str, Any] = {}
     for name, runs in measured.items():
         seconds = [run["seconds"] for run in runs]
@@ -33,6 +34,9 @@ def summarize(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             f"ratio_to_{first}": statistics.median(ratios),
             f"ratio_to_{first}_quartiles": quartiles(ratios),
         }
+        if alone and name != SINGLE_PROCESS:
+            exposed = [time - without for time, without in zip(seconds, alone, strict=True)]
+            summary[name] |= {"exposed": statistics.median(exposed), "exposed_quartiles": quartiles(exposed)}
         sent = [run["sent"] for run in runs if run["sent"] is not None]
         if sent:
             summary[name]["node_bytes_sent_per_optimizer_step"] = round(statistics.median(sent))
