@@ -136,7 +136,7 @@ def results_of(file: str, said: str, code: int | None) -> list[Result]:
     found = {}
     for name, outcome, reason in _LINE.findall(began):
         if outcome:
-            shown = said.partition(f" {name.rpartition('::')[2]} _")[2][:6000]
+            shown = said.partition(f" {name.rpartition('::')[2]} _")[2][:6000] or "its file was cut short: use -k"
             found[name] = Result(name, _OUTCOMES[outcome], reason if outcome in ("PASSED", "SKIPPED") else shown)
         else:
             ended = Result(name, TIMED_OUT) if code is None else Result(name, FAILED, f"it ended with code {code}")
