@@ -1,6 +1,8 @@
 """A wrong argument's name is met with the right one. (On a command line: see test_cli.py.)"""
 
+import copy
 import inspect
+import pickle
 import re
 from typing import Any
 
@@ -83,6 +85,13 @@ def test_python_names_the_strategy_and_the_right_argument() -> None:
         assert re.search(".*".join(map(re.escape, words.split(".*"))), str(refused.value), re.DOTALL), refused.value
         assert "DDPStrategy.__init__" not in str(refused.value)
     assert isinstance(Mine(own=2, bucket_cap_mb=4, static_graph=True), ZeRO1Strategy)
+
+
+@pytest.mark.parametrize("ours", OURS)
+def test_a_strategy_is_copied_with_its_parts(ours: type[Any]) -> None:
+    # As a launcher does that spawns processes.
+    for copied in (copy.deepcopy(ours()), pickle.loads(pickle.dumps(ours()))):
+        assert all(part._strategy is copied for part in copied._parts)
 
 
 def test_no_base_class_is_shown_or_made() -> None:

@@ -112,7 +112,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _make_training_state(self) -> TrainingState:
-        return FullyShardedState(self, self._ranks, lambda: self._sharded)
+        return FullyShardedState(self, self._ranks, self._sharded_module)
+
+    def _sharded_module(self) -> ShardedModule | None:
+        return self._sharded
 
     @property
     @override
