@@ -36,7 +36,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Of each floor, its rooms, and which of its other rooms each may import."""
 
-COMMON = {"distributed": ("durable_files", "profiling", "torch_compat"), "strategies": ("lightning_compat", "parts")}
+COMMON = {"distributed": ("durable_files", "torch_compat"), "strategies": ("lightning_compat", "parts")}
 """Files of a floor that all of its rooms may import, and that import none of them."""
 
 

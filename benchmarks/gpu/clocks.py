@@ -205,7 +205,7 @@ def _ours(strategy: Any) -> Iterator[tuple[Any, str, str]]:
     """What of the engine is one of the phases: the object, the method, and the phase."""
     engine = getattr(strategy, "_engine", None)
     if engine is not None:
-        yield engine.reducer.reductions, "launch", "pack"
+        yield engine.reducer, "_launch", "pack"
         yield engine.reducer, "_flush", "settle"
         yield engine.reducer, "finish", "settle"
 

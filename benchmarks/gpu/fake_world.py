@@ -11,7 +11,7 @@ from unittest import mock
 from benchmarks.ranks import rank_environment
 from benchmarks.scale.playing import playing
 from benchmarks.scale.recorder import Kind, Recorder
-from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.comm.work import marked
 
 RANKS_PER_NODE = 8
 

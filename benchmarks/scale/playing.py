@@ -24,8 +24,7 @@ from lightning_parstrat.core.topology import Node, Topology
 from lightning_parstrat.distributed.checkpoint.dcp import LayoutWriter
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import Streams
-from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread
+from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Streams
 
 Plane = Literal["gloo", "nccl"]
 
@@ -44,9 +43,9 @@ def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_no
 
     replaced = [
         mock.patch.object(distributed_c10d, "ProcessGroupGloo", Group),
-        mock.patch.object(agreement, "topology_in_order", _in_order(agreement.topology_in_order, ranks_per_node)),
+        *_everywhere(agreement.topology_of_ranks, _in_order(agreement.topology_of_ranks, ranks_per_node)),
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
-        mock.patch.object(ExchangeThread, "run", _at_once),
+        mock.patch.object(ExchangeThreads, "see_through", _at_once),
         *_everywhere(agreement.gather_object, others.gather_object),
         mock.patch.object(LayoutWriter, "write_data", others.write_data(LayoutWriter.write_data)),
         mock.patch.object(dist, "gather_object", others.gather),
@@ -73,14 +72,14 @@ def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_no
             dist.destroy_process_group()
 
 
-def _in_order(agree: Callable[..., Topology | None], ranks_per_node: int) -> Callable[..., Topology]:
-    """Has others be on the nodes that they would be on; as it is asked, they are all on this rank's."""
+def _in_order(agree: Callable[..., Topology], ranks_per_node: int) -> Callable[..., Topology]:
+    """Has others be on the nodes that they would be on; what is asked for that is counted."""
 
-    def topology_in_order(node: Node, control: Collectives) -> Topology:
+    def topology_of_ranks(node: Node, control: Collectives) -> Topology:
         agree(node, control)
-        return Topology.in_order(control.world_size, min(ranks_per_node, control.world_size))
+        return Topology.of([rank // ranks_per_node for rank in range(control.world_size)])
 
-    return topology_in_order
+    return topology_of_ranks
 
 
 def _as_one(recorder: Recorder, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,9 +93,11 @@ def _as_one(recorder: Recorder, operation: Callable[..., Any]) -> Callable[..., 
 
 
 @torch.no_grad()
-def _at_once(self: ExchangeThread, work: ExchangedWork, action: Callable[[], None]) -> None:
-    """What a thread would do when messages have arrived is done at once, and only costs this host its calls."""
-    action()
+def _at_once(self: ExchangeThreads, exchange: Exchange) -> None:
+    """What threads would do when messages have arrived is done at once, and only costs this host its calls."""
+    while not exchange.has_ended:
+        exchange.go_on()
+    exchange.end()
 
 
 def _naming_groups(recorder: Recorder) -> list[Any]:

@@ -353,7 +353,7 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
 def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
     """One rank's parameters after the other's; a rank that owns none of the bucket has an empty shard.
 
-    But for the last, which has the padding: collectives carry equal parts (see ``distributed/comm/uneven.py``).
+    But for the last, which has the padding: collectives carry equal parts (see ``distributed/comm/collectives.py``).
     """
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)

@@ -36,12 +36,6 @@ class Topology(NamedTuple):
         """All ranks on one node."""
         return cls((0,) * world_size)
 
-    @classmethod
-    def in_order(cls, world_size: int, ranks_per_node: int) -> "Topology":
-        """As launchers place ranks: equally many consecutive ones on each node."""
-        nodes = [rank // ranks_per_node for rank in range(world_size)]
-        return cls(tuple(nodes))
-
     @property
     def world_size(self) -> int:
         """Number of ranks."""

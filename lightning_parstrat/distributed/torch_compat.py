@@ -120,10 +120,11 @@ Read or overridden on themselves by classes in ``strategies/``: what for | what 
 
 import dataclasses
 import functools
+import operator
 import re
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
 
@@ -155,9 +156,10 @@ GRADIENT_HOOKS: tuple[Any, ...] = (cast(Any, Tensor)._backward_hooks, cast(Any, 
 """The attributes of a tensor that hold hooks for its gradient."""
 
 
-def call_after_backward(callback: Callable[[], None]) -> None:
-    """Has ``callback`` called when the backward that is running ends."""
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(callback)
+call_after_backward: Callable[[Callable[[], None]], None] = cast(
+    Any, torch.autograd.Variable
+)._execution_engine.queue_callback
+"""Has its argument called when the backward that is running ends."""
 
 
 def last_gradient_hooks(parameters: Iterable[Tensor]) -> list[int | None]:
@@ -204,9 +206,8 @@ def take_over_attributes(old: Tensor, new: Tensor) -> None:
 # Modules.
 
 
-def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
-    """The parameters that a module holds itself."""
-    return module._parameters.values()
+own_parameters: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_parameters")
+"""The parameters that a module holds itself, by name."""
 
 
 def held_by(modules: Iterable[nn.Module]) -> list[Collection[nn.Module | Tensor | None]]:
@@ -382,20 +383,14 @@ def batches_handed_out(batches: Any) -> int:
 # Many tensors at once. A loop over public functions would launch a kernel for each tensor.
 
 
-def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor that has elements, summed in ``dtype``; of complex ones, of their absolute values."""
-    present = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
-    return list(torch._foreach_norm(present, norm_type, dtype=dtype)) if present else []
+norm_all: Callable[..., Sequence[Tensor]] = torch._foreach_norm
+"""The norm of each of several tensors; at least one."""
 
+multiply_all: Callable[[list[Tensor], Tensor | float], None] = cast(Any, torch)._foreach_mul_
+"""Multiplies tensors, of which there is at least one, in place."""
 
-def multiply_all(tensors: list[Tensor], factor: Tensor | float) -> None:
-    """Multiplies tensors, of which there is at least one, in place."""
-    cast(Any, torch)._foreach_mul_(tensors, factor)
-
-
-def copy_all(places: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies tensors, of which there is at least one, to places of their shapes."""
-    torch._foreach_copy_(places, tensors)
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = cast(Any, torch)._foreach_copy_
+"""Copies, to places of their shapes, tensors of which there is at least one."""
 
 
 # Memory and files.

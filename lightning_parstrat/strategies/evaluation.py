@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
-from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.lightning_compat import call_after_batches, give_back_loop, takes_turns, trainer_of
 from lightning_parstrat.strategies.parts import Part

@@ -19,11 +19,10 @@ from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import counted, listed
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import check_same_module
-from lightning_parstrat.distributed.comm.process_groups import known_groups
+from lightning_parstrat.distributed.comm.process_groups import known_groups, watching
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows
 from lightning_parstrat.distributed.zero3.optimizers import prepare_optimizers

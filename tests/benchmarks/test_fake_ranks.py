@@ -118,8 +118,8 @@ def test_a_save_and_a_load(save: str, tmp_path: Path) -> None:
         # All come, twice, and agree on what there is of the state and whether training can go on from it; then whether
         # the file was written. Of a folder torch agrees on that, by collectives.
         agreements = 4 if save == "sharded" else 5
-        # In a full save, a rank sends rank 0 a message for each bucket, and its random numbers in two.
-        gathered = len(BUCKETS) + 2 if save == "full" and rank else 0
+        # In a full save, a rank sends rank 0 its moments of each bucket, and its random numbers in two messages.
+        gathered = 2 * len(BUCKETS) + 2 if save == "full" and rank else 0
         assert saved["messages"] == agreements * doublings(size) + gathered
         # Rank 0 receives random numbers; of a folder, it says what is in it, and receives a few words of each rank.
         assert (saved["metadata_bytes"] > 0) == (save == "sharded" or rank == 0)
@@ -139,8 +139,9 @@ def test_the_page_has_the_tables_of_what_was_counted_and_estimated() -> None:
     assert "\n".join(markdown(table)) in page
     assert "\n".join(estimate.table()) in page
     for title, by_size in table:
-        # With the logarithm at most, but for a few words of each rank in a sharded save.
+        # With the logarithm at most, but for a few words of each rank in a sharded save, and one at setup: its node.
         few = title == "sharded save: largest buffer, bytes" and by_size[1024] < 600 * 1024
+        few |= title.startswith("setup") and by_size[1024] <= 8 * 1024
         assert growth(by_size) <= 0.25 or few or ("messages" not in title and "buffer" not in title), title
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
-from lightning_parstrat.distributed.torch_compat import norms_of
+from lightning_parstrat.distributed.gradients.clipping import norms_of
 
 CPU = torch.device("cpu")
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)

@@ -68,7 +68,7 @@ def make_engine(
 
 
 def log_reductions(engine: ShardedDataParallel, log: Log) -> None:
-    engine.reducer.reductions.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
+    engine.reducer.collectives = LoggedCollectives(engine.reducer.collectives.group, log)
 
 
 def sgd(parameters: Iterable[Any]) -> Optimizer:

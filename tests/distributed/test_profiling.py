@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.gradients.clipping import gradient_norm, step_gradients
-from lightning_parstrat.distributed.profiling import marked
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 

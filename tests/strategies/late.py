@@ -25,7 +25,7 @@ from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1 import engine
-from lightning_parstrat.distributed.zero1.read_guard import InFlightParameter
+from lightning_parstrat.distributed.zero1.gatherer import InFlightParameter
 from tests.strategies.parity import zero1, zero3
 
 PAUSES = (0.0, 0.0, 0.002, 0.005)

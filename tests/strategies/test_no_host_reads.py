@@ -27,7 +27,6 @@ ALLOWED = (
     "/torch/optim/",
     # The one message a step, which is sent from the host.
     "/comm/control_messages.py",
-    "/comm/doubling.py",
     # Loaders and samplers.
     "/torch/utils/data/",
 )
@@ -102,7 +101,7 @@ class Native(ZeRO1Strategy):
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
         super()._shard(optimizers)
-        for mover in (self._engine.gatherer, self._engine.reducer.reductions):
+        for mover in (self._engine.gatherer, self._engine.reducer):
             mover.collectives = NativeCollectives(mover.collectives.group)
 
 

@@ -11,9 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
-from lightning_parstrat.distributed.comm.uneven import UnevenCollectives
+from lightning_parstrat.distributed.comm.collectives import Collectives, PairwiseCollectives
 from lightning_parstrat.distributed.zero1 import engine
 from lightning_parstrat.strategies import zero3 as zero3_module
 from tests.comparing import assert_same
@@ -192,12 +190,10 @@ def test_users_own_units_keep_their_dtype(pool: RankPool) -> None:
     assert pool.run(2, dtypes_of_users_own) == [{torch.float32, torch.bfloat16}] * 2
 
 
-class Widening(UnevenCollectives):
+class Widening(PairwiseCollectives):
     """Widens, as NCCL's collectives do between nodes where a ring of fp32 is faster."""
 
-    def __init__(self, even: Collectives) -> None:
-        super().__init__(even)
-        self.widens = True
+    widens = True
 
 
 def train_between_nodes() -> list[tuple[str, list[float]]]:
@@ -205,7 +201,7 @@ def train_between_nodes() -> list[tuple[str, list[float]]]:
     for flag in MAKERS:
         with pytest.MonkeyPatch.context() as monkeypatch:
             for module in (engine, zero3_module):
-                monkeypatch.setattr(module, "make_collectives", lambda group, *_: Widening(PairwiseCollectives(group)))
+                monkeypatch.setattr(module, "make_collectives", lambda group, *_: Widening(group))
             with pytest.warns() as warned:
                 values = stepped(flag, {"reduce_dtype": "bf16"}, 257.0, "32-true")
         found.append((" ".join(str(one.message) for one in warned), values))

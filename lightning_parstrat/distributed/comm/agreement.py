@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.topology import Node, Topology
-from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.doubling import DoublingExchange
-from lightning_parstrat.distributed.comm.process_groups import Tag
-from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.comm.collectives import Collectives, Tag
+from lightning_parstrat.distributed.comm.work import marked
 
 T = TypeVar("T")
 
@@ -35,23 +33,15 @@ def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
     Rank 0 receives one after the other, in two messages each.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank == 0:
-        return [value, *(receive_object(other, group) for other in range(1, size))]
-    send_object(value, 0, group)
-    return []
-
-
-def send_object(value: Any, destination: int, group: dist.ProcessGroup) -> None:
-    """Sends a value to a rank of the group, which receives it: two messages; pickled; works on host memory."""
-    dist.send_object_list([value], group=group, group_dst=destination)
-
-
-def receive_object(source: int, group: dist.ProcessGroup) -> Any:
-    """The value that a rank of the group sends to this one: see :func:`send_object`."""
-    received: list[Any] = [None]
-    dist.recv_object_list(received, group=group, group_src=source)
-    return received[0]
+    if dist.get_rank(group) > 0:
+        dist.send_object_list([value], group=group, group_dst=0)
+        return []
+    values = [value]
+    for source in range(1, dist.get_world_size(group)):
+        received: list[Any] = [None]
+        dist.recv_object_list(received, group=group, group_src=source)
+        values += received
+    return values
 
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
@@ -84,49 +74,17 @@ def check_agreement(control: Collectives, number: int) -> None:
 
 
 def topology_of_ranks(node: Node, control: Collectives) -> Topology:
-    """Which ranks share a node. Collective; two all-reduces, of 8 and 16 bytes, where ranks are placed in order.
-
-    Anywhere else one more, of 8 bytes a rank.
+    """Which ranks share a node. Collective; one all-reduce of 8 bytes a rank.
 
     Args:
         node: This rank's.
         control: Works on host memory.
     """
-    in_order = topology_in_order(node, control)
-    if in_order is not None:
-        return in_order
     keys = torch.zeros(control.world_size, dtype=torch.int64)
     # Each rank fills its own element of zeros, so that a sum collects all of them.
     keys[control.rank] = digest(node)
     control.all_reduce(keys).wait()
     return Topology.of(keys.tolist())
-
-
-def topology_in_order(node: Node, control: Collectives) -> Topology | None:
-    """Which ranks share a node where equally many consecutive ranks do, in the order of the nodes' numbers.
-
-    A sum over ranks shows whether all ranks of a node call it by one name. Each rank multiplies the key of the name
-    by a pseudo-random number less that of the next rank of its node, or of the first after the last: equal keys cancel
-    each other, and others do not, but by a chance of about 1 in 2**60.
-
-    Collective; two all-reduces, of 8 and 16 bytes.
-
-    Returns:
-        The same on all ranks: None where ranks are placed otherwise.
-    """
-    rank, world_size = control.rank, control.world_size
-    largest = torch.tensor([node.number])
-    control.all_reduce(largest, op=dist.ReduceOp.MAX).wait()
-    nodes = int(largest) + 1
-    per_node = max(world_size // nodes, 1)
-    number, index = divmod(rank, per_node)
-    mate = number * per_node + (index + 1) % per_node
-    multiple = (digest(rank) - digest(mate)) * digest(node.name)
-    misplaced = nodes * per_node != world_size or node.number != number
-    # int64 wraps around in sums as well.
-    found = torch.tensor([int(misplaced), (multiple + 2**63) % 2**64 - 2**63])
-    control.all_reduce(found).wait()
-    return None if found.any() else Topology.in_order(world_size, per_node)
 
 
 def wait_for_all(control: Collectives) -> None:
@@ -137,9 +95,7 @@ def wait_for_all(control: Collectives) -> None:
     """
     here = torch.zeros(1, dtype=torch.uint8)
     with marked("lightning_parstrat: wait for all ranks"):
-        DoublingExchange(
-            control.point_to_point, control.doubling_steps, here, lambda messages: messages[0], Tag.BARRIER
-        ).wait()
+        control.combine(here, lambda lower, _: lower, Tag.BARRIER).wait()
 
 
 def all_or_none(

@@ -1,7 +1,11 @@
-"""Which collectives suit a process group and a device: torch's own, chunks that the ranks exchange, or none."""
+"""Which collectives suit a process group and a device: torch's own, chunks that the ranks exchange, or none.
 
-from collections.abc import Iterator, Sequence
+torch's own are for GPUs; those between CPUs are in ``collectives.py``, but for many ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -9,17 +13,29 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parstrat.core.layout import even_bounds
-from lightning_parstrat.core.shard_groups import ShardGroups
+from lightning_parstrat.core.layout import even_bounds, parts_of
+from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
 from lightning_parstrat.core.topology import Topology
-from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
-from lightning_parstrat.distributed.comm.grouped import GroupedExchange, GroupedNativeCollectives
+from lightning_parstrat.distributed.comm.collectives import (
+    Collectives,
+    PairwiseCollectives,
+    Tag,
+    Tags,
+    TwoLevelCollectives,
+    real_view,
+    split,
+)
 from lightning_parstrat.distributed.comm.process_groups import subgroup
-from lightning_parstrat.distributed.comm.streams import streams_of
-from lightning_parstrat.distributed.comm.two_level import TwoLevelCollectives
-from lightning_parstrat.distributed.comm.uneven import UnevenCollectives, sizes_by_rank
-from lightning_parstrat.distributed.comm.work import DONE, Followed, Transfers, Work, as_work
+from lightning_parstrat.distributed.comm.work import (
+    DONE,
+    Exchange,
+    Steps,
+    Streams,
+    Transfers,
+    Work,
+    as_work,
+    streams_of,
+)
 
 MOST_BY_PAIRS = 16
 """Of more CPU ranks, a message for each pair would be too many: Gloo's own collectives go around a ring."""
@@ -54,14 +70,14 @@ def make_collectives(
     if shard_groups is not None and shard_groups.copies > 1:
         if device.type != "cpu":
             return _grouped_native(group, device, topology, shard_groups)
-        return UnevenCollectives(GroupedExchange(group, shard_groups))
+        return PairwiseCollectives(group, shard_groups)
     if device.type != "cpu":
         return _native(shard_groups or ShardGroups.of_all(dist.get_world_size(group)), topology)(group)
     if dist.get_world_size(group) > MOST_BY_PAIRS:
-        return UnevenCollectives(WideningCollectives(group))
+        return RingCollectives(group)
     if topology is not None and topology.has_two_levels:
-        return UnevenCollectives(TwoLevelCollectives(group, topology))
-    return UnevenCollectives(PairwiseCollectives(group))
+        return TwoLevelCollectives(group, topology)
+    return PairwiseCollectives(group)
 
 
 def _native(groups: ShardGroups, topology: Topology | None) -> "type[NativeCollectives]":
@@ -70,7 +86,7 @@ def _native(groups: ShardGroups, topology: Topology | None) -> "type[NativeColle
 
 def _grouped_native(
     group: dist.ProcessGroup, device: torch.device, topology: Topology | None, groups: ShardGroups
-) -> GroupedNativeCollectives:
+) -> "GroupedNativeCollectives":
     rank = dist.get_rank(group)
     # Where every rank has a copy of its own, nothing is left to do within.
     within: Collectives = LocalCollectives(group)
@@ -104,9 +120,9 @@ class NativeCollectives(Collectives):
     """torch's own collectives, of equal parts, as NCCL requires; an all-to-all brings unequal parts to their owners.
 
     Gradients that are summed in a wider dtype than they travel in take an all-to-all, of as many bytes as the
-    reduce-scatter, and a local sum: until then there is one more buffer of the bucket's size. How unequal parts
-    travel, and what that costs, is described in ``uneven.py``: by two collectives. A stream of their own waits for the
-    first, so that neither the host nor the caller's stream does.
+    reduce-scatter, and a local sum: until then there is one more buffer of the bucket's size. Unequal parts travel
+    by two collectives, as ``collectives.py`` describes. A stream of their own waits for the first, so that neither the
+    host nor the caller's stream does.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -129,16 +145,15 @@ class NativeCollectives(Collectives):
     def _reduce_scatter_evenly(self, buffer: Tensor, shard: Tensor) -> Work:
         self.traffic.reduce_scatter_bytes += buffer.nbytes - shard.numel() * buffer.element_size()
         if shard.dtype != buffer.dtype:
-            return self._exchange_and_sum(buffer, shard)
+            return Exchange(self._exchange_and_sum(buffer, shard))
         work = _reduce_scatter_single(real_view(shard), real_view(buffer), group=self.group, async_op=True)
         return as_work(work)
 
-    def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Work:
+    def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Steps:
         """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""
         received = torch.empty_like(buffer)
-        work = dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True)
-        by_rank = received.view(self.world_size, -1)
-        return Followed(Transfers([as_work(work)], buffer), lambda: torch.sum(by_rank, 0, dtype=shard.dtype, out=shard))
+        yield as_work(dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True))
+        torch.sum(received.view(self.world_size, -1), 0, dtype=shard.dtype, out=shard)
 
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
@@ -170,8 +185,8 @@ class NativeCollectives(Collectives):
     def _pass_on(self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int]) -> Work:
         """Brings what this rank has by the bounds ``had`` to those who want it by ``wanted``, and theirs here."""
         rank, width = self.rank, 2 if source.is_complex() else 1
-        received = [width * size for size in sizes_by_rank(had, wanted[rank], wanted[rank + 1])]
-        sent = [width * size for size in sizes_by_rank(wanted, had[rank], had[rank + 1])]
+        received = [width * size for size in _sizes_by_rank(had, wanted[rank], wanted[rank + 1])]
+        sent = [width * size for size in _sizes_by_rank(wanted, had[rank], had[rank + 1])]
         group = self.group
         # Both are parts of one buffer, in its order, and so are the messages: nothing need be sorted.
         work = dist.all_to_all_single(real_view(target), real_view(source), received, sent, group=group, async_op=True)
@@ -187,7 +202,6 @@ class WideningCollectives(NativeCollectives):
 
     An all-to-all sends most of what a rank has over its own network interface, a ring each byte over one interface of a
     node's: twice the bytes take less time there. Until it is done there is one more buffer of the wider bucket's size.
-    Between many CPU ranks an all-to-all would be a message to each.
     """
 
     widens = True
@@ -195,6 +209,106 @@ class WideningCollectives(NativeCollectives):
     @override
     def _reduce_scatter_evenly(self, buffer: Tensor, shard: Tensor) -> Work:
         return super()._reduce_scatter_evenly(buffer.to(shard.dtype), shard)
+
+
+class RingCollectives(PairwiseCollectives):
+    """Gloo's own collectives carry equal parts, in about twice the bytes, around a ring.
+
+    Gradients that are summed in a wider dtype than they are in are widened first.
+    """
+
+    widens = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        # Gloo tells its collectives from each other by their order. As soon as some are launched by a thread, when
+        # owners have passed on their parts, it launches all.
+        self._launches_in_thread = False
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        if not isinstance(bounds, range):
+            self._launches_in_thread = self._has_several_steps = True
+        return super()._all_gather(buffer, bounds)
+
+    @override
+    def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: range, tags: Tags) -> Steps:
+        # Each step takes a tag, whether or not it sends messages: who launches those that follow goes by its number.
+        if self._launches_in_thread:
+            next(tags)
+            yield DONE
+        next(tags)
+        wide = buffer.to(shard.dtype)
+        self.count("reduce_scatter_bytes", wide.nbytes - shard.nbytes)
+        yield as_work(_reduce_scatter_single(real_view(shard), real_view(wide), group=self.group, async_op=True))
+
+    @override
+    def _gather_evenly(self, buffer: Tensor, bounds: range, tags: Tags) -> Steps:
+        if self._launches_in_thread and next(tags) == Tag.EXCHANGE:
+            yield DONE
+        own = split(buffer, bounds)[self.rank]
+        self.count("all_gather_bytes", buffer.nbytes - own.nbytes)
+        yield as_work(_all_gather_single(real_view(buffer), real_view(own), group=self.group, async_op=True))
+
+
+class GroupedNativeCollectives(Collectives):
+    """torch's own collectives, by process groups of a group's ranks and of those that hold the same shard.
+
+    Args:
+        group: The process group of all ranks; it carries small messages.
+        groups: Who shares a copy.
+        within: Reduce-scatters and all-gathers among this rank's group.
+        between: Makes what has the process group of those that hold this rank's shard; asked when first summing up.
+        streams: Those of the device.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        groups: ShardGroups,
+        within: Collectives,
+        between: Callable[[], Collectives],
+        streams: Streams,
+    ) -> None:
+        super().__init__(group, groups)
+        self._within = within
+        self.widens = within.widens
+        # Only this host's thread counts.
+        within.traffic = self.traffic
+        self._between: Collectives | None = None
+        self._make_between = between
+        self._streams = streams
+        self._beside = streams.another()
+
+    @override
+    def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
+        self.traffic.all_reduces += 1
+        pieces = [stop - start for start, stop in pairwise(piece_bounds(shard.numel(), self.place.copies))]
+        # As between CPUs: each sums a piece and sends the others the sum. No way takes less.
+        own = (self.place.copies - 2) * pieces[self.place.copy] + shard.numel()
+        self.traffic.all_reduce_bytes += own * shard.element_size()
+        if self._between is None:
+            self._between = self._make_between()
+        current = self._streams.current()
+        # The second sum begins after the first: on a stream of its own, so that backward does not wait for either.
+        with self._streams.on(self._beside):
+            self._streams.wait_for(current)
+            self._within._reduce_scatter(buffer, shard, bounds).wait()
+            second = as_work(self._between.group.allreduce([real_view(shard)]))
+        # Both until somebody waits on the stream that they were allocated on.
+        return Transfers([second], buffer, shard)
+
+    @override
+    def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
+        return self._within._all_gather(buffer, bounds)
+
+
+def _sizes_by_rank(bounds: Sequence[int], start: int, stop: int) -> list[int]:
+    """How many of the elements ``[start, stop)`` are in each shard, by its number: what an all-to-all takes."""
+    sizes = [0] * (len(bounds) - 1)
+    for part in parts_of(bounds, start, stop):
+        sizes[part.shard] = part.numel
+    return sizes
 
 
 # torch 2.13 renamed the two collectives of single tensors and deprecated the old names.

@@ -7,19 +7,16 @@ needs it. What all ranks have to know by then rides in it, so that it costs no m
 import operator
 import struct
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.doubling import DoublingExchange
-from lightning_parstrat.distributed.comm.process_groups import Tag
-from lightning_parstrat.distributed.comm.work import ExchangeThread, SeenThrough, Transfers
-from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.comm.collectives import Collectives, Tag, doubling_steps
+from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Work, marked
 
 
 class WeightSum(NamedTuple):
@@ -74,7 +71,8 @@ class ControlMessages:
         self.launched = 0
         """How many messages so far."""
         self._latest: ControlMessage | None = None
-        self._thread = None if len(control.doubling_steps) <= 1 else ExchangeThread("control messages")
+        has_several_steps = len(doubling_steps(control.rank, control.world_size)) > 1
+        self._thread = ExchangeThreads("control messages", most=1) if has_several_steps else None
         # A failed training may have left messages in flight: they are not taken for one of the next.
         self._tag = Tag.CONTROL_MESSAGE + _TRAININGS.get(control.group, 0)
         _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
@@ -93,14 +91,8 @@ class ControlMessages:
         self.control.count_small_reduction()
         content = Content(flags, number, True, self.signal, self.weigh())
         with marked("lightning_parstrat: send control message"):
-            exchange = DoublingExchange(
-                self.control.point_to_point,
-                self.control.doubling_steps,
-                _encoded(content),
-                partial(_combined, len(flags)),
-                self._tag,
-            )
-            self._latest = ControlMessage(exchange, len(flags), self._thread)
+            exchange = self.control.combine(_encoded(content), partial(_combined, len(flags)), self._tag, self._thread)
+        self._latest = ControlMessage(exchange, len(flags))
         return self._latest
 
     def latest(self) -> Content:
@@ -111,7 +103,7 @@ class ControlMessages:
 
     def close(self) -> None:
         """Call when a training has ended, however it did. Not collective."""
-        left = None if self._latest is None else self._latest.in_flight
+        left = None if self._latest is None else self._latest.exchange.in_flight
         if left is not None:
             _LEFT.append(left)
         self._latest = None
@@ -119,7 +111,7 @@ class ControlMessages:
 
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
-_LEFT: list[Transfers] = []
+_LEFT: list[Work] = []
 """Transfers that nobody has waited for: their memory must outlive them. Not the messages, which hold the process group:
 see ``process_groups.py``."""
 
@@ -128,28 +120,14 @@ class ControlMessage:
     """A message in flight.
 
     Args:
-        exchange: Has begun.
+        exchange: Combines the ranks' messages.
         flags: How many the message has.
-        thread: Goes through the exchange while the host goes on; None where whoever waits does that as well.
     """
 
-    def __init__(self, exchange: DoublingExchange, flags: int, thread: ExchangeThread | None) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, flags: int) -> None:
+        self.exchange = exchange
         self._flags = flags
         self._content: Content | None = None
-        self._seen_through = None if thread is None else SeenThrough(exchange.wait, thread)
-        if self._seen_through is not None:
-            self._seen_through.hand_over()
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether it has been waited for, or a thread has."""
-        return self._exchange.is_completed()
-
-    @property
-    def in_flight(self) -> Transfers | None:
-        """The transfer that was not waited for."""
-        return self._exchange.in_flight
 
     def wait(self) -> Content:
         """The combined content of all ranks, in every call.
@@ -159,9 +137,7 @@ class ControlMessage:
         """
         if self._content is None:
             with marked("lightning_parstrat: wait for control message"):
-                if self._seen_through is not None:
-                    self._seen_through.wait()
-                self._content = _decoded(self._exchange.wait(), self._flags)
+                self._content = _decoded(self.exchange.wait(), self._flags)
         return self._content
 
 
@@ -185,16 +161,15 @@ def _decoded(message: Tensor, flags: int) -> Content:
     return Content(flags_set, number, is_alike, signal, WeightSum(*weights))
 
 
-def _combined(flags: int, messages: Sequence[Tensor]) -> Tensor:
-    contents = [_decoded(message, flags) for message in messages]
-    first = contents[0]
-    any_set = reduce(operator.or_, (int.from_bytes(one.flags, "big") for one in contents))
+def _combined(flags: int, of_lower: Tensor, of_higher: Tensor) -> Tensor:
+    lower, higher = _decoded(of_lower, flags), _decoded(of_higher, flags)
+    any_set = int.from_bytes(lower.flags, "big") | int.from_bytes(higher.flags, "big")
     return _encoded(
         Content(
             any_set.to_bytes(flags, "big"),
-            first.number,
-            all(one.is_alike and one.number == first.number for one in contents),
-            reduce(operator.or_, (one.signal for one in contents)),
-            WeightSum(*map(sum, zip(*(one.weights for one in contents), strict=True))),
+            lower.number,
+            lower.is_alike and higher.is_alike and lower.number == higher.number,
+            lower.signal | higher.signal,
+            WeightSum(*map(operator.add, lower.weights, higher.weights)),
         )
     )

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.collectives import small_reductions_of
+from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.torch_compat import default_store
 
 GRACE = timedelta(seconds=10)
@@ -52,77 +52,75 @@ class Liveness:
         self._world_size = dist.get_world_size()
         self._held: dict[str, int] = defaultdict(int)
 
-    def missing(self, occasion: str, grace: timedelta | None = None) -> list[int]:
+    def missing(self, occasion: str, grace: timedelta = GRACE, point: str = "") -> list[int]:
         """The ranks that do not call this within ``grace``.
 
-        All ranks that are alive should call it. Four requests to the store; on a timeout, one more per rank.
+        All ranks that are alive should call it. Five requests to the store, and one more per look for others; if ranks
+        are missing, one more per rank.
 
         Args:
             occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
-            grace: How long to wait for the others; by default :data:`GRACE`.
+            grace: How long to wait for the others.
+            point: Where in the training it is, and what is done.
 
         Returns:
             Their numbers; on a rank that comes after others have given up, all the others.
+
+        Raises:
+            RuntimeError: Ranks came with different points; on all ranks.
         """
-        call = self._next(occasion)
+        self._held[occasion] += 1
+        call = f"{occasion}/{self._held[occasion]}"
         try:
             self._store.set(f"{call}/{self._rank}", "here")
-            absent: list[int] = []
-            if self._store.add(f"{call}/count", 1) < self._world_size:
-                # A timeout: each kind of store raises another subclass.
-                try:
-                    self._store.wait([f"{call}/missing"], GRACE if grace is None else grace)
-                except RuntimeError:
-                    absent = self._absent(call)
+            # Whoever sets it first gets its own point back.
+            if self._store.compare_set(f"{call}/point", "", point or "-").decode() != (point or "-"):
+                self._store.set(f"{call}/apart", "yes")
+            absent = self._wait_for_others(call, grace.total_seconds())
             # Whoever says it first says it for all: one that comes meanwhile must not make ranks differ.
             found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
-            if self._rank in found:
-                # The others have gone on without this rank: it must not count on them either.
-                return [rank for rank in range(self._world_size) if rank != self._rank]
-            return list(found)
+            is_apart = self._store.check([f"{call}/apart"])
         except RuntimeError:
             # Rank 0's process serves the store, so the store ends with it.
             return [] if self._rank == 0 else [0]
+        if is_apart:
+            raise RuntimeError(
+                f"{occasion} was called by all ranks, but at different points of the training or on different"
+                " objects. Call it on all ranks in the same order as everything else that needs all ranks."
+            )
+        if self._rank in found:
+            # The others have gone on without this rank: it must not count on them either.
+            return [rank for rank in range(self._world_size) if rank != self._rank]
+        return list(found)
+
+    def _wait_for_others(self, call: str, seconds: float) -> list[int]:
+        """Waits until somebody has said who is missing, as the last to come does; returns who is, after that time."""
+        began = time.monotonic()
+        if self._store.add(f"{call}/count", 1) == self._world_size:
+            return []
+        # Not by `wait`: no signal would be handled within it, and torch logs each that is not over in time.
+        while not self._store.check([f"{call}/missing"]):
+            waited = time.monotonic() - began
+            if waited > seconds:
+                return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+            time.sleep(min(0.001 + waited / 4, _LONGEST_PAUSE))
+        return []
 
     def meet(self, occasion: str, point: str, advice: str) -> None:
-        """Returns when all ranks have come. Collective; four requests to the store, and one more per look for others.
+        """Returns when all ranks have come. Collective.
 
         Args:
-            occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
-            point: Where in the training it is, and what is done: the same on all ranks, or it is an error on all.
+            occasion: See :meth:`missing`.
+            point: See :meth:`missing`.
             advice: What to do if ranks do not come, for the error.
 
         Raises:
             MissingRanksError: Ranks did not come within the store's timeout.
             RuntimeError: Ranks came with different points.
         """
-        call = self._next(occasion)
-        began, timeout = time.monotonic(), self._store.timeout.total_seconds()
-        self._store.set(f"{call}/{self._rank}", "here")
-        # Whoever sets it first gets its own point back.
-        if self._store.compare_set(f"{call}/point", "", point).decode() != point:
-            self._store.set(f"{call}/all", "apart")
-        # The last to arrive releases all: so each waits for one key, not for one per rank.
-        elif self._store.add(f"{call}/count", 1) == self._world_size:
-            self._store.set(f"{call}/all", "here")
-        # Not by `wait`: no signal would be handled within it, and torch logs each that is not over in time.
-        while not self._store.check([f"{call}/all"]):
-            waited = time.monotonic() - began
-            if waited > timeout:
-                raise MissingRanksError(f"{occasion}: {names_of(self._absent(call))} did not come. {advice}".rstrip())
-            time.sleep(min(0.001 + waited / 4, _LONGEST_PAUSE))
-        if self._store.get(f"{call}/all") != b"here":
-            raise RuntimeError(
-                f"{occasion} was called by all ranks, but at different points of the training or on different"
-                " objects. Call it on all ranks in the same order as everything else that needs all ranks."
-            )
-
-    def _next(self, occasion: str) -> str:
-        self._held[occasion] += 1
-        return f"{occasion}/{self._held[occasion]}"
-
-    def _absent(self, call: str) -> list[int]:
-        return [rank for rank in range(self._world_size) if not self._store.check([f"{call}/{rank}"])]
+        missing = self.missing(occasion, self._store.timeout, point)
+        if missing:
+            raise MissingRanksError(f"{occasion}: {names_of(missing)} did not come. {advice}".rstrip())
 
 
 # By the default group, whose end frees them: what they hold of the store would keep its port.

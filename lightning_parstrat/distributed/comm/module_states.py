@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parstrat.core.layout import ParameterSpec, fingerprint
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.profiling import marked
+from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.torch_compat import copy_all, names_ignored_by_ddp
 
 _TOGETHER_BYTES = 250 * 2**20

@@ -1,4 +1,7 @@
-"""The communicators of a training: gradients, parameters and control messages each have their own."""
+"""The communicators of a training: gradients, parameters and control messages each have their own.
+
+And what this process does by them together with others, for whoever says where it stands.
+"""
 
 import atexit
 import functools
@@ -7,18 +10,15 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from enum import IntEnum
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_parstrat.distributed.comm.work import Work, as_work
-from lightning_parstrat.distributed.torch_compat import nccl_backends
+from lightning_parstrat.distributed.comm.collectives import small_reductions_of
+from lightning_parstrat.distributed.torch_compat import collectives_launched, nccl_backends
 
 
 class ProcessGroups(NamedTuple):
@@ -27,8 +27,7 @@ class ProcessGroups(NamedTuple):
     Lightning uses the default one for its own broadcasts and reductions. ``control`` is always Gloo: what it carries
     is decided by the host, which then need not wait for a GPU. Gradients and parameters are never in flight together: a
     backward is announced when gathers have been waited for, and a step gathers when reductions have. There are two
-    groups for the broadcast of buffers before a forward, which in one would queue behind gathers; and messages up
-    and down go by either: see :class:`PointToPoint`.
+    groups for the broadcast of buffers before a forward, which in one would queue behind gathers.
     """
 
     gradients: dist.ProcessGroup
@@ -81,10 +80,7 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """The group of control messages alone; see :func:`process_groups`. Collective on first use."""
-    control = _process_group(_Purpose("control", timeout), backend="gloo")
-    # Its way back: whether there is one must not change while messages are on their way.
-    checkpoint_group(timeout)
-    return control
+    return _process_group(_Purpose("control", timeout), backend="gloo")
 
 
 def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
@@ -124,7 +120,6 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
             backend=backend,
             use_local_synchronization=purpose.members is not None,
         )
-    _let_computation_go_first()
     _PROCESS_GROUPS[purpose] = _KnownGroup(weakref.ref(world), weakref.ref(group))
     return group
 
@@ -145,6 +140,44 @@ def known_groups() -> dict[str, dist.ProcessGroup]:
     return found
 
 
+_CALLS: list[tuple[str, str]] = []
+
+
+@contextmanager
+def watching(what: str, advice: str = "") -> Iterator[None]:
+    """Names a call in which all ranks must take part: a rank that waits in it for others says so by that name.
+
+    Nothing is sent.
+
+    Args:
+        what: What the user has called.
+        advice: What to do if some ranks have not.
+    """
+    _CALLS.append((what, advice))
+    try:
+        yield
+    finally:
+        _CALLS.remove((what, advice))
+
+
+def current_call() -> tuple[str, str]:
+    """The innermost named call and its advice, both empty outside of one. Any thread."""
+    # One look: another thread may leave the call meanwhile.
+    return (_CALLS[-1:] or [("", "")])[0]
+
+
+def launched_by_group() -> dict[str, int]:
+    """How many collectives this process has launched by each group, as far as all ranks count the same. Any thread.
+
+    Gloo counts messages between two ranks, too, of which each rank has its own number. By the default group, where
+    users' collectives run, and those of Lightning and DDP, such messages are rare.
+    """
+    groups = known_groups()
+    counting = [name for name, group in groups.items() if name == "default" or group.name() != "gloo"]
+    launched = {name: small_reductions_of(group) for name, group in groups.items()}
+    return launched | {name: launched[name] + collectives_launched(groups[name]) for name in counting}
+
+
 def abort_nccl() -> bool:
     """Ends what this rank's GPU does for NCCL, or waits for; returns whether there is NCCL. Not collective.
 
@@ -160,125 +193,6 @@ def abort_nccl() -> bool:
 
 
 _SECONDS_TO_ABORT = 10.0
-
-
-def _let_computation_go_first() -> None:
-    """Has Gloo's reading threads wait for a free processor, or for their turn, instead of interrupting who computes.
-
-    A thread of Gloo's that reads from a connection wakes up while another one, of this process or of its neighbour on
-    the node, is about to write, and by default takes its processor. It then asks for the lock that the interrupted
-    thread holds, again and again, for as long as the scheduler lets it: some milliseconds, on and off in every step.
-    Threads of Linux's batch class do not interrupt others; they have the same share of the processors. Not collective.
-    """
-    for task in Path("/proc/self/task").glob("*/comm"):
-        # It has ended since, or somebody forbids it.
-        with suppress(OSError):
-            thread = int(task.parent.name)
-            if task.read_text().startswith("gloo_") and os.sched_getscheduler(thread) == os.SCHED_OTHER:
-                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
-
-
-class Tag(IntEnum):
-    """What a message between two ranks belongs to: those of one tag arrive in the order in which both launch them.
-
-    All messages of a tag are launched by one thread. How its launches interleave with another's differs by rank.
-    """
-
-    CHUNKS = 0
-    """Whatever the training's thread sends, and what has no other tag."""
-    SUMS_BETWEEN = 1
-    """Of nodes, or of shard groups: what is summed up within them goes to others."""
-    GATHERS_BETWEEN = 2
-    """What comes back from them."""
-    SUMS_TO_OWNERS = 3
-    """Of parts that differ in length."""
-    PARTS_FROM_OWNERS = 4
-    """What they have stepped."""
-    BARRIER = 5
-    """A rank that has not come to a barrier may send other messages meanwhile."""
-    SMALL_REDUCTION = 6
-    CONTROL_MESSAGE = 7
-    """Of the first training. Each later training has the next number."""
-
-
-class Message(NamedTuple):
-    """A tensor that goes to another rank, or comes from it; contiguous, on the host."""
-
-    sends: bool
-    tensor: Tensor
-    peer: int
-
-
-class PointToPoint:
-    """Messages between two ranks over Gloo, by one connection to the higher of them and by another one to the lower.
-
-    Gloo locks a connection while somebody writes to it, and its thread, which reads, asks again and again until it gets
-    the lock. Where both ranks write to one connection at once, as in an exchange, each one's reader so keeps a core
-    busy until the write has ended; and if all cores are, the writer does not run. Where nothing arrives by the
-    connection that something leaves by, nobody asks. Process groups have connections of their own: two of sharded
-    training's take turns, one's messages up by its own connections and down by the other's.
-
-    Args:
-        group: What the messages are for; see :func:`process_groups`. Of other groups, messages go by one connection.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank = dist.get_rank(group)
-        # Weak, so that torch alone keeps the groups alive; see `_KnownGroup`.
-        self._upward, self._downward = weakref.ref(group), weakref.ref(_way_back(group))
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """What the messages are for.
-
-        Raises:
-            RuntimeError: It has been destroyed.
-        """
-        return _living(self._upward)
-
-    def launch(self, messages: Sequence[Message], tag: int = Tag.CHUNKS) -> list[Work]:
-        """Begins to send and to receive, first what goes to higher ranks, then what goes to lower ones.
-
-        Where two ranks have exchanged nothing yet, one may wait here for the other to come to a message between them.
-        So of either way, messages must be in an order in which no ranks wait for each other in a circle: for instance
-        in that of the ranks.
-
-        Args:
-            messages: They must be neither touched nor freed until they have been waited for.
-            tag: A :class:`Tag`, or a number above.
-
-        Returns:
-            A work of each message.
-        """
-        upward = [message for message in messages if message.sends == (message.peer > self.rank)]
-        downward = [message for message in messages if message.sends != (message.peer > self.rank)]
-        # What `dist.isend` and `dist.irecv` come to, after ten times as many calls of Python.
-        return [
-            as_work((group.send if sends else group.recv)([tensor], peer, tag))
-            for group, way in ((_living(self._upward), upward), (_living(self._downward), downward))
-            for sends, tensor, peer in way
-        ]
-
-
-def _living(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
-    found = group()
-    if found is None:
-        raise RuntimeError("The process group that this training communicated by has been destroyed.")
-    return found
-
-
-def _way_back(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group by which messages to lower ranks go: what it is for itself then goes by ``group``."""
-    for purpose, known in _PROCESS_GROUPS.items():
-        if known.group() is group and purpose.name in _WAYS_BACK:
-            back = _PROCESS_GROUPS.get(purpose._replace(name=_WAYS_BACK[purpose.name]))
-            other = None if back is None or back.world() is not known.world() else back.group()
-            return other or group
-    return group
-
-
-_WAYS_BACK = {"gradients": "parameters", "parameters": "gradients", "control": "checkpoint", "checkpoint": "control"}
-"""Who takes turns with whom: one of them is at work while the other is not, or both send little, as checkpoints do."""
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.gradients.local_tensors import local
-from lightning_parstrat.distributed.profiling import marked
-from lightning_parstrat.distributed.torch_compat import multiply_all, norms_of
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
+from lightning_parstrat.distributed.torch_compat import multiply_all, norm_all
+from lightning_parstrat.distributed.zero1.stepping import OptimizerSharding, is_sharded, sharding_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -118,6 +118,12 @@ def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
     with marked("zero1_custom: agree on the norm of gradients"):
         gradients.collectives.all_reduce(combined, op=op).wait()
     return total_norm(combined, norm_type, gradients.dtype)
+
+
+def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
+    """The norm of each tensor that has elements, summed in ``dtype``; of complex ones, of their absolute values."""
+    present = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
+    return list(norm_all(present, norm_type, dtype=dtype)) if present else []
 
 
 @torch.no_grad()

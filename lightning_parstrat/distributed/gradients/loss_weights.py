@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_parstrat.core.accumulation import reference_weight
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages, WeightSum
+from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.gradients.local_tensors import local
-from lightning_parstrat.distributed.profiling import marked
 
 
 class InconsistentWeightsError(ValueError):
@@ -43,7 +43,6 @@ class LossWeights:
     def __init__(self, messages: ControlMessages) -> None:
         self.reference = 1.0
         self._messages = messages
-        messages.weigh = self._for_message
         self._is_sent = False
         self._used: bool | None = None
         self._reference_known = False
@@ -133,6 +132,8 @@ class LossWeights:
                 f" {'did' if given else 'did not'}. Return it on all ranks, 0 where there is nothing to learn from."
             )
         self._used = given
+        if given:
+            self._messages.weigh = self._for_message
         self._reference_known = not given or summed.weight > 0
         if summed.weight > 0:
             self.reference = reference_weight(summed.weight / ranks)
@@ -145,7 +146,7 @@ class LossWeights:
 
     def _for_message(self) -> WeightSum:
         self._is_sent = True
-        return self._of_window() if self._used else WeightSum()
+        return self._of_window()
 
     def _of_window(self) -> WeightSum:
         for micro_batch, look in self._looks.items():

@@ -21,8 +21,7 @@ from lightning_parstrat.distributed.torch_compat import (
     set_compiled_call,
     stop_calling_before_compiling,
 )
-from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.zero1.read_guard import wait_for_parameters_in
+from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer, wait_for_parameters_in
 
 _COMPILATIONS, _STEPS = 3, 16
 """So many compilations within so many steps that find parameters in flight are no accident. torch gives up compiling a

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.tensor_trees import in_storage_order
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
+from lightning_parstrat.distributed.zero1.buckets import ParameterSlot
 from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS
 
 

@@ -26,29 +26,27 @@ from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
-from lightning_parstrat.distributed.comm.streams import streams_of
+from lightning_parstrat.distributed.comm.work import streams_of
 from lightning_parstrat.distributed.torch_compat import (
     is_compiled,
     is_compiled_as_a_whole,
     replays_captured_graphs,
 )
+from lightning_parstrat.distributed.zero1.buckets import ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.zero1.compiled_code import CompiledCode
 from lightning_parstrat.distributed.zero1.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
 from lightning_parstrat.distributed.zero1.gradient_order import fits
-from lightning_parstrat.distributed.zero1.optimizer import shard_optimizer, unshard
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, sharding_of
-from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket
 from lightning_parstrat.distributed.zero1.planning import BucketPlanner, Owners, trained_outside
-from lightning_parstrat.distributed.zero1.reducer import GradientReducer
-from lightning_parstrat.distributed.zero1.reductions import GradientScale, full_gradients, show_full_gradients
+from lightning_parstrat.distributed.zero1.reducer import GradientReducer, GradientScale
 from lightning_parstrat.distributed.zero1.shardability import (
     ShardingDecision,
     check_parameters,
     decide_sharding,
     replicated_parameters,
 )
+from lightning_parstrat.distributed.zero1.shown_gradients import full_gradients, show_full_gradients
 from lightning_parstrat.distributed.zero1.state import grouped_parameters, shard_existing_state
+from lightning_parstrat.distributed.zero1.stepping import OptimizerSharding, shard_optimizer, sharding_of, unshard
 from lightning_parstrat.distributed.zero1.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
 
 

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.gradient_order import WORTH_NEW_BUCKETS, share_waited
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
+from lightning_parstrat.distributed.zero1.buckets import GradientBucket
 
 
 class GradientOrder:

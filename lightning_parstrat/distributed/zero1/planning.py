@@ -20,8 +20,7 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket
-from lightning_parstrat.distributed.zero1.parameter_bucket import ParameterBucket, WireFormat
+from lightning_parstrat.distributed.zero1.buckets import GradientBucket, ParameterBucket
 from lightning_parstrat.distributed.zero1.shardability import update_cost
 
 Owners = tuple[int, ...]
@@ -96,8 +95,8 @@ class BucketPlanner:
         # Stable: buckets that are ready together keep the order of the layout on every rank.
         for index, (_, layout, parameters) in enumerate(sorted(planned, key=lambda one: one[0]), first):
             dtype, policy = parameters[layout.slots[0].parameter].dtype, self._policy
-            wire = WireFormat(policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype))
-            yield ParameterBucket(index, layout, parameters, self._place, wire)
+            kinds = policy.reduced_in(dtype), policy.gathered_in(dtype), policy.master_dtype(dtype)
+            yield ParameterBucket(index, layout, parameters, self._place, *kinds)
 
     def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
         """The parameters of each bucket by name, for a plan that is kept."""

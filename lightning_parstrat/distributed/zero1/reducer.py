@@ -20,21 +20,64 @@ are gathered again at the end of backward and ``param.grad`` is what DDP would s
 """
 
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
-from lightning_parstrat.distributed.comm.streams import Streams
+from lightning_parstrat.distributed.comm.work import Arrivals, Streams, Work, marked
 from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
-from lightning_parstrat.distributed.zero1.gradient_bucket import GradientBucket, ParameterSlot, ShownMean
-from lightning_parstrat.distributed.zero1.reductions import GradientScale, Reductions, expose_gradients
+from lightning_parstrat.distributed.zero1.buckets import (
+    GradientBucket,
+    ParameterSlot,
+    ShownMean,
+)
+from lightning_parstrat.distributed.zero1.shown_gradients import expose_gradients
+
+GradientScale = Callable[[], float]
+"""What makes a mean of the sum over ranks; asked for while the sum is in flight. Collective, as its sources may be.
+
+Of a window whose micro-batches are reduced one by one, it is what makes the mean of the sum of all of them."""
+
+_TRANSFERS_SET_ASIDE: list[Work] = []
+"""What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
+must stay posted: else the next training on these process groups would receive what was meant for this one."""
+
+
+class _Reduction(NamedTuple):
+    """A bucket in flight.
+
+    Attributes:
+        bucket: The bucket.
+        shard: Has this rank's shard of the sum once ``work`` was waited for.
+        unsharded: The buffer of the bucket's length that ``shard`` is a part of; None if no gradient will be exposed.
+        work: The transfer.
+        applied: A part of the scale, by which gradients were multiplied before the sum.
+        shown: What was packed of a mean that ``param.grad`` shows already.
+        scale: Makes a mean of the sum; None if more micro-batches follow, of which the last one knows it.
+        backward: What it belongs to.
+        stream: The one that its memory belongs to.
+    """
+
+    bucket: GradientBucket
+    shard: Tensor
+    unsharded: Tensor | None
+    work: Work
+    applied: float
+    shown: ShownMean
+    scale: GradientScale | None
+    backward: object
+    stream: Hashable
+
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
 """A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
@@ -84,7 +127,11 @@ class GradientReducer:
     """Reduces the gradients of bucketed parameters to the shards of their owners.
 
     Collective: all ranks must run the same sequence of synchronised backwards and of :meth:`finish` calls. A backward
-    costs one reduce-scatter per touched bucket and one control message with a bit per parameter and bucket.
+    costs one reduce-scatter per touched bucket and one control message with a bit per parameter and bucket. A reduction
+    holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
+
+    Micro-batches that are reduced one by one add up in the shards, as means over ranks. What makes a mean over all of
+    them may be known at the end only: tokens are counted, or an epoch is over.
 
     Args:
         collectives: Carry the gradients.
@@ -101,8 +148,11 @@ class GradientReducer:
         max_inflight: int | None = None,
         streams: Streams | None = None,
     ) -> None:
-        self.reductions = Reductions(collectives, max_inflight, streams)
+        self.collectives = collectives
+        """What carries the gradients."""
+        self.max_inflight = max_inflight
         self._messages = messages
+        self.follow_streams(streams or Streams())
         self.buckets: list[GradientBucket] = []
         self.exposes_gradients = False
         self.shards_accumulation = False
@@ -112,11 +162,16 @@ class GradientReducer:
         self._hooks: dict[ParameterSlot, RemovableHandle] = {}
         self._loss_hook: RemovableHandle | None = None
         self._backward: _Backward | None = None
+        self._in_flight: list[_Reduction] = []
+        self._not_waited_for: deque[_Reduction] = deque()
+        self._partial: list[GradientBucket] = []
+        self._window_scale: GradientScale | None = None
 
-    @property
-    def collectives(self) -> Collectives:
-        """What carries the gradients."""
-        return self.reductions.collectives
+    def follow_streams(self, streams: Streams) -> None:
+        """Keeps to the order of streams of the gradients' device from now on."""
+        self._streams = streams
+        self._arrivals = Arrivals(streams) if streams.are_several else None
+        """On which streams gradients become ready."""
 
     @property
     def control(self) -> Collectives:
@@ -148,7 +203,7 @@ class GradientReducer:
         if not self.synchronize and not self.shards_accumulation:
             return
         # Several backwards may be stepped as one: their shards are added up as they come, not held one by one.
-        self.reductions.complete()
+        self._complete()
         self._let_users_hooks_run_first()
         backward = self._backward = self._begin((scale or self._mean_over_ranks) if self.synchronize else None)
         if loss.requires_grad:
@@ -156,8 +211,8 @@ class GradientReducer:
 
     def _begin(self, scale: GradientScale | None) -> _Backward:
         """Fixes which gradients this backward waits for. All ranks come to the same answer."""
-        if self.reductions.arrivals is not None:
-            self.reductions.arrivals.begin()
+        if self._arrivals is not None:
+            self._arrivals.begin()
         buckets = self.buckets if scale is not None else self._without_replicated()
         expecting: dict[GradientBucket, int] = {}
         # It must not depend on what this rank finds in backward: a rank that waits there for the flags of others that
@@ -191,8 +246,8 @@ class GradientReducer:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
         # Also in a backward that nobody announced: `finish` sends what such backwards have left.
         slot.fresh = True
-        if self.reductions.arrivals is not None:
-            self.reductions.arrivals.note(slot.bucket)
+        if self._arrivals is not None:
+            self._arrivals.note(slot.bucket)
         backward = self._backward
         if backward is None or backward.message is not None:
             # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
@@ -219,12 +274,16 @@ class GradientReducer:
         again = bucket in backward.sent
         shown = (ShownMean.PACKED if again else ShownMean.TO_PACK) if self._exposes(bucket) else ShownMean.ABSENT
         backward.sent.add(bucket)
-        self.reductions.launch(bucket, shown, backward.scale, backward)
+        self._hold_back()
+        own_stream = nullcontext() if self._arrivals is None else self._arrivals.waited_for(bucket)
+        with marked(f"zero1_custom: reduce-scatter gradients of bucket {bucket.index}"), torch.no_grad(), own_stream:
+            self._in_flight.append(self._send(bucket, shown, backward.scale, backward))
+        self._not_waited_for.append(self._in_flight[-1])
 
     def _flush(self, backward: _Backward) -> None:
         """Runs when backward has ended: sends flags of gradients to the other ranks, and what is complete by them."""
         self._remove_loss_hook()
-        if self.reductions.max_inflight is not None:
+        if self.max_inflight is not None:
             # Other ranks may be waiting in backward for what is not complete here.
             backward.missing = dict.fromkeys(backward.missing, 0)
             self._launch_complete_buckets(backward)
@@ -254,7 +313,7 @@ class GradientReducer:
             return
         if backward.message is None:
             # Its memory must outlive the transfers.
-            self.reductions.set_aside(backward)
+            self._set_aside(backward)
         else:
             self._settle(backward, backward.message)
 
@@ -282,10 +341,103 @@ class GradientReducer:
             if needed:
                 self._launch(backward, bucket)
         exposed = [bucket for bucket in self.buckets if bucket in backward.sent and self._exposes(bucket)]
-        self.reductions.complete(exposed)
-        expose_gradients(exposed, self.collectives)
-        if backward.scale is not None:
-            self.reductions.end_window(backward.scale)
+        self._complete(exposed)
+        if exposed:
+            expose_gradients(exposed, self.collectives)
+        # What is left over of a window may be sent after its last backward: the window's scale was there first.
+        if backward.scale is not None and self._partial and self._window_scale is None:
+            self._window_scale = backward.scale
+
+    def _send(
+        self, bucket: GradientBucket, shown: ShownMean, scale: GradientScale | None, backward: object
+    ) -> _Reduction:
+        buffer = bucket.pack_gradients(shown)
+        if scale is None and not bucket.is_partial:
+            bucket.is_partial = True
+            self._partial.append(bucket)
+        applied = 1.0
+        if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
+            # A sum over ranks overflows in float16 where the mean does not.
+            applied = 1.0 / self.collectives.world_size
+            buffer.mul_(applied)
+        shard, unsharded = self._room(bucket, buffer, shown is not ShownMean.ABSENT)
+        work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
+        return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, backward, self._streams.current())
+
+    def _room(self, bucket: GradientBucket, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
+        """Where the shard of the sum of ``buffer`` goes, and of what it is a part where it is to be exposed."""
+        kept_in = bucket.dtype if exposes else bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype
+        if self.collectives.sends_nothing and buffer.dtype == kept_in:
+            # What was packed is the sum.
+            return bucket.shard_of(buffer), buffer if exposes else None
+        if not exposes:
+            return buffer.new_empty(bucket.shard_numel, dtype=kept_in), None
+        # The shard lies where the all-gather wants it, so that exposing it copies nothing.
+        unsharded = torch.empty_like(buffer, dtype=kept_in)
+        return bucket.shard_of(unsharded), unsharded
+
+    def _hold_back(self) -> None:
+        waiting = self._not_waited_for
+        # Only who waits for a work makes it let go of its buffers.
+        while waiting and (waiting[0].work.is_completed() or len(waiting) == self.max_inflight):
+            with marked("zero1_custom: hold backward back, max_inflight_buckets"):
+                self._wait(waiting.popleft())
+
+    def _wait(self, reduction: _Reduction) -> None:
+        # What has been waited for lets go of its memory, which then is that stream's again.
+        with self._streams.on(reduction.stream):
+            self.collectives.wait(reduction.work)
+        if self._streams.current() != reduction.stream:
+            self._streams.wait_for(reduction.stream)
+
+    def _complete(self, buckets: Collection[GradientBucket] | None = None) -> None:
+        """Waits for the reductions of ``buckets`` (by default all) and leaves the mean gradients in their shards."""
+        if self._in_flight:
+            self._add_up(buckets)
+        if self._window_scale is not None and not self._in_flight:
+            self._close_window(self._window_scale)
+
+    def _close_window(self, scale: GradientScale) -> None:
+        """Brings the sums of means over ranks to the mean over the window, also of buckets that its end did not use."""
+        partial, self._partial, self._window_scale = self._partial, [], None
+        factor = scale() * self.collectives.world_size
+        for bucket in partial:
+            bucket.end_partial_sum(factor)
+
+    def _add_up(self, buckets: Collection[GradientBucket] | None) -> None:
+        pending, self._in_flight = self._in_flight, []
+        if buckets is not None:
+            self._in_flight = [reduction for reduction in pending if reduction.bucket not in buckets]
+            pending = [reduction for reduction in pending if reduction.bucket in buckets]
+        self._not_waited_for = deque(self._in_flight)
+        # In the order of their launch, in which they arrive.
+        for reduction in pending:
+            bucket, scale = reduction.bucket, reduction.scale
+            with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
+                self._wait(reduction)
+            # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
+            mean = 1.0 / self.collectives.world_size if scale is None or bucket.is_partial else scale()
+            if mean != reduction.applied:
+                reduction.shard.mul_(mean / reduction.applied)
+            # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
+            if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:
+                bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
+            else:
+                if bucket.is_partial:
+                    # Zeroed in place, it is as narrow as after a window.
+                    bucket.shard_gradient = bucket.shard_gradient.to(bucket.sum_dtype)
+                bucket.shard_gradient.add_(reduction.shard)
+        for bucket in {reduction.bucket for reduction in pending if reduction.shown is ShownMean.ABSENT}:
+            bucket.attach_gradients()
+
+    def _set_aside(self, backward: object | None = None) -> None:
+        """Forgets those of one backward, or all; their memory must outlive the transfers."""
+        _TRANSFERS_SET_ASIDE[:] = [work for work in _TRANSFERS_SET_ASIDE if not work.is_completed()]
+        for reduction in self._in_flight:
+            if backward in (None, reduction.backward):
+                _TRANSFERS_SET_ASIDE.append(reduction.work)
+        self._in_flight = [one for one in self._in_flight if backward not in (None, one.backward)]
+        self._not_waited_for = deque(self._in_flight)
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
         """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
@@ -295,7 +447,7 @@ class GradientReducer:
         self._end_backward()
         if self.collects_unannounced:
             self.reduce_left_over(buckets)
-        self.reductions.complete()
+        self._complete()
         if self.exposes_gradients:
             for bucket in buckets:
                 bucket.attach_exposed_gradients()
@@ -303,7 +455,7 @@ class GradientReducer:
     def complete(self) -> None:
         """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
         self._end_backward()
-        self.reductions.complete()
+        self._complete()
 
     def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
         """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
@@ -347,8 +499,8 @@ class GradientReducer:
         self.buckets = [bucket for bucket in self.buckets if bucket not in buckets]
         self._slots = [slot for slot in self._slots if slot.bucket not in buckets]
         for bucket in buckets:
-            if self.reductions.arrivals is not None:
-                self.reductions.arrivals.forget(bucket)
+            if self._arrivals is not None:
+                self._arrivals.forget(bucket)
             for slot in bucket.slots:
                 self._hooks.pop(slot).remove()
 
@@ -365,7 +517,7 @@ class GradientReducer:
             hook.remove()
         self._hooks.clear()
         self._remove_loss_hook()
-        self.reductions.set_aside()
+        self._set_aside()
         self._backward = None
 
     def _mean_over_ranks(self) -> float:

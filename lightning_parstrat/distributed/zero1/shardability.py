@@ -5,7 +5,6 @@ is, on every rank, with averaged gradients in ``param.grad``.
 """
 
 import copy
-import functools
 import inspect
 import random
 import sys
@@ -31,9 +30,13 @@ from lightning_parstrat.distributed.torch_compat import (
     takes_hooks,
     without_step_hooks,
 )
-from lightning_parstrat.distributed.zero1.optimizer import METHODS
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
-from lightning_parstrat.distributed.zero1.stepping import ClosureEvaluatedAgainError, OneEvaluation
+from lightning_parstrat.distributed.zero1.state import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.zero1.stepping import (
+    METHODS,
+    ClosureEvaluatedAgainError,
+    OneEvaluation,
+    needs_closure,
+)
 
 _AGAIN = "between two evaluations every rank needs all parameters as they are by then"
 _LARGEST_DIMENSION = 8
@@ -81,25 +84,8 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         )
     check_supported(optimizer)
     cls = type(optimizer)
-    if not takes_hooks(optimizer):
-        return ShardingDecision(
-            None, "its class does not call `Optimizer.__init__`", "A class that does can be sharded."
-        )
-    replaced = _replaced_method(optimizer)
-    if replaced is not None:
-        return ShardingDecision(
-            None,
-            f"its `{replaced}` was replaced on the object",
-            f"A subclass that overrides `{replaced}` can be sharded.",
-        )
-    if cls.state_dict is not Optimizer.state_dict:
-        return ShardingDecision(
-            None, "its class has a `state_dict` of its own", "Optimizers that save their state as torch's do can be."
-        )
-    if needs_closure(optimizer):
-        return ShardingDecision(None, f"its `step` needs a closure, and {_AGAIN}", _ANOTHER_OPTIMIZER)
-    if hasattr(cls, "train") and hasattr(cls, "eval"):
-        return ShardingDecision(None, "its `train` and `eval` change parameters outside of `step`", _ANOTHER_OPTIMIZER)
+    for reason, remedy in _obstacles(optimizer):
+        return ShardingDecision(None, reason, remedy)
     if cls in ELEMENTWISE_OPTIMIZERS:
         return ShardingDecision("element" if choice == "auto" else choice)
     if choice == "element":
@@ -116,17 +102,20 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
         )
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` cannot do without a closure, as that of LBFGS, which looks at the loss again and again."""
+def _obstacles(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
+    """Why it cannot be sharded whatever it steps, each with what would be."""
     cls = type(optimizer)
-    return issubclass(cls, torch.optim.LBFGS) or _insists_on_closure(getattr(cls, "step", None))
-
-
-# Asked in every step; reading a signature takes longer than some steps do.
-@functools.lru_cache
-def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
-    closure = None if step is None else inspect.signature(step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    if not takes_hooks(optimizer):
+        yield "its class does not call `Optimizer.__init__`", "A class that does can be sharded."
+    replaced = _replaced_method(optimizer)
+    if replaced is not None:
+        yield f"its `{replaced}` was replaced on the object", f"A subclass that overrides `{replaced}` can be sharded."
+    if cls.state_dict is not Optimizer.state_dict:
+        yield "its class has a `state_dict` of its own", "Optimizers that save their state as torch's do can be."
+    if needs_closure(optimizer):
+        yield f"its `step` needs a closure, and {_AGAIN}", _ANOTHER_OPTIMIZER
+    if hasattr(cls, "train") and hasattr(cls, "eval"):
+        yield "its `train` and `eval` change parameters outside of `step`", _ANOTHER_OPTIMIZER
 
 
 def _replaced_method(optimizer: Optimizer) -> str | None:

@@ -2,14 +2,15 @@
 
 The buckets, which all ranks know, say which elements a rank has. They do not say which entries the state has, their
 dtypes, and counts of steps. These are usually alike in a bucket: ranks compare numbers, and describe what they have
-where numbers differ. Then each rank sends its shard of the state, one packed message per bucket. Messages are in host
-memory, so that a device never holds more than a shard. Loading takes each rank's part of an unsharded state.
+where numbers differ. Then each rank sends its shard of the state, packed into a message for each entry of a bucket.
+Messages are in host memory, so that a device never holds more than a shard. Loading takes each rank's part of an
+unsharded state.
 """
 
 import copy
 import pickle
 from bisect import bisect_right
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,25 +22,38 @@ from typing_extensions import override
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import replace_leaves
-from lightning_parstrat.distributed.comm.agreement import broadcast_object, receive_object, send_object
+from lightning_parstrat.distributed.comm.agreement import broadcast_object, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
-from lightning_parstrat.distributed.comm.work import Work, as_work
+from lightning_parstrat.distributed.comm.work import DONE, as_work
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS, sharding_of
+from lightning_parstrat.distributed.zero1.buckets import ParameterSlot
 
 MASTER_WEIGHTS = "master_weights"
 """Where a state dict keeps master weights, by position as ``"state"`` is. Other strategies pass over it."""
 
-_BYTES_IN_FLIGHT = 2**24
-"""What the destination has room for beside the state, unless one message is larger."""
+ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+"""torch's optimizers whose update of an element looks at that element alone. Exact classes: a subclass may differ."""
 
-_IN_FLIGHT = 16
-"""How many messages the destination is ready for."""
 
-_ALIGNMENT = 16
-"""Bytes: of the widest dtype."""
+def _sharding_of(optimizer: Optimizer) -> Any:
+    """What ``stepping.py`` has put there, an ``OptimizerSharding``: that file imports this one."""
+    return vars(optimizer)["_sharding"]
+
 
 StateDict = dict[Any, Any]
 
@@ -70,42 +84,41 @@ StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
 """Makes what stands for a tensor: of a parameter at a position in the optimizer, of an entry of its state."""
 
 
-def gather_state_dict(optimizer: Optimizer, destination: int | None = 0, stand_in: StandIn | None = None) -> StateDict:
+def gather_state_dict(optimizer: Optimizer, on_all: bool = False, stand_in: StandIn | None = None) -> StateDict:
     """The optimizer's unsharded state in torch's own format, its tensors in host memory.
 
-    Collective. Ranks compare what there is by one small reduction; then each sends its shard of the state, a message a
-    bucket. The destination's host holds the unsharded state at the end, and a few of these messages until then. A
-    device never holds more than it does anyway.
+    Collective. Ranks compare what there is by one small reduction; then each sends its shard of the state, bucket by
+    bucket. Rank 0's host holds the unsharded state at the end, and the messages of one bucket until then. A device
+    never holds more than it does anyway.
 
     Args:
         optimizer: A sharded optimizer.
-        destination: The rank that gets it; None for every rank, which sends the unsharded state to all of them.
+        on_all: Whether rank 0 sends the unsharded state to all others.
         stand_in: Where given, nothing is sent but what is no part of a shard (counts of steps), and what this makes
             stands in the place of the tensors.
 
     Returns:
-        The unsharded state on the destination; on other ranks the parameter groups, with an empty state.
+        The unsharded state on rank 0, or on all; on other ranks the parameter groups, with an empty state.
     """
-    sharding = sharding_of(optimizer)
+    sharding = _sharding_of(optimizer)
     run_hooks_before_state_dict(optimizer)
     control = sharding.control
     parameters = grouped_parameters(optimizer)
     positions = {sharding.slots[p]: position for position, p in enumerate(parameters) if p in sharding.slots}
-    to = 0 if destination is None else destination
     ranks = sharding.ranks_of_a_copy
     buckets = buckets_of(positions)
-    describe_to(to, optimizer, buckets, ranks, control)
+    describe_buckets(optimizer, buckets, ranks, control)
     gathered: dict[ParameterSlot, StateDict] = {}
     if stand_in is None:
-        gathered = collect(optimizer, buckets, ranks, control, to)
-    elif control.rank == to:
+        gathered = collect(optimizer, buckets, ranks, control)
+    elif control.rank == 0:
         make = stand_in
         gathered = _unsharded(buckets, lambda slot, key, dtype: make(positions[slot], key, slot, dtype))
     by_position = {positions[slot]: state for slot, state in gathered.items()}
-    if destination is None:
+    if on_all:
         by_position = broadcast_object(by_position, control.group)
     by_parameter: dict[Tensor, StateDict] = {parameters[position]: state for position, state in by_position.items()}
-    if destination is None or control.rank == destination:
+    if on_all or control.rank == 0:
         # Every rank has the same state for what every rank steps.
         replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
         by_parameter.update({parameter: on_host(optimizer.state[parameter]) for parameter in replicated})
@@ -120,11 +133,11 @@ def replicated_state_dict(optimizer: Optimizer) -> StateDict:
     Args:
         optimizer: A sharded optimizer.
     """
-    sharding = sharding_of(optimizer)
+    sharding = _sharding_of(optimizer)
     buckets = ", ".join(str(bucket.index) for bucket in sharding.buckets[:1])
     advice = "Call it on all ranks, and save what it returns on rank 0."
     with met("`optimizer.state_dict()`", sharding.control.group, advice, of=f"buckets from {buckets}"):
-        return gather_state_dict(optimizer, destination=None)
+        return gather_state_dict(optimizer, on_all=True)
 
 
 def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
@@ -140,7 +153,7 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     Raises:
         ValueError: The groups do not match the optimizer's.
     """
-    sharding = sharding_of(optimizer)
+    sharding = _sharding_of(optimizer)
     saved_groups = state_dict["param_groups"]
     if sharding.attached and sharding.has_added_parameters(optimizer):
         sharding.adopt_added_parameters()
@@ -246,6 +259,25 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
 
 
+class _Message(NamedTuple):
+    """One entry of the state of a shard's parameters, of one dtype: a part of each, one after the other."""
+
+    key: str
+    dtype: torch.dtype
+    parts: list[tuple[ParameterSlot, slice]]
+
+    def room(self) -> Tensor:
+        """Memory for it."""
+        return torch.empty(sum(one.stop - one.start for _, one in self.parts), dtype=self.dtype)
+
+    def parts_in(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, slice, Tensor]]:
+        """The parts, with their places in the message."""
+        stop = 0
+        for slot, elements in self.parts:
+            start, stop = stop, stop + elements.stop - elements.start
+            yield slot, elements, packed[start:stop]
+
+
 class BucketState:
     """What an optimizer keeps for the parameters of one bucket.
 
@@ -281,6 +313,16 @@ class BucketState:
         for number, (slot, elements) in enumerate(self.parts_of(shard)):
             yield slot, elements, self.by_shard[shard][number] if self.of_all is None else self.of_all
 
+    def messages_of(self, shard: int) -> list[_Message]:
+        """What the owner of a shard sends of its state."""
+        found: dict[tuple[str, torch.dtype], _Message] = {}
+        for slot, elements, entries in self.entries_of(shard):
+            for key, entry in entries.items():
+                if entry.dtype is not None:
+                    message = found.setdefault((key, entry.dtype), _Message(key, entry.dtype, []))
+                    message.parts.append((slot, elements))
+        return list(found.values())
+
     def by_slot(self) -> dict[ParameterSlot, dict[str, Entry]]:
         """What is kept for each parameter; the values are copies. Where ranks differ, what any of them keeps."""
         if self.of_all is not None:
@@ -302,17 +344,15 @@ def buckets_of(slots: Iterable[ParameterSlot]) -> list[BucketState]:
     return [BucketState(found) for found in by_bucket.values()]
 
 
-def describe_to(
-    destination: int, optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
+def describe_buckets(
+    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
 ) -> None:
-    """Fills in what all ranks hold on one rank, and what a rank holds itself on the others. Collective.
+    """Fills in what all ranks hold on rank 0, and what a rank holds itself on the others. Collective.
 
     One small reduction of 16 bytes per bucket. If ranks hold the same entries and values for all parameters of a
-    bucket, nothing else is sent, unless the destination has no part of it; then the first that has describes it. If
-    not, each rank describes its own parts of that bucket.
+    bucket, nothing else is sent, unless rank 0 has no part of it. Of all other buckets each rank describes its parts.
 
     Args:
-        destination: The rank that gets descriptions.
         optimizer: Its state is described.
         buckets: The same on all ranks, and empty. They are filled in.
         ranks: The ranks that together hold one copy, in the order of their shards.
@@ -320,17 +360,16 @@ def describe_to(
     """
     shard = ranks.index(control.rank) if control.rank in ranks else None
     for bucket in buckets:
-        parts = [] if shard is None else bucket.parts_of(shard)
-        own: list[Entries] = [describe(optimizer, slot) for slot, _ in parts]
+        own: list[Entries] = [] if shard is None else [describe(optimizer, slot) for slot, _ in bucket.parts_of(shard)]
         if shard is not None and own:
             bucket.by_shard[shard] = own
     differing = _differing([next(iter(bucket.by_shard.values()), []) for bucket in buckets], control)
-    for owner, numbers in _described_by(buckets, differing, ranks, destination).items():
-        if control.rank == destination:
-            for number, described in receive_object(ranks[owner], control.group).items():
-                buckets[number].by_shard[owner] = described
-        elif owner == shard:
-            send_object({number: buckets[number].by_shard[shard] for number in numbers}, destination, control.group)
+    unknown = [n for n, one in enumerate(buckets) if differing[n] or not one.has_parts_in(0)]
+    if unknown:
+        described = gather_object({n: buckets[n].by_shard for n in unknown}, control.group)
+        for number in unknown:
+            for of_rank in described:
+                buckets[number].by_shard.update(of_rank[number])
     for bucket, differs in zip(buckets, differing, strict=True):
         if not differs and bucket.by_shard:
             bucket.of_all = next(iter(bucket.by_shard.values()))[0]
@@ -381,128 +420,51 @@ def _content(tensor: Tensor) -> Any:
     return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _described_by(
-    buckets: Sequence[BucketState], differing: Sequence[bool], ranks: Sequence[int], destination: int
-) -> dict[int, list[int]]:
-    """Which buckets the owner of each shard describes to the destination: the same on all ranks, in their order."""
-    described: dict[int, list[int]] = {}
-    own = ranks.index(destination) if destination in ranks else None
-    for number, (bucket, differs) in enumerate(zip(buckets, differing, strict=True)):
-        if not differs and own is not None and bucket.has_parts_in(own):
-            continue
-        owners = [shard for shard in range(len(ranks)) if shard != own and bucket.has_parts_in(shard)]
-        for shard in owners if differs else owners[:1]:
-            described.setdefault(shard, []).append(number)
-    return dict(sorted(described.items()))
-
-
-class _Place(NamedTuple):
-    """Where a part of a tensor lies in a message, in bytes."""
-
-    slot: ParameterSlot
-    elements: slice
-    key: str
-    dtype: torch.dtype
-    start: int
-    stop: int
-
-    def view(self, message: Tensor) -> Tensor:
-        return message[self.start : self.stop].view(self.dtype)
-
-
 def collect(
-    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives, destination: int
+    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
 ) -> dict[ParameterSlot, dict[str, Any]]:
-    """The unsharded state on the destination, in host memory; nothing elsewhere. Collective.
+    """The unsharded state on rank 0, in host memory; nothing elsewhere. Collective.
 
-    Each of ``ranks`` sends one message per bucket, packed in host memory. The destination receives several at a time:
-    beside the state its host holds 16 MiB of them, or one.
+    Each of ``ranks`` sends a message for each entry of each bucket, packed in host memory. Rank 0 receives those of one
+    bucket at a time.
 
     Args:
         optimizer: Its state is collected.
-        buckets: After :func:`describe_to`.
-        ranks: The ranks that together hold one copy, in the order of their shards.
+        buckets: After :func:`describe_buckets`.
+        ranks: The ranks that together hold one copy, in the order of their shards, rank 0 first.
         control: Of all ranks; works on host memory.
-        destination: Who collects.
     """
-    if control.rank != destination:
+    if control.rank > 0:
         if control.rank in ranks:
-            _send(optimizer, buckets, ranks.index(control.rank), control.group, destination)
+            for bucket in buckets:
+                for message in bucket.messages_of(ranks.index(control.rank)):
+                    packed = _packed(optimizer, message)
+                    as_work(control.group.send([packed], 0, 0)).wait()
         return {}
     state = _unsharded(buckets, _zeros)
-    arriving: deque[tuple[Work, Tensor, list[_Place]]] = deque()
-
-    def put(place: _Place, part: Tensor) -> None:
-        place.slot.storage_order(state[place.slot][place.key])[place.elements].copy_(part)
-
-    def take_in() -> int:
-        """Waits for a message and takes over what is in it; returns its bytes."""
-        work, message, places = arriving.popleft()
-        work.wait()
-        for place in places:
-            put(place, place.view(message))
-        return message.nbytes
-
-    nbytes = 0
     for bucket in buckets:
-        for shard, source in enumerate(ranks):
-            places = list(_places(bucket, shard))
-            if source == destination:
-                for place in places:
-                    put(place, _own_part(optimizer, place))
-            elif places:
-                while arriving and (nbytes + places[-1].stop > _BYTES_IN_FLIGHT or len(arriving) == _IN_FLIGHT):
-                    nbytes -= take_in()
-                nbytes += places[-1].stop
-                # No name is kept for it: it would hold the message while the next has room made for it.
-                arriving.append(_receive(places, source, control.group))
-    while arriving:
-        take_in()
+        arriving = [(message, _packed(optimizer, message), DONE) for message in bucket.messages_of(0)]
+        for shard, source in enumerate(ranks[1:], 1):
+            for message in bucket.messages_of(shard):
+                packed = message.room()
+                arriving.append((message, packed, as_work(control.group.recv([packed], source, 0))))
+        for message, packed, work in arriving:
+            work.wait()
+            for slot, elements, part in message.parts_in(packed):
+                slot.storage_order(state[slot][message.key])[elements].copy_(part)
     return state
 
 
-def _receive(places: list[_Place], source: int, group: dist.ProcessGroup) -> tuple[Work, Tensor, list[_Place]]:
-    message = torch.empty(places[-1].stop, dtype=torch.uint8)
-    return as_work(group.recv([message], source, 0)), message, places
-
-
-def _send(
-    optimizer: Optimizer, buckets: Sequence[BucketState], shard: int, group: dist.ProcessGroup, destination: int
-) -> None:
-    # The next message is packed while one is on its way.
-    sent: tuple[Work, Tensor] | None = None
-    for bucket in buckets:
-        places = list(_places(bucket, shard))
-        if places:
-            message = torch.empty(places[-1].stop, dtype=torch.uint8)
-            for place in places:
-                place.view(message).copy_(_own_part(optimizer, place))
-            if sent is not None:
-                sent[0].wait()
-            sent = as_work(group.send([message], destination, 0)), message
-    if sent is not None:
-        sent[0].wait()
-
-
-def _places(bucket: BucketState, shard: int) -> Iterator[_Place]:
-    """The parts of tensors in a shard's message, in their order."""
-    stop = 0
-    for slot, elements, entries in bucket.entries_of(shard):
-        for key, entry in entries.items():
-            if entry.dtype is not None:
-                start = -(-stop // _ALIGNMENT) * _ALIGNMENT
-                stop = start + (elements.stop - elements.start) * entry.dtype.itemsize
-                yield _Place(slot, elements, key, entry.dtype, start, stop)
-
-
-def _own_part(optimizer: Optimizer, place: _Place) -> Tensor:
-    """This rank's part of a sharded entry: 1-D in storage order, where it is."""
-    slot = place.slot
-    if slot.shard is None or slot.shard_slice is None:
-        raise AssertionError("state was found for a shard that does not exist")
-    value: Tensor = slot.shard if place.key == MASTER_WEIGHTS else optimizer.state[slot.shard][place.key]
-    uncut = slot.shard_slice.numel == slot.place.numel
-    return slot.storage_order(value.detach()) if uncut else value.detach()
+def _packed(optimizer: Optimizer, message: _Message) -> Tensor:
+    """This rank's message, in host memory."""
+    packed = message.room()
+    for slot, _, part in message.parts_in(packed):
+        if slot.shard is None or slot.shard_slice is None:
+            raise AssertionError("state was found for a shard that does not exist")
+        value: Tensor = slot.shard if message.key == MASTER_WEIGHTS else optimizer.state[slot.shard][message.key]
+        uncut = slot.shard_slice.numel == slot.place.numel
+        part.copy_(slot.storage_order(value.detach()) if uncut else value.detach())
+    return packed
 
 
 def _zeros(slot: ParameterSlot, _: str, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.torch_compat import without_step_hooks
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.zero1.state import ELEMENTWISE_OPTIMIZERS
 
 
 class Replicated(NamedTuple):

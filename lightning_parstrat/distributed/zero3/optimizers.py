@@ -19,9 +19,9 @@ from lightning_parstrat.distributed.comm.agreement import any_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
-from lightning_parstrat.distributed.zero1.optimizer_sharding import ELEMENTWISE_OPTIMIZERS
-from lightning_parstrat.distributed.zero1.shardability import check_supported, needs_closure, steps_shards_as_whole
-from lightning_parstrat.distributed.zero1.stepping import ShownGroups, refuse_step_of_class, stepping_by
+from lightning_parstrat.distributed.zero1.shardability import check_supported, steps_shards_as_whole
+from lightning_parstrat.distributed.zero1.state import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.zero1.stepping import ShownGroups, needs_closure, refuse_step_of_class, stepping_by
 from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter
 from lightning_parstrat.distributed.zero3.state import fits_parameter, shard_like
 

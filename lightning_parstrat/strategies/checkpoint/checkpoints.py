@@ -27,8 +27,8 @@ from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_f
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank, any_rank_for_each
-from lightning_parstrat.distributed.comm.breadcrumbs import watching
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
+from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.zero1.state import check_shapes
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (

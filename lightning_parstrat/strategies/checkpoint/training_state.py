@@ -12,10 +12,10 @@ from lightning_parstrat.core.tensor_trees import replace_leaves, with_own_storag
 from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, TensorSource, placeholder
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
+from lightning_parstrat.distributed.zero1.buckets import ParameterSlot
 from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
-from lightning_parstrat.distributed.zero1.gradient_bucket import ParameterSlot
-from lightning_parstrat.distributed.zero1.optimizer_sharding import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.distributed.zero1.state import StandIn, gather_state_dict
+from lightning_parstrat.distributed.zero1.stepping import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 
@@ -65,7 +65,7 @@ class TrainingState:
             optimizer: The user's.
             saves_sharded: Whether shards stay where they are, and placeholders take the place of tensors.
         """
-        return gather_state_dict(optimizer, 0, self._stand_in_for(optimizer) if saves_sharded else None)
+        return gather_state_dict(optimizer, False, self._stand_in_for(optimizer) if saves_sharded else None)
 
     def _stand_in_for(self, optimizer: Optimizer) -> StandIn:
         number = self.optimizers.index(optimizer)

@@ -21,8 +21,8 @@ from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_sc
 from lightning_parstrat.core.policy import GradientPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
-from lightning_parstrat.distributed.zero1.reductions import GradientScale
-from lightning_parstrat.distributed.zero1.shardability import needs_closure
+from lightning_parstrat.distributed.zero1.reducer import GradientScale
+from lightning_parstrat.distributed.zero1.stepping import needs_closure
 from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
     GradientNorm,

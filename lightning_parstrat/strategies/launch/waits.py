@@ -27,7 +27,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_parstrat.core.digests import digest
-from lightning_parstrat.distributed.comm import breadcrumbs
+from lightning_parstrat.distributed.comm import process_groups
 from lightning_parstrat.distributed.comm.liveness import ends_collectives, is_of_a_collective, names_of, store_under
 from lightning_parstrat.strategies.lightning_compat import current_hook, trainer_of
 
@@ -178,8 +178,8 @@ class Waits:
         # What it reads may be about to change: then it is read again in a moment.
         with suppress(Exception):
             position, hook = progress() if progress is not None else ("", "")
-        within = breadcrumbs.current_call()[0] or (f"`{hook}`" if hook else "")
-        return Sign(self._signs, self._ended, position, within, breadcrumbs.launched_by_group())
+        within = process_groups.current_call()[0] or (f"`{hook}`" if hook else "")
+        return Sign(self._signs, self._ended, position, within, process_groups.launched_by_group())
 
     def _look(self, passed: float) -> None:
         """Says what there is to say of a wait: by what ranks published some time before, and publish now."""
@@ -238,7 +238,7 @@ class Waits:
 
     def _line(self, where: Sign, now: list[Sign | None] | None) -> str:
         said = line_of_wait(self._rank, self._still.seconds, where, now)
-        return f"{self._speaker}: {said} {breadcrumbs.current_call()[1]}".rstrip() if said else ""
+        return f"{self._speaker}: {said} {process_groups.current_call()[1]}".rstrip() if said else ""
 
 
 _BEGUN: list[Waits] = []
@@ -306,7 +306,7 @@ def _frames_of_thread(thread: int) -> Frames:
 
 _OWN = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
-_COLLECTIVES = (str(Path(breadcrumbs.__file__).parent), f"{_TORCH}/distributed", f"{_TORCH}/nn/parallel")
+_COLLECTIVES = (str(Path(process_groups.__file__).parent), f"{_TORCH}/distributed", f"{_TORCH}/nn/parallel")
 # On their way to a collective, operators on tensors in shards go through these. They compute, too.
 _COMPUTES = f"{_TORCH}/distributed/tensor"
 _CALLS = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "_library", "_tensor.py", "autograd/function.py", "utils"))

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.collectives import Collectives, small_reductions_of
+from lightning_parstrat.distributed.comm.collectives import Collectives, doubling_steps, small_reductions_of
 from lightning_parstrat.distributed.comm.control_messages import Content, ControlMessages, WeightSum
-from lightning_parstrat.distributed.comm.doubling import doubling_steps
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.torch_compat import default_store
 from tests.comparing import assert_same
@@ -142,9 +141,9 @@ def arrives_by_itself() -> bool:
     if rank > 0:
         store.set(launched[rank - 1], "launched")
     deadline = time.monotonic() + 20
-    while not message.has_arrived and messages._thread is not None and time.monotonic() < deadline:
+    while not message.exchange.is_completed() and messages._thread is not None and time.monotonic() < deadline:
         time.sleep(0.01)
-    arrived = message.has_arrived or messages._thread is None
+    arrived = message.exchange.is_completed() or messages._thread is None
     message.wait()
     return arrived
 

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.streams import Arrivals, CudaStreams, Streams, streams_of
-from lightning_parstrat.distributed.comm.work import Work
+from lightning_parstrat.distributed.comm.work import Arrivals, CudaStreams, Streams, Work, streams_of
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from lightning_parstrat.distributed.zero1.reductions import Reductions
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 
@@ -95,7 +93,8 @@ def reductions(streams_of_gradients: tuple[str, str], cap: float) -> Log:
     """What is queued where if the gradients of the last and the first layer become ready on these streams."""
     module, engine, streams = two_layers(bucket_cap_mb=cap)
     recorded = RecordedCollectives(engine.reducer.collectives, streams)
-    engine.reducer.reductions = Reductions(recorded, max_inflight=4, streams=streams)
+    engine.reducer.collectives, engine.reducer.max_inflight = recorded, 4
+    engine.reducer.follow_streams(streams)
     for parameter, name in zip(reversed(list(module.parameters())), streams_of_gradients, strict=True):
         # Before our hook: ours are put last when the backward is announced.
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: setattr(streams, "name", name))

@@ -12,37 +12,47 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.comm.work import ExchangedWork, ExchangeThread, SeenThrough
+from lightning_parstrat.distributed.comm.work import DONE, Exchange, ExchangeThreads, Steps
 from tests.pool import RankPool
 
 
-def test_the_waiting_thread_completes_work_unless_it_was_handed_over() -> None:
-    for how, expected in (("waits", "MainThread"), ("asks", "test"), ("hands over", "test")):
-        completed_by: list[str] = []
-        work = SeenThrough(lambda by=completed_by: by.append(threading.current_thread().name), ExchangeThread("test"))
+def steps(taken: list[str], number: int = 3, fails: bool = False) -> Steps:
+    for _ in range(number):
+        taken.append(threading.current_thread().name)
+        yield DONE
+    if fails:
+        raise OSError("connection closed by peer")
+    taken.append(threading.current_thread().name)
+    return len(taken)
+
+
+def test_who_waits_takes_the_steps_or_threads_do_each_its_own() -> None:
+    chain = ["MainThread", "chain 0", "chain 1", "chain 2"]
+    for how, most, expected in (
+        ("waits", None, ["MainThread"] * 4),
+        ("asks", None, chain),
+        ("hands over", None, chain),
+        ("hands over", 1, ["MainThread"] + ["chain 0"] * 3),
+    ):
+        taken: list[str] = []
+        work = Exchange(steps(taken), ExchangeThreads("chain", most))
         while how == "asks" and not work.is_completed():
-            pass
+            time.sleep(0.001)
         if how == "hands over":
             work.hand_over()
         for _ in range(2):
-            work.wait()
-            assert work.is_completed()
-        assert completed_by == [expected]
+            assert work.wait() == 4 and work.is_completed()
+        assert taken == expected
 
 
-def test_every_wait_raises_what_failed_in_the_thread() -> None:
-    def fail() -> None:
-        raise OSError("connection closed by peer")
-
-    thread, failed, after = ExchangeThread("test"), ExchangedWork(), ExchangedWork()
-    thread.run(failed, fail)
-    thread.run(after, after.finish)
-    seen_through = SeenThrough(fail, thread)
-    seen_through.hand_over()
-    after.wait()
-    for work in (failed, failed, seen_through):
+def test_every_wait_raises_what_failed_in_whatever_thread() -> None:
+    threads = ExchangeThreads("chain")
+    failed, waited_for, after = (Exchange(steps([], fails=fails), threads) for fails in (True, True, False))
+    failed.hand_over()
+    after.hand_over()
+    assert after.wait() == 4
+    for work in (failed, failed, waited_for, waited_for):
         with pytest.raises(RuntimeError, match="between ranks failed: connection closed by peer"):
             work.wait()
 
@@ -51,7 +61,7 @@ def wait_for_a_rank_that_is_gone(parts_differ: bool) -> tuple[list[str], float]:
     """Errors of a rank that waits twice, and how long the second wait takes."""
     rank, launched = dist.get_rank(), torch.zeros(1)
     group = process_groups().gradients
-    collectives = make_collectives(group, torch.device("cpu")) if parts_differ else PairwiseCollectives(group)
+    collectives = make_collectives(group, torch.device("cpu"))
     if rank == 2:
         for other in range(2):
             dist.recv(launched, other)

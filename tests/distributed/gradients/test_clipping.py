@@ -11,19 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_parstrat.distributed.gradients.clipping import (
     clip_gradients_by_value,
     gradient_norm,
-    has_gradients,
-    hidden_sharding,
     scale_to_norm,
     step_gradients,
 )
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from tests.distributed.engines import backward, clip_gradients_by_norm, make_engine, sgd
+from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 
 NORM_TYPES = (0.5, 1.0, 2.0, 3.0, math.inf)
@@ -216,80 +212,3 @@ def test_wherever_gradients_are_they_are_clipped_as_torch_clips_the_whole(pool: 
     for norms in by_rank:
         # To the last bit: parameters that ranks clip by different factors would differ.
         assert all(norms[name] == by_rank[0][name] for name in arrangements if name in IN_SHARDS)
-
-
-class Passes(TorchDispatchMode):
-    """Notes the operations that read or write as many elements as the gradients have, in one tensor or in several."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.numel = numel
-        self.noted: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for touched in (tree_leaves((args, kwargs)), tree_leaves(result)):
-            if sum(leaf.numel() for leaf in touched if isinstance(leaf, Tensor)) >= self.numel:
-                self.noted.append(str(func.overloadpacket))
-                break
-        return result
-
-
-# Each rank's share is more than the few scalars that norms are made of.
-LARGE: dict[str, Callable[[], Trained]] = {
-    "shards": lambda: in_shards(ALL, module=network([(50, 20), (3,), (40,)])),
-    "one bucket": lambda: in_shards(ALL, module=network([(50, 20), (3,), (40,)]), bucket_cap_mb=1.0),
-    "plain": lambda: on_every_rank(ALL),
-    "exposed": exposed,
-}
-
-
-def passes() -> list[list[str]]:
-    found = []
-    for arrangement, norm_type in product(LARGE, (1.0, 2.0, math.inf)):
-        trained = LARGE[arrangement]()
-        # Waits for the reductions, and scales their results.
-        gradients = step_gradients(trained.optimizers)
-        with Passes(sum(gradient.numel() for gradient in gradients.stepped)) as mode:
-            clip_gradients_by_norm(trained.optimizers[0], 0.5, norm_type)
-        found.append(mode.noted)
-    return found
-
-
-def check_single_optimizers() -> list[list[bool]]:
-    """Clips each optimizer by itself; a rank with whole gradients alone; returns which optimizers have gradients."""
-    trained = in_shards(slice(3), slice(3, None))
-    expected = whole(trained.module)
-    # One of the first three has no gradient. Below the limit nothing changes.
-    parts = (expected[:2], expected[2:])
-    for optimizer, parameters, max_norm in zip(trained.optimizers, parts, (0.5, 1e9), strict=True):
-        norm = clip_gradients_by_norm(optimizer, max_norm, 1.0)
-        assert float(norm) == pytest.approx(float(nn.utils.clip_grad_norm_(parameters, max_norm, 1.0)), rel=1e-5)
-    assert_gradients(trained, expected)
-    if dist.get_rank() == 0:
-        alone = on_every_rank(ALL)
-        reference = nn.utils.get_total_norm([parameter.grad for parameter in whole(alone.module)])
-        assert float(clip_gradients_by_norm(alone.optimizers[0], 1.0)) == pytest.approx(float(reference))
-    module = network()
-    # All of the second optimizer's gradients fit one rank.
-    optimizers = [sgd(list(module)[:2]), sgd(list(module)[2:3]), sgd([nn.Parameter(torch.ones(2))])]
-    engine = make_engine(module, *optimizers[:2])
-    found = [[has_gradients(optimizer) for optimizer in optimizers]]
-    backward(engine, loss_of(module))
-    engine.reducer.finish(engine.buckets)
-    found.append([has_gradients(optimizer) for optimizer in optimizers])
-    optimizers[0].zero_grad()
-    optimizers[2].param_groups[0]["params"][0].grad = torch.ones(2)
-    found.append([has_gradients(optimizer) for optimizer in optimizers])
-    assert [hidden_sharding(optimizer) is not None for optimizer in optimizers] == [True, True, False]
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_each_optimizer_is_clipped_by_itself_in_two_passes(pool: RankPool, world_size: int) -> None:
-    expected = [[False, False, False], [True, True, False], [False, True, True]]
-    # Ranks that wait for one that asks nothing are found soon.
-    assert pool.run(world_size, check_single_optimizers, timeout=40.0) == [expected] * world_size
-    if world_size > 1:
-        for found in pool.run(world_size, passes):
-            assert found == [["aten._foreach_norm", "aten._foreach_mul_"]] * 12

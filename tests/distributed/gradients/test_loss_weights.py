@@ -6,7 +6,6 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,79 +45,6 @@ class Weighed:
         return self.weights.total()
 
 
-def weigh(steps: Steps) -> list[tuple[list[Any], tuple[float, float], list[int]]]:
-    """Of each step: the factors of losses, the total, and the messages sent after every micro-batch and the total."""
-    weighed, found = Weighed(), []
-    weights, rank = weighed.weights, dist.get_rank()
-    for step in steps:
-        weights.begin_window()
-        factors, sent = [], []
-        for number, micro_batch in enumerate(step):
-            factors.append(weights.add(number, micro_batch[rank]))
-            sent.append(weighed.sent)
-        total = tuple(weighed.total())
-        found.append((factors, total, [*sent, weighed.sent]))
-    assert weights.used
-    return found
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_reference_is_agreed_on_once_and_then_follows_the_totals(pool: RankPool, world_size: int) -> None:
-    nothing, something = [0] * world_size, [0] * (world_size - 1) + [48 * world_size]
-    # Nothing in the first step, and not at first in the second.
-    steps = [[nothing, nothing], [nothing, something, something], [something]]
-    for rank, (first, second, third) in enumerate(pool.run(world_size, weigh, steps)):
-        own = something[rank]
-        assert (first[0], first[1][0]) == ([0.0, 0.0], 0.0)
-        assert second[:2] == ([0.0, own / 64, own / 64], (96 * world_size, 64.0))
-        # What two of three micro-batches weigh on average.
-        assert third[:2] == ([own / 32], (48 * world_size, 32.0))
-        if world_size > 1:
-            # Each micro-batch asks for it until it is known, and none after that.
-            assert [first[2], second[2], third[2]] == [[1, 2, 3], [4, 5, 5, 6], [6, 7]]
-
-
-def weigh_other_types() -> list[Any]:
-    return [weigh([[[weight, weight]]])[0][0][0] for weight in (3, True, np.float32(3), torch.tensor([[3]]))]
-
-
-def test_whatever_is_a_number_is_a_weight(pool: RankPool) -> None:
-    # Nothing of the user's is kept, nor multiplied into the loss.
-    assert [[(type(one), one) for one in found] for found in pool.run(2, weigh_other_types)] == [
-        [(float, 0.75), (float, 1.0), (float, 0.75), (float, 0.75)]
-    ] * 2
-
-
-def check_windows() -> None:
-    weighed = Weighed()
-    weights, ranks, rank = weighed.weights, dist.get_world_size(), dist.get_rank()
-    assert not weights.used
-    assert weights.add(1, 4) == 1.0
-    assert weights.used
-    # A closure evaluated again, even with another batch, replaces its weight.
-    assert weights.add(2, 100 * rank) == 25 * rank
-    assert weights.add(2, 12) == 3.0
-    assert weighed.total() == (16 * ranks, 4.0)
-    assert weights.reference == 8.0
-    weights.begin_window()
-    assert weights.add(1, 2) == 0.25
-    assert weighed.total() == (2 * ranks, 8.0)
-    weights.begin_window()
-    # A step without a weight on any rank.
-    assert weighed.total() == (0.0, 2.0)
-    assert weights.reference == 2.0
-    # A weight that comes after the message, or without one, has the total send another.
-    for launches in (True, False):
-        weights.begin_window()
-        weights.add(0, 1.0)
-        before = weighed.messages.launched
-        if launches:
-            weighed.messages.launch()
-        weights.add(1, 10.0)
-        assert weights.total().weight == 11.0 * ranks
-        assert weighed.messages.launched == before + 1 + launches
-
-
 def check_no_weights() -> None:
     weighed = Weighed()
     for number in range(5):
@@ -135,8 +61,7 @@ def check_no_weights() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_windows_by_hand(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, check_windows)
+def test_where_nobody_gives_weights_ranks_ask_once(pool: RankPool, world_size: int) -> None:
     pool.run(world_size, check_no_weights, timeout=SOON)
 
 

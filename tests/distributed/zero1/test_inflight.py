@@ -5,12 +5,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.backends import NativeCollectives
-from lightning_parstrat.distributed.comm.exchange import PairwiseCollectives
+from lightning_parstrat.distributed.comm.collectives import PairwiseCollectives
 from lightning_parstrat.distributed.comm.work import Work
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.distributed.engines import (
@@ -78,7 +77,7 @@ def there(references: list[weakref.ref[Any]]) -> list[Any]:
 
 def watched_engine(module: nn.Module) -> tuple[ShardedDataParallel, Watched]:
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    watched = engine.reducer.reductions.collectives = Watched(engine.reducer.collectives.group)
+    watched = engine.reducer.collectives = Watched(engine.reducer.collectives.group)
     return engine, watched
 
 
@@ -119,7 +118,7 @@ def most_buffers_held() -> int:
     module = net(12)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = make_engine(module, optimizer, max_inflight_buckets=2, reduce_dtype="bf16")
-    watched = engine.reducer.reductions.collectives = WatchedNative(engine.reducer.collectives.group)
+    watched = engine.reducer.collectives = WatchedNative(engine.reducer.collectives.group)
     backward(engine, module(torch.ones(2, 8)).sum())
     engine.reducer.complete()
     assert len(watched.buffers) == 12
@@ -128,41 +127,6 @@ def most_buffers_held() -> int:
 
 def test_what_has_arrived_is_let_go_of_by_collectives_that_sum_when_waited_for(pool: RankPool) -> None:
     assert all(most <= 2 for most in pool.run(2, most_buffers_held))
-
-
-def shards_held_after(backwards: int) -> int:
-    """Elements of reduced gradients after backwards that nobody has stepped yet."""
-    module = net()
-    engine, watched = watched_engine(module)
-    for _ in range(backwards):
-        backward(engine, module(torch.ones(2, 8)).sum())
-    return sum(shard.numel() for shard in there(watched.shards))
-
-
-def test_backwards_that_are_stepped_as_one_are_added_up_as_they_come(pool: RankPool) -> None:
-    # The sum of those before, and what is in flight.
-    assert pool.run(2, shards_held_after, 5) == pool.run(2, shards_held_after, 2)
-
-
-def works_kept_after_failures(failures: int) -> int:
-    def fail(_: Tensor) -> None:
-        raise MemoryError
-
-    module = net()
-    engine, watched = watched_engine(module)
-    for _ in range(failures):
-        hidden = module[0](torch.ones(2, 8))
-        hidden.register_hook(fail)
-        with pytest.raises(MemoryError):
-            backward(engine, module[1:](hidden).sum())
-        wait_until(lambda: all(work.is_completed() for work in there(watched.works)))
-    engine.reducer.complete()
-    return len(there(watched.works))
-
-
-def test_batches_that_are_skipped_after_an_exception_leave_no_more_behind_each(pool: RankPool) -> None:
-    once = pool.run(2, works_kept_after_failures, 1)
-    assert max(pool.run(2, works_kept_after_failures, 5)) <= min(once)
 
 
 class _Of:
@@ -184,7 +148,7 @@ def by_turns(plays: list[str], policy: dict[str, Any], in_shards: bool, exposed:
     engine.expose_gradients(exposed)
     engine.accumulate_in_shards(in_shards)
     log: list[tuple[str, str, int]] = []
-    for name, mover in (("gradients", engine.reducer.reductions), ("parameters", engine.gatherer)):
+    for name, mover in (("gradients", engine.reducer), ("parameters", engine.gatherer)):
         mover.collectives = LoggedCollectives(mover.collectives.group, _Of(name, log))  # type: ignore[arg-type]
     for number, turn in enumerate(plays * 3):
         if turn == "-":

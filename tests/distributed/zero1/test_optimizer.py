@@ -3,12 +3,9 @@
 import copy
 import io
 import pickle
-import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
-from unittest.mock import call, patch
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import BucketLayout
-from lightning_parstrat.distributed.zero1.optimizer_sharding import _worth_a_call, is_sharded
+from lightning_parstrat.distributed.zero1.stepping import _worth_a_call, is_sharded
 from lightning_parstrat.distributed.zero1.summary import state_bytes_per_parameter_byte
 from tests.comparing import assert_same
 from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
@@ -39,45 +36,6 @@ def stepped_in_full(module: nn.Module, before: list[Tensor]) -> bool:
 
 def snapshot(module: nn.Module) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
-
-
-def schedulers(made_before: int, made_after: int) -> tuple[list[str], list[float]]:
-    """Two trainings and an ordinary step; returns warnings, and learning rates after each step."""
-    module = linear()
-    optimizer = sgd(module.parameters())
-
-    def make(number: int) -> list[Any]:
-        return [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(number)]
-
-    made = make(made_before)
-    rates = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for training in range(3):
-            engine = make_engine(module, optimizer) if training < 2 else None
-            made += make(made_after if training == 0 else 0)
-            before = snapshot(module)
-            if engine is not None:
-                backward(engine, loss_of(module))
-            optimizer.step()
-            for scheduler in made:
-                scheduler.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-            if engine is not None:
-                # None was passed by: this rank has stepped its shard only, and gathered the rest.
-                assert sum(state["momentum_buffer"].numel() for state in optimizer.state.values()) < 24
-                assert stepped_in_full(module, before)
-                engine.close()
-    assert not is_sharded(optimizer)
-    return [str(warning.message) for warning in caught], rates
-
-
-def test_schedulers_neither_bypass_the_sharding_nor_warn(pool: RankPool) -> None:
-    lr = sgd(linear().parameters()).param_groups[0]["lr"]
-    for made_before, made_after in ((1, 0), (0, 1), (2, 1)):
-        expected = [lr * 0.5 ** (step * (made_before + made_after)) for step in (1, 2, 3)]
-        for caught, rates in pool.run(2, schedulers, made_before, made_after):
-            assert caught == [] and rates == pytest.approx(expected)
 
 
 class GuardsAttributes(torch.optim.SGD):
@@ -153,42 +111,6 @@ def test_a_step_around_the_sharding_is_refused(pool: RankPool) -> None:
     for afterwards in (False, True):
         for messages in pool.run(2, around_the_sharding, afterwards):
             assert all("Call `optimizer.step()`, not `SGD.step(optimizer)`" in message for message in messages)
-
-
-def mocked_class() -> None:
-    """Programs' tests replace methods of torch's classes, by what is not bound to the object."""
-    module = linear()
-    optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer)
-    backward(engine, loss_of(module))
-    with patch("torch.optim.SGD.step") as step, patch("torch.optim.SGD.zero_grad") as zero_grad:
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    # Once, as torch's own: small buckets are stepped together.
-    assert len(engine.buckets) > 1 and step.call_args_list == [call()]
-    zero_grad.assert_called_once_with(set_to_none=False)
-
-
-def test_a_mock_in_the_class_is_called_as_ever(pool: RankPool) -> None:
-    pool.run(2, mocked_class)
-
-
-def losses_one_after_the_other(touches_both: bool) -> None:
-    """A step makes the other loss's graph stale, as in torch, but only if it touched something of it."""
-    module = nn.ModuleDict({"one": linear(), "two": linear()})
-    optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer)
-    first = loss_of(module["one"]) + (loss_of(module["two"]) if touches_both else 0)
-    second = (module["two"](torch.ones(2, 5)).pow(2) @ module["two"].weight).sum()
-    backward(engine, first)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation") if touches_both else nullcontext():
-        backward(engine, second)
-
-
-def test_a_graph_with_parameters_that_moved_is_an_error_as_in_torch(own_pool: RankPool) -> None:
-    for touches_both in (False, True):
-        own_pool.run(2, losses_one_after_the_other, touches_both)
 
 
 def test_the_size_of_the_state_is_known_before() -> None:

@@ -379,47 +379,6 @@ def test_a_second_training_goes_on_with_the_masters_of_the_first(pool: RankPool,
     pool.run(world_size, trained_again)
 
 
-class Mixed(nn.Module):
-    """Parameters of several dtypes, two of them over the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow = nn.Linear(12, 5).to(BF16)
-        self.wide = nn.LayerNorm(5)
-        self.short = nn.Linear(5, 3).to(FP16)
-        self.alias = nn.Parameter(self.short.bias.data)
-        self.precise = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.waves = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.short(self.wide(self.narrow(inputs.to(BF16)).float()).to(FP16)) + self.alias
-        return hidden * self.precise * self.waves.abs()
-
-
-def mixed() -> None:
-    module = Mixed()
-    optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer)
-    backward(engine, module(torch.ones(2, 12)).float().sum())
-    optimizer.step()
-    saved = optimizer.state_dict()
-    names = [name for name, _ in module.named_parameters()]
-    assert {names[index] for index in saved[MASTER_WEIGHTS]} == {"narrow.weight", "narrow.bias", "short.weight"}
-    kept = {name: saved["state"][index]["momentum_buffer"].dtype for index, name in enumerate(names)}
-    own = {"alias": FP16, "short.bias": FP16, "precise": torch.float64, "waves": torch.complex64}
-    assert kept == {name: own.get(name, FP32) for name in names}
-    engine.close()
-    engine = make_engine(module, sgd(module.parameters()), **AWAY, **HOME)
-    wires = {bucket.dtype: (bucket.reduce_dtype, bucket.gather_dtype) for bucket in engine.buckets}
-    # Only fp32 is narrowed.
-    assert wires == {dtype: (BF16, BF16) if dtype == FP32 else (dtype, dtype) for dtype in wires} and len(wires) == 5
-    engine.close()
-
-
-def test_only_shards_in_16_bits_have_masters_and_only_fp32_is_narrowed(pool: RankPool) -> None:
-    pool.run(2, mixed)
-
-
 def sums_that_overflow() -> list[float]:
     module = nn.Linear(16, 16, bias=False).half()
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=1e-6), master_weights=False)

@@ -5,7 +5,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy
@@ -15,10 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lightning_parstrat.distributed.torch_compat import is_compiled
-from lightning_parstrat.distributed.zero1.read_guard import (
+from lightning_parstrat.distributed.zero1.gatherer import (
     InFlightParameter,
-    can_be_marked,
     mark,
     unmark,
     wait_for_parameters,
@@ -169,30 +166,6 @@ def test_who_asks_for_no_content_does_not_wait() -> None:
         assert on_the_way.arrivals == 1, name
 
 
-LAYERS: list[tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = [
-    (partial(nn.LSTM, 4, 4), (torch.ones(2, 3, 4),)),
-    (partial(nn.GRU, 4, 4, 2, bidirectional=True), (torch.ones(2, 3, 4),)),
-    (partial(nn.MultiheadAttention, 8, 2, batch_first=True), (torch.ones(1, 2, 8),) * 3),
-    (partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True), (torch.ones(1, 2, 8),)),
-    (partial(nn.Embedding, 3, 4), (torch.tensor([0]),)),
-    (partial(nn.EmbeddingBag, 3, 4), (torch.tensor([[0, 1]]),)),
-    (partial(nn.Conv2d, 3, 4, 3), (torch.ones(1, 3, 8, 8),)),
-    (partial(nn.LayerNorm, 4), (torch.ones(2, 4),)),
-    (partial(nn.BatchNorm1d, 4), (torch.rand(5, 4),)),
-    (partial(nn.PReLU, 4), (torch.ones(1, 4),)),
-    (partial(nn.Bilinear, 4, 4, 2), (torch.ones(1, 4), torch.ones(1, 4))),
-]
-
-
-def test_layers_of_all_kinds_wait() -> None:
-    for make, inputs in LAYERS:
-        for training in (True, False):
-            on_the_way = OnTheWay(make().train(training))
-            found = on_the_way.module(*inputs)
-            assert on_the_way.arrivals == 1, (make, training)
-            assert not torch.isnan(found[0] if isinstance(found, tuple) else found).any(), (make, training)
-
-
 class Foreign(nn.Module):
     """Hands its parameter to code that asks nobody, as a compiled extension does."""
 
@@ -264,37 +237,7 @@ def test_what_does_not_read_leaves_others_on_the_way() -> None:
     assert (first.arrivals, second.arrivals) == (1, 1)
 
 
-def test_a_marked_parameter_gets_gradients_and_one_of_another_class_is_not_marked() -> None:
+def test_a_marked_parameter_gets_gradients() -> None:
     on_the_way = OnTheWay(nn.Linear(4, 4))
     on_the_way.module(ONES).sum().backward()
     assert on_the_way.module.weight.grad is not None
-
-    class Special(nn.Parameter):
-        pass
-
-    assert can_be_marked(nn.Parameter(torch.zeros(1)))
-    assert not can_be_marked(Special(torch.zeros(1)))
-
-
-class Compiled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = torch.compile(nn.Linear(2, 2))
-
-
-def compiled_in_place() -> nn.Module:
-    module = nn.Linear(2, 2)
-    module.compile()
-    return module
-
-
-def test_compiled_modules_are_known() -> None:
-    makers: list[tuple[Callable[[], nn.Module], bool]] = [
-        (lambda: nn.Linear(2, 2), False),
-        (Compiled, True),
-        (lambda: torch.compile(nn.Linear(2, 2)), True),
-        (compiled_in_place, True),
-        (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), True),
-    ]
-    for make, expected in makers:
-        assert is_compiled(make()) == expected

@@ -12,12 +12,10 @@ from torch import Tensor
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm import backends
-from lightning_parstrat.distributed.comm.collectives import Traffic
-from lightning_parstrat.distributed.comm.grouped import GroupedNativeCollectives
+from lightning_parstrat.distributed.comm.backends import GroupedNativeCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.zero1 import engine as engines
 from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from tests.accounting import StepTraffic, traffic_of
 from tests.comparing import assert_same, distance
 from tests.distributed.engines import adafactor, adamw, backward, clip_gradients_by_norm, perceptron
 from tests.pool import RankPool
@@ -108,61 +106,3 @@ def test_trains_as_one_group_does_and_copies_stay_alike(pool: RankPool, training
             assert_same(state, found[0][1])
             assert_same(held, by_shard.setdefault(shard, held))
         assert len(by_shard) == (ranks // len(set(nodes)) if shard_group == "node" else shard_group)
-
-
-def traffic_of_a_step(nodes: str, optimizer: str, policy: Any) -> tuple[Traffic, StepTraffic, int, int, int]:
-    engine = make(optimizer, nodes, **policy)
-    take_step(engine, 0)
-    engine.gatherer.finish()
-    summary = engine.summary()
-    (trained,) = engine.optimizers
-    state = sum(
-        value.nbytes for entries in trained.state.values() for value in entries.values() if getattr(value, "ndim", 0)
-    )
-    return engine.traffic, traffic_of(engine), summary.owned_bytes, summary.copies, state
-
-
-SENT: list[tuple[str, str, dict[str, Any]]] = [
-    ("aa", "adamw", {"reduce_dtype": "bf16"}),
-    ("aa", "adamw", {"gather_dtype": "bf16"}),
-    ("aabb", "adamw", {"shard_group": "node"}),
-    ("abab", "adamw", {"shard_group": 2}),
-    ("aabb", "adamw", {"shard_group": 1}),
-    ("aabbcc", "adafactor", {"shard_group": "node"}),
-    ("aabbcc", "adamw", {"shard_group": 3}),
-]
-
-
-def test_a_step_sends_and_holds_what_it_says(pool: RankPool) -> None:
-    model_bytes = sum(parameter.nbytes for parameter in perceptron().parameters())
-    for nodes, optimizer, policy in SENT:
-        found = pool.run(len(nodes), traffic_of_a_step, nodes, optimizer, policy)
-        size = len(nodes) // found[0][3]
-        for sent, expected, owned, _, state in found:
-            assert {name: getattr(sent, name) for name in expected._fields} == expected._asdict()
-            if optimizer == "adamw":
-                assert state == 2 * owned
-        assert sum(owned for _, _, owned, *_ in found) == model_bytes * len(nodes) // size
-
-
-def asked_for(nodes: str, shard_group: Any) -> tuple[str, bool]:
-    module = perceptron()
-    before = [parameter.data_ptr() for parameter in module.parameters()]
-    policy = ShardingPolicy(shard_group=shard_group)
-    try:
-        ShardedDataParallel(
-            module, [adamw(module.parameters())], policy, process_groups(), Node(nodes[dist.get_rank()])
-        )
-    except ValueError as error:
-        return str(error), before == [parameter.data_ptr() for parameter in module.parameters()]
-    return "no error", False
-
-
-def test_groups_that_cannot_be_are_refused_before_anything_moves(pool: RankPool) -> None:
-    for nodes, shard_group, words in (
-        ("aab", "node", "there are 2 and 1"),
-        ("aaa", 2, "shard_group=2 does not divide the 3 ranks"),
-        ("aa", 4, "1, 2"),
-    ):
-        for message, untouched in pool.run(len(nodes), asked_for, nodes, shard_group):
-            assert words in message and untouched

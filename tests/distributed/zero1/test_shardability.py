@@ -15,13 +15,11 @@ from lightning_parstrat.core.policy import PartitionChoice
 from lightning_parstrat.core.update_cost import elementwise, newton_schulz
 from lightning_parstrat.distributed.zero1.planning import trained_outside
 from lightning_parstrat.distributed.zero1.shardability import (
-    ShardingDecision,
     decide_sharding,
     replicated_parameters,
     steps_parameters_alone,
     update_cost,
 )
-from tests.comparing import assert_same
 from tests.distributed.engines import sgd
 from tests.strategies.odd_optimizers import (
     ClosureTwice,
@@ -155,18 +153,6 @@ class Uncopyable(Own):
         self.generator = (number for number in range(3))
 
 
-class KeepsItself(Own):
-    """Refers to its parameters and to itself, which is no harm."""
-
-    def __init__(self, params: Iterable[Any]) -> None:
-        super().__init__(params)
-        self.first = self.param_groups[0]["params"][0]
-        self.itself = self
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        return super().direction(parameter) * (2 if parameter is self.itself.first else 1)
-
-
 class MyAdam(torch.optim.Adam):
     """Might do anything, and does what Adam does."""
 
@@ -198,10 +184,6 @@ class LooksAhead(Momentum):
         for parameter, place in zip(parameters, places, strict=True):
             parameter.copy_(place)
         return loss if any(parameter.grad is None for parameter in parameters) else super().step()
-
-
-class HasTrainOnly(Momentum):
-    def train(self) -> None: ...
 
 
 def replaced_zero_grad(parameters: Any) -> Optimizer:
@@ -316,7 +298,6 @@ CASES: dict[str, Asked] = {
     "uses the loss": by_parameter(own(NeedsTheLoss)),
     "nothing but an empty parameter": by_parameter(lambda: Own([nn.Parameter(torch.zeros(0))])),
     "norm of a parameter": by_parameter(own(NormOfAParameter)),
-    "has `train`, but no `eval`": by_parameter(own(HasTrainOnly)),
     "loads its state": by_parameter(own(LoadsItsState)),
     "mixes what it loads": depends(own(MixesWhatItLoads)),
     "global norm": depends(own(GloballyScaled)),
@@ -333,7 +314,6 @@ CASES: dict[str, Asked] = {
     "its own list": depends(own(KeepsItsOwnList)),
     "noise": depends(moves(lambda _, one: one.grad + torch.randn_like(one))),
     "Python's noise": depends(moves(lambda _, one: one.grad * random.random())),
-    "keeps itself": depends(own(KeepsItself)),
     "closure twice": untold(own(ClosureTwice), "closure more than once"),
     # A warm-up starts at nothing, or next to it, and what does not move would look alone.
     **{
@@ -415,47 +395,6 @@ def test_refusals_say_what_to_do() -> None:
         assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def stepped(make: Callable[[], Optimizer]) -> Optimizer:
-    """In the middle of training, with gradients waiting."""
-    optimizer = make()
-    for number in range(2):
-        for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = torch.full_like(parameter, 1.0 + number)
-        if number == 0:
-            optimizer.step()
-    return optimizer
-
-
-def contents(optimizer: Optimizer) -> dict[str, Any]:
-    """All that can be seen of it, tensors by their bits."""
-    group = optimizer.param_groups[0]
-    return {
-        "attributes": {key: id(value) for key, value in vars(optimizer).items()},
-        "parameters": [(id(p), p.data_ptr(), p._version, p.detach().clone()) for p in group["params"]],
-        "gradients": [(id(p.grad), p.grad._version, p.grad.clone()) for p in group["params"]],
-        "state": [
-            (id(key), {name: (id(value), value.clone()) for name, value in state.items()})
-            for key, state in optimizer.state.items()
-        ],
-        "settings": {key: value for key, value in group.items() if key != "params"},
-        "random numbers": (torch.get_rng_state(), random.getstate()),
-        "hooks": [list(vars(optimizer)[name]) for name in vars(optimizer) if "hooks" in name],
-    }
-
-
-def test_asking_changes_nothing() -> None:
-    for name in ("AdamW", "Adafactor", "Muon", "momentum", "noise", "Python's noise", "its own list"):
-        optimizer = stepped(CASES[name].make)
-        before = contents(optimizer)
-        steps_parameters_alone(optimizer)
-        assert_same(contents(optimizer), before)
-    optimizer = NormOfAParameter(parameters())
-    attributes = dict(vars(optimizer))
-    for choice in ("auto", "parameter"):
-        assert decide_sharding(optimizer, choice) == ShardingDecision("parameter")
-    assert vars(optimizer) == attributes and type(optimizer) is NormOfAParameter and not optimizer.state
-
-
 class NotToBeCopied:
     """Stands for the module, trainer or file that a user's hook may belong to, and for large state."""
 
@@ -480,15 +419,6 @@ def test_hooks_are_not_called_and_neither_they_nor_state_are_copied() -> None:
                 getattr(optimizer, f"register_{event}_{when}_hook")(owner.hook)
         assert steps_parameters_alone(optimizer).alike is True
         assert owner.called == 0
-
-
-def test_a_scheduler_does_not_notice() -> None:
-    for name, expected in (("Adafactor", True), ("global norm", False)):
-        optimizer = CASES[name].make()
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, cycle_momentum=False)
-        counted = scheduler.last_epoch, getattr(optimizer, "_opt_called", False)
-        assert steps_parameters_alone(optimizer).alike is expected
-        assert (scheduler.last_epoch, getattr(optimizer, "_opt_called", False)) == counted
 
 
 def test_many_and_large_parameters_take_no_longer_and_no_memory() -> None:

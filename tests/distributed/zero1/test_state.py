@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parstrat.distributed.zero1 import state
-from lightning_parstrat.distributed.zero1.optimizer_sharding import sharding_of
 from lightning_parstrat.distributed.zero1.state import StateByShard, gather_state_dict
 from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, sgd
@@ -64,34 +63,26 @@ def nested(optimizer: Any) -> None:
 CHANGES = (alike, steps_differ, one_without, nested)
 
 
-def gathered(change: Callable[[Any], None], destination: int | None) -> Any:
-    """The state, how many descriptions this rank has sent, and whether it packed or unpacked a message a bucket."""
+def gathered(change: Callable[[Any], None], on_all: bool) -> Any:
+    """The state, and how often ranks have described what they have."""
     optimizer, _ = train(True, change)
-    with (
-        mock.patch.object(state, "send_object", wraps=state.send_object) as described,
-        mock.patch.object(state, "_places", wraps=state._places) as packed,
-    ):
-        found = gather_state_dict(optimizer, destination)
-    messages = dist.get_world_size() if dist.get_rank() == (destination or 0) else 1
-    assert packed.call_count == len(sharding_of(optimizer).buckets) * messages
-    return found, described.call_count
+    with mock.patch.object(state, "gather_object", wraps=state.gather_object) as described:
+        return gather_state_dict(optimizer, on_all), described.call_count
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_it_is_the_state_of_one_process(pool: RankPool, world_size: int) -> None:
     for change in CHANGES:
         single, _ = train(False, change)
-        results = pool.run(world_size, gathered, change, 0)
+        results = pool.run(world_size, gathered, change, False)
         assert_same(results[0][0]["state"], single.state_dict()["state"], rtol=1e-5, atol=1e-6)
         assert all(found["state"] == {} for found, _ in results[1:])
         # Nobody describes what all parameters of a bucket have alike; a bucket of the nested state holds nothing else.
-        several = change in (steps_differ, one_without) and world_size > 1
-        assert (sum(described for _, described in results) > 0) == several, change
+        several = change in (steps_differ, one_without)
+        assert [described for _, described in results] == [int(several)] * world_size, change
         if world_size == 3 and change is steps_differ:
-            for destination in (None, 1, 2):
-                for rank, (found, _) in enumerate(pool.run(3, gathered, change, destination)):
-                    if destination in (None, rank):
-                        assert_same(found, results[0][0])
+            for found, _ in pool.run(3, gathered, change, True):
+                assert_same(found, results[0][0])
 
 
 def kept_by_one_rank() -> Any:
@@ -100,7 +91,7 @@ def kept_by_one_rank() -> Any:
     if dist.get_rank() == 1 and slot.shard is not None:
         optimizer.state[slot.shard]["own"] = torch.ones_like(slot.shard)
     elements = slot.elements_of(1)
-    return gather_state_dict(optimizer, 0)["state"], elements.start, elements.stop
+    return gather_state_dict(optimizer)["state"], elements.start, elements.stop
 
 
 def test_an_entry_of_one_rank_alone_is_zero_elsewhere(pool: RankPool) -> None:

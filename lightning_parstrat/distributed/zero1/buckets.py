@@ -1,0 +1,483 @@
+"""Buckets: parameters whose gradients travel together, and what becomes of their gradients.
+
+A gradient buffer is allocated when a bucket's gradients are packed and freed with its reduce-scatter; what remains is
+the shard. In a plain ``GradientBucket`` the parameters stay where they are, every rank steps them (or none), and the
+mean gradient is shown to all, as under DDP. In a ``ParameterBucket`` they live in one flat buffer, as views that keep
+their strides. So a bucket's shards can be all-gathered in place, and each rank's optimizer steps a view of its own.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
+from lightning_parstrat.core.shard_groups import ShardPlace
+from lightning_parstrat.distributed.torch_compat import copy_all, users_of_storage
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ParameterSlot:
+    """One parameter's place in its bucket, and what is known of its gradient.
+
+    Attributes:
+        parameter: The user's parameter, whose data is a view into the bucket.
+        bucket: The bucket it lies in.
+        place: Where it lies.
+        strides: The strides it has there: its own where it is dense (channels_last is kept), else row-major.
+        shard_slice: Which part of it this rank owns, or None.
+        shard: That part as a parameter for the optimizer, or None.
+        expected: Whether the next bucket launch waits for its gradient.
+        fresh: Whether autograd has accumulated into ``param.grad`` since it was last packed.
+        arrived: Whether this rank had a gradient for it in the current backward.
+        reduced: Whether any rank had a gradient for it in the last backward that was reduced.
+        used: Whether any rank has had a gradient for it since gradients were zeroed.
+        is_rebound: Whether its user has given it other data, of which the bucket holds a copy.
+        trainable: Whether it required a gradient when the last backward began.
+        idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
+    """
+
+    parameter: Tensor
+    bucket: "GradientBucket"
+    place: Slot
+    strides: tuple[int, ...] = field(init=False)
+    shard_slice: ShardSlice | None = field(init=False)
+    shard: nn.Parameter | None = None
+    expected: bool = False
+    fresh: bool = False
+    arrived: bool = False
+    reduced: bool = False
+    used: bool = False
+    is_rebound: bool = False
+    trainable: bool = False
+    idle_backwards: int = 0
+
+    def __post_init__(self) -> None:
+        # empty_like keeps the strides of what is dense (channels_last) and makes the rest row-major, as torch does.
+        self.strides = torch.empty_like(self.parameter, device="meta").stride()
+        self.shard_slice = self.bucket.layout.slice_of(self.place, self.bucket.place.shard)
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether what this rank steps for it is a copy that is kept in fp32."""
+        return self.shard is not None and self.bucket.has_master_weights
+
+    def view_into(self, flat: Tensor) -> Tensor:
+        """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
+        return flat.as_strided(self.parameter.shape, self.strides, flat.storage_offset() + self.place.offset)
+
+    def view_into_shard(self, flat_shard: Tensor) -> Tensor:
+        """The part this rank owns, in a buffer of the shard's length: 1-D, or the uncut parameter in its shape."""
+        if self.shard_slice is None:
+            raise AssertionError("a view of a shard was asked for on a rank that owns nothing of it")
+        start = flat_shard.storage_offset() + self.shard_slice.shard_start
+        if self.shard_slice.numel == self.place.numel:
+            # An optimizer that looks at shapes (Muon, Adafactor) must see the parameter's own.
+            return flat_shard.as_strided(self.parameter.shape, self.strides, start)
+        return flat_shard.as_strided((self.shard_slice.numel,), (1,), start)
+
+    def storage_order(self, unsharded: Tensor) -> Tensor:
+        """A tensor of the parameter's shape as 1-D, its elements in the order in which they lie in the bucket."""
+        if unsharded.stride() != self.strides:
+            unsharded = torch.empty_strided(
+                unsharded.shape, self.strides, dtype=unsharded.dtype, device=unsharded.device
+            ).copy_(unsharded)
+        return unsharded.as_strided((unsharded.numel(),), (1,))
+
+    def part_of(self, unsharded: Tensor) -> Tensor:
+        """The part this rank owns of a tensor of the parameter's shape: a view where its strides are the bucket's."""
+        if self.shard_slice is None or self.shard is None:
+            raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
+        part = self.storage_order(unsharded)[self.shard_slice.elements]
+        return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
+
+    def elements_of(self, shard: int) -> slice:
+        """Which elements of it are in a shard, in storage order, wherever they lie in it; may be none."""
+        shard_slice = self.bucket.layout.slice_of(self.place, shard)
+        return slice(0, 0) if shard_slice is None else shard_slice.elements
+
+
+class ShownMean(Enum):
+    """What ``param.grad`` may hold of an earlier backward's mean, where gradients are exposed."""
+
+    ABSENT = "gradients are not exposed: it holds what this rank has accumulated, and nothing else"
+    TO_PACK = "it is packed, because another rank may have accumulated into it since, and stays, as none may have"
+    PACKED = "it has been packed in this backward: only what came since is"
+
+
+class GradientBucket:
+    """Parameters whose gradients travel together; the parameters themselves are left where they are.
+
+    Args:
+        index: Position in the order of reductions.
+        layout: The plan; its slots refer to positions in ``parameters``.
+        parameters: All parameters of the plan, at least one of which is in this bucket.
+        place: Which shard of the gradient is this process's.
+        reduce_dtype: What the gradients travel in; by default their own dtype.
+    """
+
+    is_replicated = True
+    """Whether every rank steps all of every parameter, so that ``param.grad`` must hold the mean on all of them."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        place: ShardPlace,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.index = index
+        self.layout = layout
+        self.place = place
+        self.numel, self.shard_numel = layout.numel, layout.shard_numel(place.shard)
+        first = parameters[layout.slots[0].parameter]
+        self.dtype = first.dtype
+        self.device = first.device
+        self.reduce_dtype = reduce_dtype or first.dtype
+        self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
+        self.shard_gradient: Tensor | None = None
+        self.unsharded_gradient: Tensor | None = None
+        self.is_partial = False
+        """Whether ``shard_gradient`` is a sum that more micro-batches of the same window will be added to."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any rank had a gradient for any of its parameters; the same on all ranks."""
+        return True in [slot.used for slot in self.slots]
+
+    @property
+    def shard_dtype(self) -> torch.dtype:
+        """What the shard's gradient, and so its optimizer state, is kept in."""
+        return self.dtype
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What micro-batches are added up in: many small numbers of 16 bits would be lost in their sum."""
+        narrow = self.shard_dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if narrow else self.shard_dtype
+
+    @property
+    def has_master_weights(self) -> bool:
+        """Whether this rank steps a copy of its shard, not the parameters themselves."""
+        return False
+
+    def shard_of(self, unsharded: Tensor) -> Tensor:
+        """This rank's part of a buffer of the bucket's length: 1-D, a view."""
+        shard = self.place.shard
+        return unsharded[self.layout.bounds[shard] : self.layout.bounds[shard + 1]]
+
+    def pack_gradients(self, shown: ShownMean) -> Tensor:
+        """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
+
+        Args:
+            shown: What ``param.grad`` may hold of an earlier backward.
+
+        Returns:
+            1-D, ``layout.numel`` elements of ``reduce_dtype``; zero where there was no gradient.
+
+        Raises:
+            ValueError: A gradient is sparse.
+        """
+        buffer = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.device)
+        places, gradients = [], []
+        for slot in self.slots:
+            earlier, slot.fresh = shown is not ShownMean.ABSENT and not slot.fresh, False
+            gradient = None if earlier and shown is ShownMean.PACKED else slot.parameter.grad
+            if gradient is None:
+                slot.view_into(buffer).zero_()
+                continue
+            if gradient.layout != torch.strided:
+                raise ValueError(
+                    f"A parameter of shape {tuple(gradient.shape)} got a sparse gradient ({gradient.layout});"
+                    " only dense gradients can be sharded. Use `sparse=False` in its nn.Embedding or nn.EmbeddingBag."
+                )
+            if not earlier:
+                slot.arrived = True
+                # Frees autograd's tensor: without accumulation gradients cost a shard, not a copy of the model.
+                slot.parameter.grad = None
+            places.append(buffer.as_strided(gradient.shape, slot.strides, slot.place.offset))
+            gradients.append(gradient)
+        if places:
+            # One kernel for all: a bucket may have hundreds of small tensors.
+            copy_all(places, gradients)
+        return buffer
+
+    def attach_exposed_gradients(self) -> None:
+        """Takes over what users have made of ``param.grad``; here that is where gradients are."""
+
+    def attach_gradients(self) -> None:
+        """Hands the reduced gradient to the owners of shards; here there are none."""
+
+    @torch.no_grad()
+    def end_partial_sum(self, factor: float) -> None:
+        """Multiplies the sum of micro-batches, to which no more are added, and hands it to the owners of shards."""
+        if not self.is_partial:
+            # It was zeroed.
+            return
+        self.is_partial = False
+        if self.shard_gradient is not None:
+            if factor != 1.0:
+                self.shard_gradient.mul_(factor)
+            self.shard_gradient = self.shard_gradient.to(self.shard_dtype)
+        self.attach_gradients()
+
+    def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
+        """Forgets the reduced gradients of ``slots``, or fills them with zeros."""
+        mine = [slot for slot in self.slots if slot in slots]
+        if set_to_none and len(mine) == len(self.slots):
+            self.shard_gradient = self.unsharded_gradient = None
+            self.is_partial = False
+        for slot in mine:
+            if self.shard_gradient is not None and slot.shard_slice is not None:
+                slot.view_into_shard(self.shard_gradient).zero_()
+            if set_to_none:
+                slot.used = False
+                if slot.shard is not None:
+                    slot.shard.grad = None
+
+
+class ParameterBucket(GradientBucket):
+    """Parameters that live in one flat buffer, of which each rank owns and steps a shard.
+
+    Creating it moves the parameters' storage: while it runs, the bucket's parameters exist twice, so that setting up
+    many buckets one after the other peaks at one bucket. Not collective.
+
+    Args:
+        index: Position in the order of reductions.
+        layout: The plan; its slots refer to positions in ``parameters``.
+        parameters: All parameters of the plan.
+        place: Which shard is this process's, and of which copy.
+        reduce_dtype: What gradients travel in; by default their own dtype.
+        gather_dtype: What parameters travel in; by default their own.
+        master_dtype: What this rank's shard is kept in; by default the parameters' dtype, and no copy.
+    """
+
+    is_replicated = False
+
+    def __init__(
+        self,
+        index: int,
+        layout: BucketLayout,
+        parameters: Sequence[Tensor],
+        place: ShardPlace,
+        reduce_dtype: torch.dtype | None = None,
+        gather_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(index, layout, parameters, place, reduce_dtype)
+        self.gather_dtype = gather_dtype or self.dtype
+        # Padding travels with the rest: as zeros, not as what the memory held before.
+        self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
+        self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
+        self._left_behind: set[int] = set()
+        self._has_rebound = False
+        self._move_in(self.slots)
+        self.master = None if master_dtype is None else self.shard.to(master_dtype, copy=True)
+        stepped = self.shard if self.master is None else self.master
+        for slot in self.slots:
+            if slot.shard_slice is not None:
+                slot.shard = nn.Parameter(slot.view_into_shard(stepped))
+        self._own_users = self._users_of_buffer(self.slots)
+
+    @property
+    @override
+    def shard_dtype(self) -> torch.dtype:
+        return self.dtype if self.master is None else self.master.dtype
+
+    @property
+    @override
+    def has_master_weights(self) -> bool:
+        return self.master is not None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part of the flat buffer: 1-D, a view."""
+        return self.shard_of(self.flat)
+
+    @property
+    def is_read_through_parameters(self) -> bool:
+        """Whether nothing but the parameters themselves shows what is in the buffer: no view, detached or other.
+
+        And whether they can be marked: one of a subclass may have a ``__torch_function__`` of its own.
+        """
+        if self._has_rebound or not {nn.Parameter}.issuperset(map(type, self.parameters)):
+            return False
+        return users_of_storage(self.flat) <= self._own_users
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the buffer, and of those it has left to others: a view of one brings all of it along."""
+        return self._left_behind | {self.flat.untyped_storage().data_ptr()}
+
+    def copy_in_rebound(self) -> None:
+        """Copies in what users have put in the place of parameters' data: other tensors, which stay theirs.
+
+        The tensor goes on being the parameter's storage, as under DDP where its user may hold on to it; the bucket
+        works on a copy of it from then on. And the memory that the parameter had in the bucket is left to whoever
+        holds it now (two parameters may have swapped data): the bucket moves.
+
+        Raises:
+            ValueError: A parameter has changed its shape, dtype or device since the plan was made.
+        """
+        rebound = self._lying_elsewhere()
+        if not rebound:
+            return
+        self._check_unchanged(rebound)
+        self._has_rebound = True
+        with torch.no_grad():
+            if not all(slot.is_rebound for slot in rebound):
+                self._leave_memory_that_others_hold(rebound)
+            for slot in rebound:
+                slot.is_rebound = True
+                slot.view_into(self.flat).copy_(slot.parameter.data)
+
+    @torch.no_grad()
+    def _copy_out_rebound(self) -> None:
+        for slot in self.slots:
+            if slot.is_rebound:
+                slot.parameter.data.copy_(slot.view_into(self.flat))
+
+    @torch.no_grad()
+    def _move_in(self, slots: Sequence[ParameterSlot]) -> None:
+        for slot in slots:
+            if slot.place.numel:
+                view = slot.view_into(self.flat)
+                view.copy_(slot.parameter.data)
+                slot.parameter.data = view
+
+    def _lying_elsewhere(self) -> list[ParameterSlot]:
+        """Those whose parameter has elements, and has them outside of the buffer, or in another order."""
+        start, width, dtype = self.flat.data_ptr(), self.flat.element_size(), self.dtype
+        return [
+            slot
+            for slot, parameter in zip(self.slots, self.parameters, strict=True)
+            if slot.place.numel
+            and (
+                parameter.data_ptr() != start + slot.place.offset * width
+                or parameter.stride() != slot.strides
+                or parameter.dtype != dtype
+            )
+        ]
+
+    def _check_unchanged(self, slots: Sequence[ParameterSlot]) -> None:
+        for slot in slots:
+            data = slot.parameter.data
+            if data.numel() != slot.place.numel or data.dtype != self.dtype or data.device != self.device:
+                raise ValueError(
+                    f"A parameter had {slot.place.numel} elements of {self.dtype} on {self.device} when"
+                    f" training began and has {data.numel()} of {data.dtype} on {data.device} now. Convert the module"
+                    " before `fit`, not during it."
+                )
+
+    def _leave_memory_that_others_hold(self, rebound: Sequence[ParameterSlot]) -> None:
+        """Moves to a new buffer where other tensors lie in this one than the parameters ``in_place`` and the shards."""
+        in_place = [slot for slot in self.slots if slot not in rebound]
+        # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
+        if users_of_storage(self.flat) <= self._users_of_buffer(in_place):
+            return
+        # Whoever holds a view keeps the old memory, as under DDP; what is saved of it must still be cut out.
+        self._left_behind.add(self.flat.untyped_storage().data_ptr())
+        self.flat = self.flat.clone()
+        self._move_in(in_place)
+        if self.master is None:
+            for slot in self.slots:
+                if slot.shard is not None:
+                    slot.shard.data = slot.view_into_shard(self.shard)
+
+    def _users_of_buffer(self, in_place: Sequence[ParameterSlot]) -> int:
+        """How many tensors lie in the buffer where there are none but the parameters ``in_place`` and the shards."""
+        shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
+        # The buffer itself, and the handle that is made to ask.
+        return 2 + sum(slot.place.numel > 0 for slot in in_place) + shards
+
+    @torch.no_grad()
+    def move_out(self, storages: Collection[int]) -> None:
+        """Gives parameters storage of their own again, and frees the bucket's when no parameter is left in it.
+
+        Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
+
+        Args:
+            storages: Addresses of those that parameters leave: all buckets', as they may have traded data.
+        """
+        for slot in self.slots:
+            if slot.parameter.data.untyped_storage().data_ptr() in storages:
+                slot.parameter.data = slot.parameter.data.clone()
+            if slot.shard is not None:
+                slot.shard.grad = None
+                if self.master is None:
+                    # One element, expanded: the optimizer's state is filed by shards of the right shape.
+                    slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
+        self.shard_gradient = self.unsharded_gradient = None
+        self.flat = self.flat.new_empty(0)
+
+    # Not `@torch.no_grad()`: that is ten calls, in every step, also where there is nothing to do.
+
+    def refresh_master_weights(self) -> None:
+        """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""
+        if self.master is not None:
+            with torch.no_grad():
+                take_where_changed(self.master, self.shard, self._rounded(self.master))
+
+    def publish_master_weights(self) -> None:
+        """Rounds the stepped master weights into the parameters."""
+        if self.master is not None:
+            with torch.no_grad():
+                self.shard.copy_(self._rounded(self.master))
+
+    def parameters_to_send(self) -> Tensor:
+        """The buffer to gather in, of which this rank's part is filled: the parameters' own, or a narrow one."""
+        if self.gather_dtype == self.dtype:
+            return self.flat
+        buffer = self.flat.new_empty(self.layout.numel, dtype=self.gather_dtype)
+        with torch.no_grad():
+            self.shard_of(buffer).copy_(self.shard)
+        return buffer
+
+    def finish_gather(self, gathered: Tensor) -> None:
+        """Puts what was gathered where the parameters are, and where they have storage outside of the bucket."""
+        if gathered is not self.flat:
+            with torch.no_grad():
+                self.flat.copy_(gathered)
+        if self._has_rebound:
+            self._copy_out_rebound()
+
+    def _rounded(self, master: Tensor) -> Tensor:
+        return master.to(self.gather_dtype).to(self.dtype)
+
+    @override
+    def attach_exposed_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
+        for slot in self.slots:
+            if slot.shard is not None:
+                gradient = slot.parameter.grad
+                slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
+
+    @override
+    def attach_gradients(self) -> None:
+        """Makes each owned shard's ``.grad`` a view of the reduced gradient.
+
+        It is None where no rank had one, and while micro-batches are being added up.
+        """
+        for slot in self.slots:
+            if slot.shard is None:
+                continue
+            if self.shard_gradient is None or self.is_partial or not slot.used:
+                slot.shard.grad = None
+            else:
+                slot.shard.grad = slot.view_into_shard(self.shard_gradient)
+
+
+def take_where_changed(wide: Tensor, narrow: Tensor, rounded: Tensor | None = None) -> None:
+    """Writes the elements of ``narrow`` into ``wide`` that are not what ``wide`` rounds to; the others keep their bits.
+
+    Args:
+        wide: Any shape, the wider dtype.
+        narrow: The same shape.
+        rounded: What ``wide`` rounds to; by default to the dtype of ``narrow``.
+    """
+    rounded = wide.to(narrow.dtype) if rounded is None else rounded
+    torch.where(rounded == narrow, wide, narrow.to(wide.dtype), out=wide)
