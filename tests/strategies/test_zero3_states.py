@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from tests.comparing import assert_same
 from tests.pool import RankError, RankPool
+from tests.scripts import run_script
 from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, make_trainer, train, whole, zero1, zero3
@@ -491,3 +492,43 @@ def test_averages_are_those_of_one_process_and_go_on_from_a_checkpoint(
     path = str(tmp_path / ("step=4.ckpt" if target == "ddp" else "step=6.ckpt"))
     for losses, weights in pool.run(target_ranks, average, route, target, "", path):
         assert_same((losses, weights), (expected[0][-len(losses) :], expected[1]), **CLOSE)
+
+
+SPAWNED = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_parstrat import ZeRO3Strategy
+
+class Counts(BoringModel):
+    def on_fit_end(self):
+        with self.trainer.strategy.full_parameters():
+            torch.save(self.layer.weight.detach(), f"{self.trainer.global_rank}.pt")
+
+def train(devices, **arguments):
+    strategy = ZeRO3Strategy(min_num_params=0, **arguments)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_steps=2, logger=False,
+                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(Counts())
+    return trainer.strategy
+
+if __name__ == "__main__":
+    with train(2, start_method="spawn").full_parameters() as shown:
+        ranks = [torch.load(f"{rank}.pt") for rank in range(2)]
+        print(all(torch.equal(one, shown.layer.weight) for one in ranks), type(shown.layer.weight).__name__)
+    strategy = train(1)
+    torch.distributed.destroy_process_group()
+    try:
+        with strategy.full_parameters():
+            pass
+    except Exception as error:
+        print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_is_whole_when_spawned_ranks_have_ended_and_refused_without_a_group(tmp_path: Path) -> None:
+    printed = run_script(SPAWNED, tmp_path)
+    assert "True Parameter" in printed.splitlines()
+    refused = "MisconfigurationException `full_parameters()` was called when the process group had been destroyed"
+    assert refused in printed
