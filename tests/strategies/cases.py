@@ -137,7 +137,6 @@ CASES = {
     "unused": Case(zoo.Unused, ddp_tuned=WAITS),
     "frozen": Case(zoo.Frozen),
     "bare parameters": Case(zoo.BareParameters),
-    "scheduled": Case(zoo.ScheduledTransformer, trainer={"precision": "64-true"}, tolerance=FP64),
     "scheduled, single precision": Case(zoo.ScheduledTransformer, oracle="ddp"),
     "complex": Case(zoo.Complex),
     # Whose result depends on how the batch is split: by DDP.
@@ -305,7 +304,6 @@ CASES = {
     "Lamb, unused": third_party(of_others("Lamb", lr=0.01, eps=1e-4), zoo.Unused, ddp_tuned=WAITS),
     "Lamb, by parameter": third_party(of_others("Lamb", lr=0.01, eps=1e-4, foreach=False), trainer=CLIPPED_DOUBLE),
     "Lamb, scaled by the norm of all gradients": third_party(of_others("Lamb", lr=0.01, eps=1e-4, pre_norm=True)),
-    "Lamb, single precision": third_party(of_others("Lamb", lr=0.01, eps=1e-4), trainer={}, tolerance=FP32),
     "Shampoo": third_party(of_others("Shampoo", lr=0.01, momentum=0.5, matrix_eps=1e-2)),
     # Its bases of matrices of low rank are arbitrary, chosen by rounding: which is DDP's between two ranks alone, if
     # micro-batches are added in the same order.
