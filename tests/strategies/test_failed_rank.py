@@ -238,7 +238,7 @@ def run_out(fails_again: bool) -> tuple[str, bool, bool, bool]:
     kept = all(torch.equal(one, other) for one, other in zip(module.parameters(), fills.values, strict=True))
     make_trainer(zero1(), limit_train_batches=1).fit(module, zoo.loader(32, 4))
     trains = not any(torch.equal(one, other) for one, other in zip(module.parameters(), fills.values, strict=True))
-    return str(raised.value), ended == ["has ended"], kept, trains
+    return str(raised.value), "has ended" in ended, kept, trains
 
 
 @pytest.mark.slow
@@ -253,7 +253,7 @@ def fail_at_the_end() -> tuple[str, bool]:
     ended: list[str] = []
     with closing(True), pytest.raises(torch.OutOfMemoryError) as raised:
         make_trainer(zero1(checkpoint_io=Ends(ended))).fit(zoo.MLP(), zoo.loader(16, 4))
-    return str(raised.value), ended == ["has ended"]
+    return str(raised.value), "has ended" in ended
 
 
 def test_an_error_of_the_end_itself_is_seen_too(pool: RankPool) -> None:
