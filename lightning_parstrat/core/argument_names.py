@@ -7,11 +7,6 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-_OF_THE_WRAPPER = "It is for DDP's wrapper, which is not there: only TunedDDPStrategy takes it."
-_NEEDLESS = "It is not needed: leave it out."
-_OFFLOAD = "Nothing is moved to the host: train on more ranks, each then holds less."
-_CHECKPOINTING = "In your module, call `torch.utils.checkpoint.checkpoint(block, inputs, use_reentrant=False)`."
-
 _STANDS_FOR = {
     # Of one of our strategies alone.
     "wrap min_num_params reshard_after_forward": "It is an argument of ZeRO3Strategy.",
@@ -26,48 +21,38 @@ _STANDS_FOR = {
     "ddp_comm_hook ddp_comm_state ddp_comm_wrapper": (
         '`reduce_dtype="bf16"` halves what gradients take on the network; TunedDDPStrategy takes hooks.'
     ),
-    "model_averaging_period": "All ranks have the same parameters after every step: there is nothing to average.",
     "device_ids output_device device_id": "Set by the Trainer's `accelerator` and `devices`.",
     "process_group": "`process_group_backend` says of which kind it is.",
     "broadcast_buffers forward_sync_buffers init_sync sync_module_states": (
         "Rank 0's parameters and buffers are broadcast as under `ddp`."
     ),
-    "dim check_reduction delay_all_reduce_named_params param_to_hook_all_reduce batched_grad_copy": _OF_THE_WRAPPER,
-    "skip_all_reduce_unused_params": _NEEDLESS,
-    # Of FSDP, old and new, and of ModelParallelStrategy.
+    # Of FSDP, of ModelParallelStrategy and of DeepSpeed.
     "auto_wrap_policy": '`wrap=["Block"]` of ZeRO3Strategy names classes; `min_num_params` goes by size.',
     "sharding_strategy stage zero_optimization": (
         "The class says what is sharded: the optimizer state by ZeRO1Strategy, accumulated gradients as well by"
         " ZeRO1Strategy(shard_gradients=True), parameters as well by ZeRO3Strategy."
     ),
-    "device_mesh mesh dp_mesh_dims data_parallel_size": (
+    "device_mesh mesh data_parallel_size": (
         'All ranks share one copy; ZeRO1Strategy(shard_group="node") keeps one on each node.'
     ),
     "tensor_parallel_size": "Tensors are not computed in parallel here: use Lightning's ModelParallelStrategy.",
     "mixed_precision mp_policy": (
         'Trainer(precision="bf16-mixed"); `gather_dtype` and `reduce_dtype` say in which dtype ranks send.'
     ),
-    "activation_checkpointing activation_checkpointing_policy": _CHECKPOINTING,
+    "activation_checkpointing activation_checkpointing_policy partition_activations": (
+        "In your module, call `torch.utils.checkpoint.checkpoint(block, inputs, use_reentrant=False)`."
+    ),
     "state_dict_type save_distributed_checkpoint": 'It is `checkpoint_format="full"` or "sharded".',
     "param_init_fn": "Rank 0's values count: under ZeRO3Strategy other ranks may make the module on the meta device.",
     "ignored_modules ignored_states ignored_params": "Put names into the module's `_ddp_params_and_buffers_to_ignore`.",
-    "shard_placement_fn": "ZeRO3Strategy cuts each parameter along its first dimension.",
-    "use_orig_params limit_all_gathers forward_prefetch backward_prefetch": _NEEDLESS,
-    # Of DeepSpeed.
-    "cpu_offload offload_policy remote_device offload_optimizer offload_parameters offload_params_device nvme_path"
-    " params_buffer_count params_buffer_size max_in_cpu offload_optimizer_device optimizer_buffer_count block_size"
-    " queue_depth single_submit overlap_events thread_count pin_memory sub_group_size": _OFFLOAD,
-    "contiguous_gradients overlap_comm allgather_partitions reduce_scatter zero_allow_untested_optimizer"
-    " load_full_weights logging_batch_size_per_gpu logging_level": _NEEDLESS,
+    "use_orig_params limit_all_gathers forward_prefetch backward_prefetch overlap_comm contiguous_gradients": (
+        "It is not needed: leave it out."
+    ),
+    "cpu_offload offload_policy offload_optimizer offload_parameters": (
+        "Nothing is moved to the host: train on more ranks, each then holds less."
+    ),
     "allgather_bucket_size reduce_bucket_size": "`bucket_cap_mb` of ZeRO1Strategy is a bucket's size in MiB.",
     "config": "There is no file of its own: give arguments here and to the Trainer.",
-    "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale": (
-        'Trainer(plugins=[MixedPrecision("16-mixed", "cuda", scaler=torch.amp.GradScaler("cuda", ...))]).'
-    ),
-    "partition_activations cpu_checkpointing contiguous_memory_optimization synchronize_checkpoint_boundary": (
-        _CHECKPOINTING
-    ),
-    "exclude_frozen_parameters": "Take them out of `checkpoint['state_dict']` in `on_save_checkpoint`.",
 }
 """By names of arguments that other strategies have, what stands for them."""
 

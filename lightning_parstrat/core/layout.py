@@ -8,8 +8,9 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
+from lightning_parstrat.core.checks import check, check_choices
 from lightning_parstrat.core.digests import digest
 
 Partition = Literal["element", "parameter"]
@@ -73,14 +74,9 @@ class LayoutPolicy:
     alignment_bytes: int = 64
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"Invalid world_size: {self.world_size}. Must be >= 1.")
-        if self.bucket_cap_bytes < 1:
-            raise ValueError(f"Invalid bucket_cap_bytes: {self.bucket_cap_bytes}. Must be >= 1.")
-        if self.partition not in get_args(Partition):
-            raise ValueError(f"Invalid partition: {self.partition!r}. Must be one of {get_args(Partition)}.")
-        if self.alignment_bytes < 1:
-            raise ValueError(f"Invalid alignment_bytes: {self.alignment_bytes}. Must be >= 1.")
+        check_choices(self, partition=Partition)
+        for name in ("world_size", "bucket_cap_bytes", "alignment_bytes"):
+            check(self, name, getattr(self, name) >= 1, ">= 1")
 
 
 class Slot(NamedTuple):

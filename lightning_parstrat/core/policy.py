@@ -4,12 +4,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 from lightning_parstrat.core.accumulation import PartialWindow
 from lightning_parstrat.core.bucket_cap import default_bucket_cap
+from lightning_parstrat.core.checks import check, check_choices, check_flags, is_number, is_whole
 from lightning_parstrat.core.shard_groups import ShardGroupChoice
 
 BucketCap = float | Literal["auto"]
@@ -63,28 +64,20 @@ class ShardingPolicy:
     gather_dtype: WireDtype = None
 
     def __post_init__(self) -> None:
-        cap = self.bucket_cap_mb
-        number = isinstance(cap, (int, float)) and not isinstance(cap, bool) and math.isfinite(cap) and cap > 0
-        if not number and cap != "auto":
-            raise ValueError(f"Invalid bucket_cap_mb: {cap!r}. Must be a positive number of MiB, such as 8, or 'auto'.")
-        _check_choices(self, partition=PartitionChoice)
+        cap, bound, group = self.bucket_cap_mb, self.max_inflight_buckets, self.shard_group
+        number = is_number(cap) and float(cap) > 0
+        check(self, "bucket_cap_mb", number or cap == "auto", "a positive number of MiB, such as 8, or 'auto'")
+        check_choices(self, partition=PartitionChoice)
         for name in ("expose_gradients", "master_weights"):
             value = getattr(self, name)
-            if value != "auto" and not isinstance(value, bool):
-                raise ValueError(f"Invalid {name}: {value!r}. Must be 'auto', True or False.")
-        _check_flag(self, "overlap_param_gather")
-        _check_flag(self, "shard_gradients")
-        bound = self.max_inflight_buckets
-        # bool is a subclass of int: True would pass as 1.
-        number = isinstance(bound, int) and not isinstance(bound, bool) and bound >= 1
-        if not number and bound not in ("auto", None):
-            raise ValueError(f"Invalid max_inflight_buckets: {bound!r}. Must be a whole number >= 1, 'auto' or None.")
-        group = self.shard_group
-        if group not in ("all", "node") and (not isinstance(group, int) or isinstance(group, bool) or group < 1):
-            raise ValueError(
-                f"Invalid shard_group: {group!r}. Must be 'all', 'node', or a whole number of ranks >= 1, such as 8."
-            )
-        _check_wire_dtypes(self)
+            check(self, name, value == "auto" or isinstance(value, bool), "'auto', True or False")
+        check_flags(self, "overlap_param_gather", "shard_gradients")
+        allowed = is_whole(bound, 1) or bound in ("auto", None)
+        check(self, "max_inflight_buckets", allowed, "a whole number >= 1, 'auto' or None")
+        allowed = is_whole(group, 1) or group in ("all", "node")
+        check(self, "shard_group", allowed, "'all', 'node', or a whole number of ranks >= 1, such as 8")
+        for name in ("reduce_dtype", "gather_dtype"):
+            check(self, name, getattr(self, name) in ("bf16", None), "'bf16', or None for the parameters' own dtype")
         if self.gather_dtype is not None and self.master_weights is False:
             raise ValueError(
                 f"gather_dtype={self.gather_dtype!r} rounds parameters in every step, so it needs the fp32 shards that"
@@ -164,23 +157,13 @@ class FullShardingPolicy:
 
     def __post_init__(self) -> None:
         is_list = isinstance(self.wrap, (list, tuple)) and all(isinstance(name, str) for name in self.wrap)
-        if self.wrap is not None and not is_list:
-            raise ValueError(f"Invalid wrap: {self.wrap!r}. Must be a list of names of classes, or None.")
-        number = self.min_num_params
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(f"Invalid min_num_params: {number!r}. Must be a whole number >= 0.")
-        _check_flag(self, "reshard_after_forward")
-        _check_flag(self, "shard_gradients")
-        if self.reduce_dtype not in ("bf16", "fp32", None):
-            raise ValueError(
-                f"Invalid reduce_dtype: {self.reduce_dtype!r}. Must be 'bf16', 'fp32', or None for the gradients' own"
-                " dtype."
-            )
-        if self.gather_dtype not in ("auto", "bf16", None):
-            raise ValueError(
-                f"Invalid gather_dtype: {self.gather_dtype!r}. Must be 'auto', 'bf16', or None for the parameters' own"
-                " dtype."
-            )
+        check(self, "wrap", self.wrap is None or is_list, "a list of names of classes, or None")
+        check(self, "min_num_params", is_whole(self.min_num_params, 0), "a whole number >= 0")
+        check_flags(self, "reshard_after_forward", "shard_gradients")
+        allowed = self.reduce_dtype in ("bf16", "fp32", None)
+        check(self, "reduce_dtype", allowed, "'bf16', 'fp32', or None for the gradients' own dtype")
+        allowed = self.gather_dtype in ("auto", "bf16", None)
+        check(self, "gather_dtype", allowed, "'auto', 'bf16', or None for the parameters' own dtype")
 
 
 _IN_FLIGHT_ON_GPU = 4
@@ -202,32 +185,8 @@ class WaitPolicy:
 
     def __post_init__(self) -> None:
         after = self.warn_after_seconds
-        number = isinstance(after, (int, float)) and not isinstance(after, bool) and math.isfinite(after) and after > 0
-        if not number and after is not None:
-            raise ValueError(
-                f"Invalid warn_after_seconds: {after!r}. Must be a positive number of seconds, such as 15, or None for"
-                " no warning."
-            )
-
-
-def _check_choices(policy: object, **choices: object) -> None:
-    for name, allowed in choices.items():
-        value = getattr(policy, name)
-        if value not in get_args(allowed):
-            raise ValueError(f"Invalid {name}: {value!r}. Must be one of {get_args(allowed)}.")
-
-
-def _check_wire_dtypes(policy: ShardingPolicy) -> None:
-    for name in ("reduce_dtype", "gather_dtype"):
-        value = getattr(policy, name)
-        if value not in ("bf16", None):
-            raise ValueError(f"Invalid {name}: {value!r}. Must be 'bf16', or None for the parameters' own dtype.")
-
-
-def _check_flag(policy: object, name: str) -> None:
-    value = getattr(policy, name)
-    if not isinstance(value, bool):
-        raise ValueError(f"Invalid {name}: {value!r}. Must be True or False.")
+        allowed = after is None or (is_number(after) and after > 0)
+        check(self, "warn_after_seconds", allowed, "a positive number of seconds, such as 15, or None for no warning")
 
 
 def _narrowed(dtype: torch.dtype, choice: WireDtype) -> torch.dtype:
@@ -256,10 +215,10 @@ class GradientPolicy:
     nonfinite_grads: NonfiniteGradients = "propagate"
 
     def __post_init__(self) -> None:
-        _check_choices(self, partial_window=PartialWindow, clip_scope=ClipScope, nonfinite_grads=NonfiniteGradients)
-        number = isinstance(self.norm_type, (int, float)) and not isinstance(self.norm_type, bool)
-        if self.norm_type != "inf" and not (number and float(self.norm_type) > 0):
-            raise ValueError(f"Invalid norm_type: {self.norm_type!r}. Must be a positive number, such as 2.0, or inf.")
+        check_choices(self, partial_window=PartialWindow, clip_scope=ClipScope, nonfinite_grads=NonfiniteGradients)
+        p = self.norm_type
+        number = p in ("inf", math.inf) or (is_number(p) and float(p) > 0)
+        check(self, "norm_type", number, "a positive number, such as 2.0, or inf")
 
     @property
     def p(self) -> float:
@@ -283,8 +242,8 @@ class CheckpointPolicy:
     async_save: bool = False
 
     def __post_init__(self) -> None:
-        _check_choices(self, checkpoint_format=CheckpointFormat)
-        _check_flag(self, "async_save")
+        check_choices(self, checkpoint_format=CheckpointFormat)
+        check_flags(self, "async_save")
         if self.async_save and self.checkpoint_format != "sharded":
             raise ValueError(
                 "async_save=True needs checkpoint_format='sharded': a full checkpoint is gathered on one rank, for"

@@ -1,10 +1,10 @@
 """Which sizes of DDP's buckets are tried, and what came of it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from lightning_parstrat.core.checks import check, is_number, is_whole
 from lightning_parstrat.core.wording import counted
 
 CapsInMiB = float | list[float] | Literal["auto"]
@@ -12,6 +12,8 @@ Verdict = Literal["tuned", "default is best", "not tuned"]
 
 _SIZES = tuple(size * 2**18 for size in (1, 4, 16, 64, 256))
 """256 KiB to 64 MiB. torch's default is 25 MiB, after a first bucket of 1 MiB."""
+
+_FIRST = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +36,13 @@ class TuningPolicy:
     tune_tolerance: float = 0.01
 
     def __post_init__(self) -> None:
-        given = self.bucket_cap_mb
+        given, tolerance = self.bucket_cap_mb, self.tune_tolerance
         caps = given if isinstance(given, (list, tuple)) else [given]
-        if given != "auto" and not (caps and all(_is_size(cap) for cap in caps)):
-            raise ValueError(
-                f"Invalid bucket_cap_mb: {given!r}. Must be 'auto', a positive number of MiB such as 25, or a list of"
-                " such numbers."
-            )
-        steps = self.tune_steps
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:
-            raise ValueError(f"Invalid tune_steps: {self.tune_steps!r}. Must be a whole number >= 2.")
-        if not _is_number(self.tune_tolerance) or not 0 <= self.tune_tolerance < 1:
-            raise ValueError(f"Invalid tune_tolerance: {self.tune_tolerance!r}. Must be a number >= 0 and < 1.")
+        allowed = given == "auto" or (bool(caps) and all(is_number(cap) and float(cap) > 0 for cap in caps))
+        must_be = "'auto', a positive number of MiB such as 25, or a list of such numbers"
+        check(self, "bucket_cap_mb", allowed, must_be)
+        check(self, "tune_steps", is_whole(self.tune_steps, 2), "a whole number >= 2")
+        check(self, "tune_tolerance", is_number(tolerance) and 0 <= tolerance < 1, "a number >= 0 and < 1")
 
 
 class Tried(NamedTuple):
@@ -101,16 +98,15 @@ _RESULTS: dict[Verdict, str] = {
 }
 
 
-def sizes_to_try(nbytes: int, first: int) -> list[int]:
+def sizes_to_try(nbytes: int) -> list[int]:
     """The sizes beside the default's that lead to other buckets than it, and than each other, in bytes.
 
     Args:
         nbytes: Bytes of all gradients.
-        first: The size of the default's first bucket.
     """
     smaller = [size for size in _SIZES if size < nbytes]
     # All larger ones make one bucket; so does the default, where its first bucket takes everything.
-    larger = [size for size in _SIZES if size >= nbytes > first]
+    larger = [size for size in _SIZES if size >= nbytes > _FIRST]
     return smaller + larger[:1]
 
 
@@ -139,12 +135,3 @@ def verdict_on(default: Tried, best: Tried, tolerance: float) -> TuningReport:
 
 def _size(cap: int | None) -> str:
     return "torch's default" if cap is None else f"{cap / 2**20:g} MiB"
-
-
-def _is_number(value: object) -> bool:
-    # bool is a subclass of int: True would pass as 1.
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, (int, float)) and _is_number(value) and value > 0

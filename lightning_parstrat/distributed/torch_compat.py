@@ -1,8 +1,8 @@
 """What of torch is private, and used all the same: behind plain names, each with what it is for.
 
-The rest of the package asks here, so that what another version of torch has changed is one file's work; what DDP builds
-its reducer with is in ``ddp/ddp_compat.py``. Names are dotted; what only objects have stands under the class, or else
-the module, whose source assigns it. All were seen in the versions of :data:`TORCH_SEEN`.
+The rest of the package asks here, so that what another version of torch has changed is one file's work. Names are
+dotted; what only objects have stands under the class, or else the module, whose source assigns it. All were seen in the
+versions of :data:`TORCH_SEEN`.
 ``tests/test_private_names.py`` reads the two lists, and holds them against what is installed and against the package's
 sources.
 
@@ -59,6 +59,13 @@ Used through this file: what for | what happens without it.
     torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore
         the names that a user has told DDP to ignore, which are ignored here, too | they are broadcast and sharded like
         the others
+    torch.nn.parallel.distributed.DistributedDataParallel._use_python_reducer
+        torch.compile sends gradients by itself | ddp_tuned does not begin
+    torch.nn.parallel.distributed.DistributedDataParallel._check_reducer_finalized
+        raises torch's own error where a reducer that is exchanged still waits for a gradient | ddp_tuned cannot change
+        buckets
+    torch.nn.parallel.distributed.DistributedDataParallel._remove_autograd_hooks
+        takes an old reducer off the parameters, whoever still holds it | ddp_tuned ends with an error
     torch.optim.optimizer._global_optimizer_pre_hooks
         runs the user's hooks of all optimizers once a step, on full parameters | strategies cannot be imported
     torch.optim.optimizer._global_optimizer_post_hooks
@@ -73,12 +80,6 @@ Used through this file: what for | what happens without it.
         runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
         optimizer run twice in a step, or on a copy
     torch.optim.Optimizer._optimizer_state_dict_post_hooks
-        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
-        optimizer run twice in a step, or on a copy
-    torch.optim.Optimizer._optimizer_load_state_dict_pre_hooks
-        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
-        optimizer run twice in a step, or on a copy
-    torch.optim.Optimizer._optimizer_load_state_dict_post_hooks
         runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
         optimizer run twice in a step, or on a copy
     torch.optim.lr_scheduler._wrapped_by_lr_sched
@@ -132,6 +133,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -288,6 +290,27 @@ def stop_calling_before_compiling(callback: Callable[..., Any]) -> None:
     callback_handler.remove_start_callback(callback)
 
 
+# DDP.
+
+
+def sends_when_compiled(ddp: DistributedDataParallel) -> bool:
+    """Whether torch.compile sends the wrapper's gradients, and its reducer does not."""
+    return bool(cast(Any, ddp)._use_python_reducer)
+
+
+def check_reducer_finalized(ddp: DistributedDataParallel) -> None:
+    """Raises torch's own error if the wrapper's reducer still waits for gradients of the last backward."""
+    cast(Any, ddp)._check_reducer_finalized()
+
+
+def remove_hooks(ddp: DistributedDataParallel) -> None:
+    """Takes the wrapper's reducer off the parameters, after which it reduces nothing. Not collective.
+
+    Else the module cannot be trained by another wrapper while somebody, such as a traceback, still holds this one.
+    """
+    cast(Any, ddp).reducer._remove_autograd_hooks()
+
+
 # FSDP2.
 
 
@@ -430,18 +453,16 @@ def collectives_launched(group: dist.ProcessGroup) -> int:
 # Optimizers.
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_HOOKS = (
-    *_STEP_HOOKS,
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+
+
+@functools.cache
+def _hooks() -> set[str]:
+    return {name for name in vars(Optimizer([torch.zeros(1)], {})) if "hook" in name}
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks can be registered with the optimizer: not if its class has left out ``Optimizer.__init__``."""
-    return all(name in vars(optimizer) for name in _HOOKS)
+    return _hooks() <= vars(optimizer).keys()
 
 
 def has_step_hooks(optimizer: Optimizer, besides: Callable[..., Any]) -> bool:
@@ -457,7 +478,7 @@ def has_global_step_hooks() -> bool:
 
 def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's attributes, with no hook registered."""
-    return {name: OrderedDict() if name in _HOOKS else value for name, value in vars(optimizer).items()}
+    return {name: OrderedDict() if name in _hooks() else value for name, value in vars(optimizer).items()}
 
 
 @contextmanager

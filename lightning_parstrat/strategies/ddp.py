@@ -22,10 +22,9 @@ from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.process_groups import connect_for_sums
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
-from lightning_parstrat.distributed.ddp.comm_hooks import CommHook, register_comm_hook
-from lightning_parstrat.distributed.ddp.ddp_compat import remove_hooks
+from lightning_parstrat.distributed.ddp.reducers import CommHook, register_comm_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
-from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all
+from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
 
 _LARGEST_WORLD_WITHOUT_ROUNDING = 2
@@ -52,9 +51,8 @@ class TunedDDPStrategy(ComposedStrategy):
         tune_tolerance: The smallest gain, as a share of a forward and backward, for which buckets are changed.
         plan_cache: A folder for what was found, from which later trainings of the same kind begin, after a short
             trial. By default nothing is kept.
-        comm_hook: ``"bf16"`` and ``"fp16"`` halve what gradients take on the wire; ``"powersgd"`` sends an
-            approximation of rank 1 from the 1,000th step on. Unlike in Lightning they are registered on every device,
-            and so is a ``ddp_comm_hook``.
+        comm_hook: ``"bf16"`` and ``"fp16"`` halve what gradients take on the wire. Unlike in Lightning they are
+            registered on every device, and so is a ``ddp_comm_hook``.
         gradient_as_bucket_view: Whether ``param.grad`` is a view into DDP's bucket, which saves one copy of all
             gradients. torch's own default is False.
         process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
@@ -129,7 +127,9 @@ class TunedDDPStrategy(ComposedStrategy):
         self._ddp_kwargs["gradient_as_bucket_view"] = self._gradient_as_bucket_view
         super().configure_ddp()
         connect_for_sums(self._ddp.process_group, self.root_device)
-        self._trained = TrainedParameters(self._ddp, self._ranks.messages)
+        self._trained = TrainedParameters(
+            self._ddp, None if self._has_hooks_of_users else self._wrap, self._ranks.messages
+        )
         self._begin_with_reducer()
 
     def _begin_with_reducer(self) -> None:
@@ -143,6 +143,7 @@ class TunedDDPStrategy(ComposedStrategy):
         elif self._tuning.bucket_cap_mb == "auto" and self.world_size > 1:
             self._tuner = BucketTuner(
                 self._ddp,
+                self._wrap,
                 self._tuning,
                 self._ranks.control,
                 self.root_device,
@@ -155,7 +156,7 @@ class TunedDDPStrategy(ComposedStrategy):
         """Why buckets are left alone though they were to be tuned, if they are."""
         if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
             return None
-        if self._comm_hook == "powersgd" or self._users_hook is not None:
+        if self._has_hooks_of_users:
             return "what the communication hook keeps belongs to buckets as they are"
         if self._ddp.static_graph and not self._training_module.automatic_optimization:
             return "static_graph and manual optimization do not go together with other buckets than the first"
@@ -194,6 +195,21 @@ class TunedDDPStrategy(ComposedStrategy):
         if not isinstance(self.model, DistributedDataParallel):
             raise AssertionError("the module has no wrapper outside of training")
         return self.model
+
+    @property
+    def _has_hooks_of_users(self) -> bool:
+        """Whether the user's own code sends gradients, which may keep something of each bucket."""
+        return self._users_hook is not None or self._ddp_kwargs.get("param_to_hook_all_reduce") is not None
+
+    def _wrap(self, size: int | None) -> DistributedDataParallel:
+        """Wraps the module once more, in buckets of so many bytes. Not collective."""
+        arguments = {**self._ddp_kwargs, "init_sync": False}
+        if size is not None:
+            arguments["bucket_cap_mb"] = size / 2**20
+        ddp = DistributedDataParallel(self._training_module, device_ids=self.determine_ddp_device_ids(), **arguments)
+        if self._comm_hook is not None:
+            register_comm_hook(ddp, self._comm_hook)
+        return ddp
 
     @override
     def _register_ddp_hooks(self) -> None:

@@ -232,7 +232,7 @@ def tune_twice(folder: str, disturb: Callable[[Path], None] | None) -> list[Any]
 
 
 def damage(path: Path) -> None:
-    path.write_text(path.read_text()[:10])
+    path.write_text("nothing")
 
 
 @pytest.mark.slow
@@ -255,7 +255,7 @@ def test_a_later_training_begins_with_the_plan_of_an_earlier_one(
 
 
 def fail_on_one_rank(ddp: DistributedDataParallel, *arguments: Any) -> None:
-    if arguments[-1].first in (100, 800) and dist.get_rank() == 1:
+    if arguments[-1] in (100, 800) and dist.get_rank() == 1:
         raise MemoryError("no room for buckets")
     exchange_reducer(ddp, *arguments)
 
@@ -300,7 +300,6 @@ NOT_TUNED: list[tuple[type[LightningModule], str, dict[str, Any], str, int]] = [
     (odd.RepeatedBackward, "nothing", {}, "several backwards", 0),
     (Sparse, "nothing", {}, "sparse gradients", 0),
     (OneParameter, "nothing", {}, "fewer than two parameters", 0),
-    (zoo.MLP, "nothing", {"comm_hook": "powersgd"}, "communication hook", 0),
     (zoo.MLP, "nothing", {"ddp_comm_hook": default_hooks.allreduce_hook}, "communication hook", 0),
     (zoo.MLP, "nothing", {"bucket_cap_mb_list": [1.0, 2.0]}, "`bucket_cap_mb_list` was given", 0),
 ]
@@ -373,7 +372,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"plan_cache": 3}, "plan_cache: 3. Must be a folder's path, or None"),
     ({"plan_cache": ["plans"]}, "Must be a folder's path"),
     ({"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
-    ({"comm_hook": "int8"}, r"Must be one of \('bf16', 'fp16', 'powersgd'\)"),
+    ({"comm_hook": "int8"}, r"Must be one of \('bf16', 'fp16'\)"),
     ({"comm_hook": "bf16", "ddp_comm_hook": default_hooks.allreduce_hook}, "Give one of them"),
 ]
 

@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.distributed.ddp import trained_parameters
-from lightning_parstrat.distributed.ddp.comm_hooks import powersgd_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import DifferentParametersError
 from tests.comparing import worst
 from tests.pool import RankPool
@@ -286,6 +285,7 @@ def compare(name: str) -> tuple[float, float, int, float]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(trained_parameters, "exchange_reducer", lambda *each: (made.append(each), exchange(*each)))
         actual = train(case.module, strategy, callbacks=case.callbacks(), **arguments)
+    assert all(len(ddp._comm_hooks) == ("comm_hook" in case.flags) for ddp, *_ in made)
     expected = train(case.module, None, whole_batch=True, callbacks=case.callbacks(), **arguments)
     moved = (expected.parameters[0][0] - expected.parameters[-1][0]).abs().max()
     return largest_difference(actual, expected), apart(actual), len(made), float(moved)
@@ -311,12 +311,14 @@ def test_a_new_head_is_that_of_rank_0(pool: RankPool) -> None:
 
 def train_approximated() -> float:
     state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=2, min_compression_rate=0.5)
-    run = train(lambda: UNFROZEN(), TunedDDPStrategy(ddp_comm_state=state, ddp_comm_hook=powersgd_hook), 80)
+    run = train(
+        lambda: UNFROZEN(), TunedDDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook), 80
+    )
     assert state.error_dict, "nothing was approximated after the change"
     return apart(run)
 
 
-def test_what_a_hook_keeps_of_old_buckets_is_forgotten(pool: RankPool) -> None:
+def test_what_a_hook_keeps_of_buckets_goes_on_with_them(pool: RankPool) -> None:
     assert pool.run(2, train_approximated) == [0, 0]
 
 

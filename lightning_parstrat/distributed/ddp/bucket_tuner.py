@@ -4,7 +4,6 @@ No step is wasted: each is a step of the training. The procedure is :meth:`Bucke
 from top to bottom; each ``yield`` waits for one step of the training and returns its seconds.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Generator
@@ -19,13 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_or_none, from_first_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.ddp_compat import (
-    BucketCaps,
-    bucket_caps,
-    exchange_reducer,
-    parameters_for_reducer,
-    reason_to_keep_reducer,
-)
+from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, reason_to_keep_reducer, sent_by
 from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
@@ -39,12 +32,8 @@ _SETTLING_STEPS_OF_STATIC_GRAPHS = 3
 """One more: the first step of a static graph only records which gradients there are."""
 
 
-class TuningStopped(Exception):
-    """Ends the tuning with the default's buckets; the message says why. Raised on all ranks alike."""
-
-
-class TuningFault(TuningStopped):
-    """Some rank failed at something; the message says which, and at what."""
+class _TuningError(Exception):
+    """Some rank failed at something; the message says which, and at what. Raised on all ranks alike."""
 
 
 class BucketTuner:
@@ -54,7 +43,8 @@ class BucketTuner:
     change, gradients take twice their memory.
 
     Args:
-        ddp: The wrapper, before its first step. Its buckets are the default.
+        ddp: The wrapper, before its first step. Its buckets are torch's default.
+        wrap: Makes wrappers with other buckets.
         policy: How to tune.
         control: Its group works on host memory.
         device: Device of the gradients.
@@ -66,6 +56,7 @@ class BucketTuner:
     def __init__(
         self,
         ddp: DistributedDataParallel,
+        wrap: Wrap,
         policy: TuningPolicy,
         control: Collectives,
         device: torch.device,
@@ -73,12 +64,11 @@ class BucketTuner:
         say: Callable[[TuningReport], None],
         warn: Callable[[str], None],
     ) -> None:
-        self._ddp, self._control, self._kept = ddp, control, kept
+        self._ddp, self._wrap, self._control, self._kept = ddp, wrap, control, kept
         self._half, self._tolerance = policy.tune_steps // 2, policy.tune_tolerance
         self._say, self._warn = say, warn
         self._settling = _SETTLING_STEPS_OF_STATIC_GRAPHS if ddp.static_graph else _SETTLING_STEPS
-        self._parameters, self._expect_sparse = parameters_for_reducer(ddp)
-        self._default = bucket_caps(ddp)
+        self._sent = sent_by(ddp)
         self._are_default = True
         self._steps_taken = 0
         self._on_gpu = device.type == "cuda"
@@ -96,9 +86,9 @@ class BucketTuner:
             next(self._procedure)
 
     def _reason_not_to_change(self) -> str | None:
-        if any(self._expect_sparse):
+        if any(self._sent.values()):
             return "there are sparse gradients, which travel by themselves"
-        if len(self._parameters) < 2:
+        if len(self._sent) < 2:
             return "there are fewer than two parameters"
         return reason_to_keep_reducer(self._ddp)
 
@@ -125,20 +115,23 @@ class BucketTuner:
 
     def _advance(self) -> None:
         """Continues the procedure with the last step's time. On any error, training goes on with default buckets."""
+        if self._backwards != 1:
+            # All ranks come here together: they send gradients equally often.
+            self._give_up("a step has several backwards that send gradients")
+            return
+        self._steps_taken += 1
         try:
-            if self._backwards != 1:
-                # All ranks raise this together: they send gradients equally often.
-                raise TuningStopped("a step has several backwards that send gradients")
-            self._steps_taken += 1
             self._procedure.send(self._seconds())
         except StopIteration as finished:
             self._finish(finished.value)
         except Exception as error:
-            self._give_up(error)
+            reason = str(error) if type(error) is _TuningError else f"{type(error).__name__}: {error}"
+            self._warn(f"buckets are not tuned: {reason}")
+            self._give_up(reason)
 
     def _tune(self) -> Steps[TuningReport]:
         yield from self._steps(self._settling)
-        kept = from_first_rank(self._load, self._control.group, lambda said: TuningFault(f"rank 0: {said}"))
+        kept = from_first_rank(self._load, self._control.group, lambda said: _TuningError(f"rank 0: {said}"))
         if kept == 0:
             reason = "no other size was faster in an earlier training"
             return TuningReport(verdict="default is best", reason=reason, from_cache=True)
@@ -148,10 +141,10 @@ class BucketTuner:
             if report.cap is not None:
                 return replace(report, from_cache=True)
             by_default = yield from self._steps_with(None)
-        nbytes = sum(parameter.nbytes for parameter in self._parameters)
-        sizes = sizes_to_try(nbytes, self._default.first)
+        nbytes = sum(parameter.nbytes for parameter in self._sent)
+        sizes = sizes_to_try(nbytes)
         if not sizes:
-            raise TuningStopped("all gradients fit into one small bucket")
+            return TuningReport(verdict="not tuned", reason="all gradients fit into one small bucket")
         tried = [self._measured(None, by_default)]
         for size in sizes:
             tried.append(self._measured(size, (yield from self._steps_with(size))))
@@ -205,14 +198,13 @@ class BucketTuner:
         """Gives the wrapper buckets of that size, or the default's; where one rank fails, the tuning stops on all."""
 
         def adopt() -> None:
-            caps = self._default if size is None else BucketCaps(size, size)
             # Some may be frozen by now, and be sent all the same.
-            exchange_reducer(self._ddp, self._parameters, self._expect_sparse, caps)
+            exchange_reducer(self._ddp, self._sent.keys(), self._wrap, size)
             self._are_default = size is None
 
-        def fault(failed: dict[int, str]) -> TuningFault:
+        def fault(failed: dict[int, str]) -> _TuningError:
             rank, said = next(iter(failed.items()))
-            return TuningFault(f"rank {rank}: {said}")
+            return _TuningError(f"rank {rank}: {said}")
 
         all_or_none(adopt, self._control, fault)
 
@@ -222,15 +214,12 @@ class BucketTuner:
         self._control.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
         return Tried(size, float(slowest))
 
-    def _give_up(self, error: Exception) -> None:
-        reason = str(error) if isinstance(error, TuningStopped) else f"{type(error).__name__}: {error}"
-        if type(error) is not TuningStopped:
-            self._warn(f"buckets are not tuned: {reason}")
+    def _give_up(self, reason: str) -> None:
         # By all ranks if by any: some may have adopted buckets at which another failed.
         if any(all_gather_object(not self._are_default, self._control.group)):
             try:
                 self._adopt(None)
-            except TuningFault as fault:
+            except _TuningError as fault:
                 # Only slower, at worst: results do not depend on buckets.
                 self._warn(f"the buckets that were being tried stay in use: {fault}")
         self._finish(TuningReport(verdict="not tuned", reason=reason))
@@ -255,27 +244,19 @@ class BucketTuner:
         return float(self._forward.elapsed_time(self._end)) / 1000
 
 
-_FORMAT = 2
-
-
 def kept_size(path: Path) -> int | None:
     """The size that an earlier training has kept: bytes, or 0 for torch's default; None if there is none.
 
     Raises:
-        ValueError: The file is damaged or has another format.
+        ValueError: The file has no such number.
         OSError: It cannot be read.
     """
     if not path.exists():
         return None
-    try:
-        kept = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    # It may have been edited, and what is wrong would fail later, within a training.
-    size = kept.get("bytes") if isinstance(kept, dict) and kept.get("format") == _FORMAT else None
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{path}: no size of buckets in format {_FORMAT}, which this version reads")
-    return size
+    content = path.read_bytes()
+    if not content.isdigit():
+        raise ValueError(f"{path}: a size of buckets in bytes was expected.")
+    return int(content)
 
 
 def keep_size(path: Path, size: int) -> None:
@@ -285,4 +266,4 @@ def keep_size(path: Path, size: int) -> None:
         OSError: It cannot be written.
     """
     with written_durably(path) as temporary:
-        temporary.write_text(json.dumps({"format": _FORMAT, "bytes": size}) + "\n")
+        temporary.write_text(str(size))

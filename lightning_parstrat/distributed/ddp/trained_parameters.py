@@ -11,7 +11,6 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +30,11 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError, names_of
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
-from lightning_parstrat.distributed.ddp.comm_hooks import forget_buckets
-from lightning_parstrat.distributed.ddp.ddp_compat import (
-    bucket_caps,
+from lightning_parstrat.distributed.ddp.reducers import (
+    Wrap,
     exchange_reducer,
-    parameters_for_reducer,
     reason_to_keep_reducer,
+    sent_by,
     trainable,
 )
 from lightning_parstrat.distributed.torch_compat import held_by
@@ -46,18 +44,6 @@ _IS_TRAINABLE = operator.attrgetter("requires_grad")
 
 class DifferentParametersError(NoCollectivesError):
     """The ranks have not trained the same parameters in a step; raised on all of them."""
-
-
-class _Change(NamedTuple):
-    """How a backward differs from what the reducer was made for.
-
-    Attributes:
-        idle: Parameters that it sends, and that are frozen or no longer in the module.
-        beside: Parameters that it does not send, and that are to be averaged all the same.
-    """
-
-    idle: Sequence[Tensor] = ()
-    beside: Sequence[Tensor] = ()
 
 
 class TrainedParameters:
@@ -73,26 +59,28 @@ class TrainedParameters:
 
     Args:
         ddp: The wrapper, before its first step.
+        wrap: Makes a wrapper that sends what is trained by then; None leaves the reducer as it is.
         messages: Carry what the ranks compare.
     """
 
-    def __init__(self, ddp: DistributedDataParallel, messages: ControlMessages) -> None:
+    def __init__(self, ddp: DistributedDataParallel, wrap: Wrap | None, messages: ControlMessages) -> None:
         self._ddp = ddp
+        self._wrap = wrap
         self._messages = messages
         self._message: ControlMessage | None = None
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
-        self._caps = bucket_caps(ddp)
-        self._note_sent(*parameters_for_reducer(ddp))
+        self._sent = sent_by(ddp)
         # All that the wrapper has made equal on all ranks.
         self._equal = set(ddp.module.parameters())
         self._names: dict[Tensor, str] = {}
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._fired: set[Tensor] = set()
         self._sends = False
+        # How the last backward differed: what the reducer sends, but is frozen or gone; and what is averaged beside it.
         self._idle: list[Tensor] = []
+        self._beside: list[Tensor] = []
         self._without: list[Tensor] = []
         self._frozen_in_forward: list[Tensor] = []
-        self._change = _Change()
         self._numbers: set[int] = set()
         self._joining: set[Tensor] = set()
         self._numbers_before: set[int] = set()
@@ -119,7 +107,7 @@ class TrainedParameters:
         lasts = any(numbers) if self._finds_unused else len(numbers) == 1 and 0 not in numbers and numbers == before
         if not lasts or not self._is_alike():
             return False
-        return self._exchange({*self._sent, *joining}.difference(self._change.idle))
+        return self._exchange({*self._sent, *joining}.difference(self._idle))
 
     def begin_backward(self, loss: Tensor, sends: bool) -> None:
         """Call before each backward of ``loss``, when DDP is prepared for it. Collective where it sends gradients.
@@ -151,15 +139,15 @@ class TrainedParameters:
         for parameter in self._without:
             parameter.grad = None
         self._without = []
-        change = self._change = _Change(self._idle, self._beside())
+        self._beside = self._found_beside()
         self._fired.clear()
-        number = self._number_of(change)
+        number = self._number_of_change()
         self._numbers.add(number)
-        self._joining.update(change.beside)
+        self._joining.update(self._beside)
         self._message = self._messages.launch(number=number)
         # Other ranks do not know of a change that they do not have: only what all of them have may be sent.
-        if change.beside and self._is_alike():
-            self._average(change.beside)
+        if self._beside and self._is_alike():
+            self._average(self._beside)
 
     def settle(self) -> None:
         """Looks whether all ranks have trained the same parameters in the last backward that sent. Collective.
@@ -198,10 +186,6 @@ class TrainedParameters:
         # Not `==`, which compares tensors by element.
         return len(held) == len(self._held) and all(map(operator.is_, held, self._held))
 
-    def _note_sent(self, parameters: list[Tensor], expect_sparse: Sequence[bool]) -> None:
-        self._sent = parameters
-        self._sparse = {one for one, sparse in zip(parameters, expect_sparse, strict=True) if sparse}
-
     def _read_module(self) -> None:
         module, ignored = self._ddp.module, self._ddp.parameters_to_ignore
         self._views = held_by(module.modules())
@@ -211,7 +195,7 @@ class TrainedParameters:
         self._names = {**{one: self._names.get(one, "") for one in self._sent}, **names}
         self._removed = [one for one in self._sent if one not in names]
         self._equal &= set(self._names)
-        beside = names.keys() - set(self._sent)
+        beside = names.keys() - self._sent.keys()
         for parameter in self._hooks.keys() - beside:
             self._hooks.pop(parameter).remove()
         for parameter in beside - self._hooks.keys():
@@ -231,14 +215,14 @@ class TrainedParameters:
 
     def _take_part_with_zeros(self) -> None:
         """Tells the reducer of the idle ones, by a backward of their own: the user's sees them as they are."""
-        sparse = [one for one in self._idle if one in self._sparse]
+        sparse = [one for one in self._idle if self._sent[one]]
         with torch.enable_grad(), trainable(self._idle):
-            nothing = [_nothing_of(one, one in self._sparse) for one in self._idle]
+            nothing = [_nothing_of(one, self._sent[one]) for one in self._idle]
         # What is frozen accumulates nothing, and its hooks run all the same. A sparse gradient has to be there.
         with trainable(sparse):
             torch.autograd.backward(nothing)
 
-    def _beside(self) -> list[Tensor]:
+    def _found_beside(self) -> list[Tensor]:
         chosen = self._fired & self._hooks.keys()
         if self._finds_unused:
             # Other ranks may use it where this one does not.
@@ -249,16 +233,11 @@ class TrainedParameters:
     def _label(self, parameter: Tensor) -> str:
         return f"{self._names[parameter]!r} of shape {tuple(parameter.shape)}"
 
-    def _number_of(self, change: _Change) -> int:
+    def _number_of_change(self) -> int:
         """0 where there is no change."""
-        if not change.idle and not change.beside:
-            return 0
-        return digest(
-            [
-                *sorted(f"without {self._label(one)}" for one in change.idle),
-                *(f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in change.beside),
-            ]
-        )
+        idle = sorted(f"without {self._label(one)}" for one in self._idle)
+        beside = [f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in self._beside]
+        return digest([*idle, *beside]) if idle or beside else 0
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
         """Leaves the mean over ranks in ``param.grad``. Collective; as all ranks have these parameters."""
@@ -276,19 +255,18 @@ class TrainedParameters:
 
     def _exchange(self, wanted: Collection[Tensor]) -> bool:
         ddp = self._ddp
-        if reason_to_keep_reducer(ddp) is not None:
+        if self._wrap is None or reason_to_keep_reducer(ddp) is not None:
             # Every step is right all the same, and takes longer.
             return False
         with trainable(wanted, ddp.module.parameters()):
-            parameters, expect_sparse = parameters_for_reducer(ddp)
-            number = digest([self._label(one) for one in parameters])
-            largest, smallest = extremes_over_ranks(number, self._control)
-            if largest != smallest or not parameters:
-                return False
-            exchange = functools.partial(exchange_reducer, ddp, parameters, expect_sparse, self._caps)
-            all_or_none(exchange, self._control, _not_made)
-        forget_buckets(ddp)
-        self._note_sent(parameters, expect_sparse)
+            sent = sent_by(ddp)
+        number = digest([self._label(one) for one in sent])
+        largest, smallest = extremes_over_ranks(number, self._control)
+        if largest != smallest or not sent:
+            return False
+        exchange = functools.partial(exchange_reducer, ddp, sent.keys(), self._wrap, None)
+        all_or_none(exchange, self._control, _not_made)
+        self._sent = sent
         self._numbers_before = set()
         self._read_module()
         return True
@@ -296,8 +274,8 @@ class TrainedParameters:
     def _trained(self) -> dict[str, bool]:
         """Of each parameter that is not trained as the reducer was made for, whether it was in the last backward."""
         return {
-            **{self._label(one): False for one in self._change.idle},
-            **{self._label(one): True for one in self._change.beside},
+            **{self._label(one): False for one in self._idle},
+            **{self._label(one): True for one in self._beside},
         }
 
 
@@ -312,19 +290,14 @@ def _nothing_of(parameter: Tensor, sparse: bool) -> Tensor:
 
 def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
     """Those of ``wanted`` that are in the graph of ``loss``; a look at each of its nodes, until all are found."""
-    left, found = set(wanted), set()
-    waiting, seen = [loss.grad_fn], set()
+    left, waiting, seen = set(wanted), [loss.grad_fn], {None}
     while waiting and left:
         node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and variable in left:
-            left.discard(variable)
-            found.add(variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found
+        if node not in seen:
+            seen.add(node)
+            left.discard(getattr(node, "variable", None))
+            waiting += [following for following, _ in node.next_functions]
+    return set(wanted) - left
 
 
 def _not_made(failed: dict[int, str]) -> RuntimeError:

@@ -9,32 +9,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parstrat.distributed.ddp.comm_hooks import register_comm_hook
+from lightning_parstrat.distributed.ddp.reducers import register_comm_hook
 from tests.comparing import distance
 from tests.pool import RankPool
 
 STEPS = 5
 
 
-def gradients(name: str | None, options: dict[str, Any], approximate: bool = False) -> list[Tensor]:
+def gradients(name: str | None, options: dict[str, Any]) -> list[Tensor]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 20), nn.Tanh(), nn.Linear(20, 3))
     ddp = DistributedDataParallel(module, bucket_cap_mb=3 / 2**10, **options)
     if name is not None:
         register_comm_hook(ddp, name)
     for step in range(STEPS):
-        if approximate and step == 2:
-            # Buckets are final, as they are after 1,000 steps.
-            _, state = ddp._comm_hooks[0]
-            state.iter = state.start_powerSGD_iter
         ddp.zero_grad()
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
         (ddp(torch.randn(8, 30, generator=generator)) - 0.3).pow(2).mean().backward()
     return [copy.deepcopy(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
 
 
-def distance_from_exact(name: str, options: dict[str, Any], approximate: bool = False) -> tuple[bool, float, Any]:
-    exact, actual = gradients(None, options), gradients(name, options, approximate)
+def distance_from_exact(name: str, options: dict[str, Any]) -> tuple[bool, float, Any]:
+    exact, actual = gradients(None, options), gradients(name, options)
     kept = all(one.dtype == torch.float32 for one in actual)
     difference = torch.stack([(a - b).norm() for a, b in zip(exact, actual, strict=True)]).norm()
     return kept, float(difference / torch.stack([one.norm() for one in exact]).norm()), actual
@@ -50,13 +46,4 @@ def test_sixteen_bits_are_close_and_gradients_keep_their_dtype(
     assert kept
     # Each gradient is rounded, and their sum is.
     assert precision / 10 < difference < 2 * precision
-    assert distance(first, second) == 0
-
-
-def test_powersgd_is_exact_until_it_begins_and_then_an_approximation_of_rank_one(pool: RankPool) -> None:
-    (kept, difference, _), _ = pool.run(2, distance_from_exact, "powersgd", {})
-    assert kept and difference < 1e-6
-    (kept, difference, first), (_, _, second) = pool.run(2, distance_from_exact, "powersgd", {}, True)
-    # Of gradients that are zero, halved or doubled it would be more.
-    assert kept and 1e-3 < difference < 0.6
     assert distance(first, second) == 0

@@ -17,20 +17,18 @@ from lightning_parstrat.strategies.checkpoint.checkpoints import CHECKPOINT_KEY
 from tests.comparing import assert_same, distance, tensors_in
 from tests.pool import RankPool
 from tests.slow import slow_unless
-from tests.strategies import odd, zoo
-from tests.strategies.cases import adafactor, muon
+from tests.strategies import zoo
 from tests.strategies.checkpoint.trainings import (
     GLOBAL_BATCH,
     MODULES,
     STEPS,
     STRATEGIES,
-    batches,
     load,
     make,
     without_own,
     write,
 )
-from tests.strategies.parity import Recorder, make_trainer, train, whole
+from tests.strategies.parity import Recorder, make_trainer
 
 
 class Route(NamedTuple):
@@ -48,6 +46,8 @@ class Route(NamedTuple):
         if self.source in stock and (self.form != "full" or self.target in stock):
             return False
         if self.target in stock and self.form not in ("full", "consolidated"):
+            return False
+        if self.module == "adafactor" and any(name.startswith("zero3") for name in (self.source, self.target)):
             return False
         # DDP does not average what was frozen when it began.
         if self.module == "unfrozen" and "ddp" in (self.source, self.target):
@@ -247,7 +247,8 @@ def resave(module: str, strategy: str, form: str, source: str, target: str) -> N
 
 JOURNEYS = {
     "full": "zero1 full 2, ddp full 2, zero1 full 3, ddp full 4, zero1 full 1, single full 1, zero1 full 2",
-    "sharded": "zero1 sharded 2, zero1 sharded 4, zero1 full 1, zero1 async 3, tuned sharded 2, zero3 sharded 3",
+    "sharded": "zero1 sharded 2, zero1 sharded 4, zero1 full 1, zero1 async 3, tuned sharded 2",
+    "rows": "zero1 sharded 2, zero3 sharded 3, zero3 full 2",
     "groups": "grouped sharded 4, zero1 sharded 3, grouped full 4, zero1 full 1, grouped sharded 6, grouped full 2",
 }
 """Strategies, formats and numbers of ranks, one after the other."""
@@ -274,27 +275,3 @@ def test_the_state_is_the_same_key_by_key_wherever_it_goes(
         for key in ("state_dict", "optimizer_states", "lr_schedulers"):
             assert_same({(strategy, ranks, key): found[key]}, {(strategy, ranks, key): expected[key]}, as_stored=True)
         source = target
-
-
-STEPPED_WHOLE: dict[str, Callable[[], Any]] = {
-    "adafactor": lambda: zoo.Convolutional(adafactor),
-    "muon": lambda: odd.Matrices(muon),
-}
-
-
-def go_on_to_the_bit(optimizer: str, form: str, folder: str) -> bool:
-    """Two epochs of sharded parameters that are stepped whole, without a stop, and with one after the first."""
-    module = STEPPED_WHOLE[optimizer]()
-    through = train(STEPPED_WHOLE[optimizer], make("zero3", form), max_epochs=2, **batches())
-    train(STEPPED_WHOLE[optimizer], make("zero3", form), **batches()).trainer.save_checkpoint(f"{folder}/a.ckpt")
-    trainer, ranks = make_trainer(make("zero3", form), max_epochs=2), dist.get_world_size()
-    data = zoo.loader(STEPS * GLOBAL_BATCH, GLOBAL_BATCH // ranks, rank=dist.get_rank(), world_size=ranks)
-    trainer.fit(module, data, ckpt_path=f"{folder}/a.ckpt", weights_only=False)
-    return distance([whole(parameter) for parameter in module.parameters()], through.parameters[-1]) == 0
-
-
-@pytest.mark.parametrize(("optimizer", "form"), [("muon", "full"), ("adafactor", "sharded")])
-def test_what_steps_whole_parameters_goes_on_to_the_bit(
-    pool: RankPool, tmp_path: Path, optimizer: str, form: str
-) -> None:
-    assert pool.run(2, go_on_to_the_bit, optimizer, form, str(tmp_path)) == [True] * 2

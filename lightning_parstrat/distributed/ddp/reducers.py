@@ -1,0 +1,97 @@
+"""The reducer of a live DistributedDataParallel: what it sends, in which dtype, and another one in its place."""
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_parstrat.distributed.torch_compat import check_reducer_finalized, remove_hooks, sends_when_compiled
+
+CommHook = Literal["bf16", "fp16"] | None
+Wrap = Callable[[int | None], DistributedDataParallel]
+"""Wraps the module once more and sends nothing for it, in buckets of so many bytes, or else in those of the first."""
+
+
+def sent_by(ddp: DistributedDataParallel) -> dict[Tensor, bool]:
+    """What a reducer made now would send gradients of, in its order, and whether it expects them to be sparse."""
+    sent: dict[Tensor, bool] = {}
+    for prefix, owner in ddp.module.named_modules():
+        sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
+        for name, parameter in owner.named_parameters(recurse=False):
+            # As torch does, also where the prefix is empty.
+            if parameter.requires_grad and f"{prefix}.{name}" not in ddp.parameters_to_ignore:
+                sent.setdefault(parameter, sparse)
+    return sent
+
+
+def reason_to_keep_reducer(ddp: DistributedDataParallel) -> str | None:
+    """Why the wrapper cannot be given another reducer; None if it can."""
+    if sends_when_compiled(ddp):
+        return "torch.compile sends gradients by itself"
+    if getattr(ddp, "mixed_precision", None) is not None:
+        return "DDP's own mixed precision sends gradients in another dtype"
+    return None
+
+
+@contextmanager
+def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Within it ``parameters`` require gradients, and those of ``others`` that are not among them do not."""
+    chosen = set(parameters)
+    before = [(one, one.requires_grad) for one in {*chosen, *others}]
+    try:
+        for one, required in before:
+            if required != (one in chosen):
+                one.requires_grad_(one in chosen)
+        yield
+    finally:
+        for one, required in before:
+            if one.requires_grad != required:
+                one.requires_grad_(required)
+
+
+def exchange_reducer(
+    ddp: DistributedDataParallel, parameters: Collection[Tensor], wrap: Wrap, size: int | None
+) -> None:
+    """Gives the wrapper a new reducer, between steps. All ranks must; where it raises, nothing has changed.
+
+    The wrapper takes over what a second one of the same module is made of. Gradients keep the memory of the old buckets
+    until the next backward has moved them.
+
+    Args:
+        ddp: The wrapper.
+        parameters: What the new reducer is to send gradients of.
+        wrap: Makes the second wrapper.
+        size: Of its buckets.
+
+    Raises:
+        RuntimeError: The old one still waits for gradients of the last backward, which were not averaged.
+    """
+    # Else this would hide what torch says in the next forward.
+    check_reducer_finalized(ddp)
+    with warnings.catch_warnings(), trainable(parameters, ddp.module.parameters()):
+        # The first one has said the same.
+        warnings.simplefilter("ignore")
+        second = wrap(size)
+    # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
+    remove_hooks(ddp)
+    kept = vars(nn.Module()).keys() | {"require_backward_grad_sync", "require_forward_param_sync"}
+    vars(ddp).update({name: value for name, value in vars(second).items() if name not in kept})
+
+
+def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
+    """The ``bf16_compress_hook`` of torch, under a name that torch does not refuse without NCCL: Gloo can do it."""
+    return default_hooks.bf16_compress_hook(state, bucket)
+
+
+def register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
+    """Sends all gradients through the hook of that name, on any device. All ranks must call it.
+
+    Both halve the bytes of fp32 gradients, and sum them in 16 bits.
+    """
+    ddp.register_comm_hook(ddp.process_group, bf16_hook if name == "bf16" else default_hooks.fp16_compress_hook)
