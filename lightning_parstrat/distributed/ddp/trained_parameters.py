@@ -11,6 +11,7 @@ import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -290,7 +291,9 @@ def _nothing_of(parameter: Tensor, sparse: bool) -> Tensor:
 
 def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
     """Those of ``wanted`` that are in the graph of ``loss``; a look at each of its nodes, until all are found."""
-    left, waiting, seen = set(wanted), [loss.grad_fn], {None}
+    left = set(wanted)
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = {None}
     while waiting and left:
         node = waiting.pop()
         if node not in seen:
