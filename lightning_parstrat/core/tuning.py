@@ -13,8 +13,6 @@ Verdict = Literal["tuned", "default is best", "not tuned"]
 _SIZES = tuple(size * 2**18 for size in (1, 4, 16, 64, 256))
 """256 KiB to 64 MiB. torch's default is 25 MiB, after a first bucket of 1 MiB."""
 
-_FIRST = 2**20
-
 
 @dataclass(frozen=True, kw_only=True)
 class TuningPolicy:
@@ -106,7 +104,7 @@ def sizes_to_try(nbytes: int) -> list[int]:
     """
     smaller = [size for size in _SIZES if size < nbytes]
     # All larger ones make one bucket; so does the default, where its first bucket takes everything.
-    larger = [size for size in _SIZES if size >= nbytes > _FIRST]
+    larger = [size for size in _SIZES if size >= nbytes > 2**20]
     return smaller + larger[:1]
 
 

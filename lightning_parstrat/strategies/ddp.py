@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from datetime import timedelta
-from inspect import signature
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,9 +25,6 @@ from lightning_parstrat.distributed.ddp.reducers import CommHook, register_comm_
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
 from lightning_parstrat.distributed.torch_compat import is_compiled, multiply_all, remove_hooks
 from lightning_parstrat.strategies.base import ComposedStrategy
-
-_LARGEST_WORLD_WITHOUT_ROUNDING = 2
-"""The sum of two numbers does not depend on who adds them; with more, buckets decide in which order it is done."""
 
 
 class TunedDDPStrategy(ComposedStrategy):
@@ -162,7 +158,8 @@ class TunedDDPStrategy(ComposedStrategy):
             return "static_graph and manual optimization do not go together with other buckets than the first"
         if is_compiled(self._training_module):
             return "torch.compile has cut the graph where the default's buckets end"
-        if torch.are_deterministic_algorithms_enabled() and self.world_size > _LARGEST_WORLD_WITHOUT_ROUNDING:
+        # The sum of two numbers does not depend on who adds them.
+        if torch.are_deterministic_algorithms_enabled() and self.world_size > 2:
             return "deterministic algorithms were asked for, and with more than two ranks buckets decide how sums round"
         if "bucket_cap_mb_list" in self._ddp_kwargs:
             return "`bucket_cap_mb_list` was given"
@@ -170,13 +167,14 @@ class TunedDDPStrategy(ComposedStrategy):
 
     def _file_of(self, folder: str | Path) -> Path:
         """The file of all trainings of this kind: of all that a size depends on."""
-        cuda = self.root_device.type == "cuda"
+        cuda, arguments = self.root_device.type == "cuda", self._ddp_kwargs
         kind = (
             [
                 (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
                 for name, parameter in self._training_module.named_parameters()
             ],
-            _chosen(self._ddp_kwargs),
+            # Of what has an address in what it shows of itself, the kind.
+            [(k, v if isinstance(v, (int, float, str)) else type(v).__name__) for k, v in sorted(arguments.items())],
             self._comm_hook,
             str(self.precision_plugin.precision),
             (self.world_size, self.num_nodes),
@@ -337,13 +335,3 @@ def _bucket_arguments(bucket_cap_mb: CapsInMiB) -> dict[str, Any]:
     if isinstance(bucket_cap_mb, (list, tuple)):
         return {"bucket_cap_mb_list": list(bucket_cap_mb)}
     return {"bucket_cap_mb": bucket_cap_mb}
-
-
-def _chosen(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Those that are not DDP's default, sorted; of what has an address in what it shows of itself, the kind."""
-    defaults = signature(DistributedDataParallel).parameters
-    return [
-        (name, value if isinstance(value, (int, float, str)) else type(value).__name__)
-        for name, value in sorted(arguments.items())
-        if name not in defaults or value is not defaults[name].default
-    ]

@@ -222,17 +222,6 @@ def test_buckets_close_at_the_cap() -> None:
         assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == expected
 
 
-def test_small_parameters_are_planned() -> None:
-    for shapes, owned in (([()], 1), ([(0,)], 0), ([(3, 0, 2), (5,)], 5), ([(2,), ()], 3)):
-        for world_size, partition in product((1, 2, 3, 8), PARTITIONS):
-            policy = LayoutPolicy(world_size=world_size, bucket_cap_bytes=2**20, partition=partition)
-            (bucket,) = plan_buckets(specs_of(*shapes), policy)
-            pieces = [piece for rank in range(world_size) for piece in bucket.shard_slices(rank)]
-            assert len(bucket.slots) == len(shapes) and bucket.numel > 0
-            assert sum(piece.numel for piece in pieces) == owned and all(piece.numel for piece in pieces)
-            assert plan_buckets([], policy) == ()
-
-
 def shares(parameters: Sequence[ParameterSpec]) -> list[float]:
     """What the ranks are to have about as much of: the share of the update costs plus that of the elements."""
     costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
@@ -312,12 +301,6 @@ def test_a_costly_update_leaves_its_owner_less_else_to_own() -> None:
             policy = LayoutPolicy(world_size=2, bucket_cap_bytes=cap, partition="parameter")
             owners = owners_of(plan_buckets(parameters, policy))
             assert [{index for index, owner in owners.items() if owner == rank} for rank in range(2)] == groups
-
-
-def test_a_group_left_open_long_ago_comes_before_one_that_fills_later() -> None:
-    parameters = [spec((4,), group) for group in ("float32", "float64", "float32", "float64", "bfloat16")]
-    buckets = plan_buckets(parameters, LayoutPolicy(world_size=2, bucket_cap_bytes=2**20))
-    assert [[slot.parameter for slot in bucket.slots] for bucket in buckets] == [[0, 2], [1, 3], [4]]
 
 
 def test_plan_and_fingerprint_do_not_depend_on_the_process() -> None:
@@ -405,12 +388,9 @@ def test_large_ones_take_small_ones_along() -> None:
         ([90_000, 90_000], [[0], [1]]),
         ([1024, 8, 1024], [[0], [1], [2]]),
     ]
+    assert take_small_along([1, 1000, 1], cap_bytes=4) == [[0], [1], [2]]
     for sizes_in_kib, expected in known:
         assert take_small_along([1024 * size for size in sizes_in_kib], cap_bytes=MIB) == expected
-
-
-def test_what_is_small_in_all_has_buckets_of_its_own() -> None:
-    assert take_small_along([1, 1000, 1], cap_bytes=4) == [[0], [1], [2]]
 
 
 def test_no_norm_between_matrices_travels_alone() -> None:

@@ -18,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_or_none, from_first_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, reason_to_keep_reducer, sent_by
+from lightning_parstrat.distributed.ddp.reducers import (
+    Wrap,
+    exchange_reducer,
+    not_made,
+    reason_to_keep_reducer,
+    sent_by,
+)
 from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
@@ -26,14 +32,7 @@ Steps = Generator[None, float, T]
 """A part of the procedure: consumes steps of the training and returns a result."""
 
 _SETTLING_STEPS = 2
-"""A new reducer rebuilds its buckets after its first step, and allocates them in the second."""
-
-_SETTLING_STEPS_OF_STATIC_GRAPHS = 3
-"""One more: the first step of a static graph only records which gradients there are."""
-
-
-class _TuningError(Exception):
-    """Some rank failed at something; the message says which, and at what. Raised on all ranks alike."""
+"""A new reducer rebuilds its buckets after its first step, and allocates them in the second: one later if static."""
 
 
 class BucketTuner:
@@ -67,7 +66,6 @@ class BucketTuner:
         self._ddp, self._wrap, self._control, self._kept = ddp, wrap, control, kept
         self._half, self._tolerance = policy.tune_steps // 2, policy.tune_tolerance
         self._say, self._warn = say, warn
-        self._settling = _SETTLING_STEPS_OF_STATIC_GRAPHS if ddp.static_graph else _SETTLING_STEPS
         self._sent = sent_by(ddp)
         self._are_default = True
         self._steps_taken = 0
@@ -125,13 +123,13 @@ class BucketTuner:
         except StopIteration as finished:
             self._finish(finished.value)
         except Exception as error:
-            reason = str(error) if type(error) is _TuningError else f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
             self._warn(f"buckets are not tuned: {reason}")
             self._give_up(reason)
 
     def _tune(self) -> Steps[TuningReport]:
-        yield from self._steps(self._settling)
-        kept = from_first_rank(self._load, self._control.group, lambda said: _TuningError(f"rank 0: {said}"))
+        yield from self._steps(_SETTLING_STEPS)
+        kept = from_first_rank(self._load, self._control.group, lambda said: RuntimeError(f"rank 0: {said}"))
         if kept == 0:
             reason = "no other size was faster in an earlier training"
             return TuningReport(verdict="default is best", reason=reason, from_cache=True)
@@ -191,7 +189,7 @@ class BucketTuner:
     def _steps_with(self, size: int | None) -> Steps[list[float]]:
         """Steps with other buckets, once those have settled."""
         self._adopt(size)
-        yield from self._steps(self._settling)
+        yield from self._steps(_SETTLING_STEPS)
         return (yield from self._steps(self._half))
 
     def _adopt(self, size: int | None) -> None:
@@ -202,11 +200,7 @@ class BucketTuner:
             exchange_reducer(self._ddp, self._sent.keys(), self._wrap, size)
             self._are_default = size is None
 
-        def fault(failed: dict[int, str]) -> _TuningError:
-            rank, said = next(iter(failed.items()))
-            return _TuningError(f"rank {rank}: {said}")
-
-        all_or_none(adopt, self._control, fault)
+        all_or_none(adopt, self._control, not_made)
 
     def _measured(self, size: int | None, seconds: list[float]) -> Tried:
         """The median of the slowest rank: the same number on all, so that all decide alike."""
@@ -219,7 +213,7 @@ class BucketTuner:
         if any(all_gather_object(not self._are_default, self._control.group)):
             try:
                 self._adopt(None)
-            except _TuningError as fault:
+            except RuntimeError as fault:
                 # Only slower, at worst: results do not depend on buckets.
                 self._warn(f"the buckets that were being tried stay in use: {fault}")
         self._finish(TuningReport(verdict="not tuned", reason=reason))

@@ -84,6 +84,12 @@ def exchange_reducer(
     vars(ddp).update({name: value for name, value in vars(second).items() if name not in kept})
 
 
+def not_made(failed: dict[int, str]) -> RuntimeError:
+    """The error of all ranks if :func:`exchange_reducer` has failed on some."""
+    rank, said = next(iter(failed.items()))
+    return RuntimeError(f"DDP's reducer could not be made anew on rank {rank}: {said}")
+
+
 def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
     """The ``bf16_compress_hook`` of torch, under a name that torch does not refuse without NCCL: Gloo can do it."""
     return default_hooks.bf16_compress_hook(state, bucket)

@@ -34,6 +34,7 @@ from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.ddp.reducers import (
     Wrap,
     exchange_reducer,
+    not_made,
     reason_to_keep_reducer,
     sent_by,
     trainable,
@@ -68,6 +69,7 @@ class TrainedParameters:
         self._ddp = ddp
         self._wrap = wrap
         self._messages = messages
+        self._control = messages.control
         self._message: ControlMessage | None = None
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._sent = sent_by(ddp)
@@ -157,14 +159,12 @@ class TrainedParameters:
             DifferentParametersError: They have not.
         """
         if not self._is_alike():
-            _raise_difference(self._trained(), self._control)
+            # How each parameter was trained that is not trained as the reducer was made for.
+            trained = {self._label(one): False for one in self._idle} | {self._label(one): True for one in self._beside}
+            _raise_difference(trained, self._control)
 
     def _is_alike(self) -> bool:
         return self._message is None or self._message.wait().is_alike
-
-    @property
-    def _control(self) -> Collectives:
-        return self._messages.control
 
     @contextmanager
     def as_sent(self) -> Iterator[None]:
@@ -266,18 +266,11 @@ class TrainedParameters:
         if largest != smallest or not sent:
             return False
         exchange = functools.partial(exchange_reducer, ddp, sent.keys(), self._wrap, None)
-        all_or_none(exchange, self._control, _not_made)
+        all_or_none(exchange, self._control, not_made)
         self._sent = sent
         self._numbers_before = set()
         self._read_module()
         return True
-
-    def _trained(self) -> dict[str, bool]:
-        """Of each parameter that is not trained as the reducer was made for, whether it was in the last backward."""
-        return {
-            **{self._label(one): False for one in self._idle},
-            **{self._label(one): True for one in self._beside},
-        }
 
 
 def _nothing_of(parameter: Tensor, sparse: bool) -> Tensor:
@@ -301,11 +294,6 @@ def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
             left.discard(getattr(node, "variable", None))
             waiting += [following for following, _ in node.next_functions]
     return set(wanted) - left
-
-
-def _not_made(failed: dict[int, str]) -> RuntimeError:
-    rank, said = next(iter(failed.items()))
-    return RuntimeError(f"Rank {rank} could not make DDP's reducer anew: {said}")
 
 
 def _raise_difference(trained: dict[str, bool], control: Collectives) -> None:
