@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -17,7 +18,7 @@ from lightning_parstrat.distributed.zero3.held_parameters import HeldParameter
 def check_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> None:
     """Refuses what cannot step shards. Collective.
 
-    Takes milliseconds for each that is none of torch's element-wise ones: a copy steps a few small parameters, whole
+    Takes milliseconds for each that torch does not ship: a copy steps a few small parameters, whole
     and sharded, and both must end alike.
 
     Args:
@@ -50,6 +51,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> N
 def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
     if needs_closure(optimizer):
         return "its `step` needs a closure, and looks at all parameters as one vector"
+    if isinstance(optimizer, (torch.optim.Adafactor, torch.optim.Muon)):
+        return "its update of an element looks at others"
     alike, error = steps_shards_as_whole(optimizer, mesh)
     if alike:
         return None
