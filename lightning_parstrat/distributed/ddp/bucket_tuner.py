@@ -32,7 +32,7 @@ Steps = Generator[None, float, T]
 """A part of the procedure: consumes steps of the training and returns a result."""
 
 _SETTLING_STEPS = 2
-"""A new reducer rebuilds its buckets after its first step, and allocates them in the second: one later if static."""
+"""A new reducer rebuilds its buckets after its first step, and allocates them in the second; a static one, later."""
 
 
 class BucketTuner:
@@ -68,6 +68,7 @@ class BucketTuner:
         self._say, self._warn = say, warn
         self._sent = sent_by(ddp)
         self._are_default = True
+        self._settling = _SETTLING_STEPS + ddp.static_graph
         self._steps_taken = 0
         self._on_gpu = device.type == "cuda"
         # Moments of the step, and how many of its backwards send.
@@ -128,7 +129,7 @@ class BucketTuner:
             self._give_up(reason)
 
     def _tune(self) -> Steps[TuningReport]:
-        yield from self._steps(_SETTLING_STEPS)
+        yield from self._steps(self._settling)
         kept = from_first_rank(self._load, self._control.group, lambda said: RuntimeError(f"rank 0: {said}"))
         if kept == 0:
             reason = "no other size was faster in an earlier training"
@@ -189,7 +190,7 @@ class BucketTuner:
     def _steps_with(self, size: int | None) -> Steps[list[float]]:
         """Steps with other buckets, once those have settled."""
         self._adopt(size)
-        yield from self._steps(_SETTLING_STEPS)
+        yield from self._steps(self._settling)
         return (yield from self._steps(self._half))
 
     def _adopt(self, size: int | None) -> None:
