@@ -61,7 +61,7 @@ class Recorder(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.parameters.append([whole(parameter.detach()).clone() for parameter in pl_module.parameters()])
-        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         self.losses.append((torch.zeros(()) if loss is None else loss.detach().clone()).to(devices.device()))
 
 
