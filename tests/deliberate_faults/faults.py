@@ -277,7 +277,7 @@ FAULTS = (
     Fault(
         "a rank takes the rows of a sharded parameter for others",
         "distributed/zero3/cuts.py",
-        "begin = min(dist.get_rank() * length, self.numel)",
+        "begin = min(dist.get_rank() * length, numel)",
         "begin = 0",
         ("tests/distributed/zero3/test_cuts.py",),
     ),

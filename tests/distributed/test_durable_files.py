@@ -86,21 +86,6 @@ def test_a_crash_between_two_renames_is_recovered_from(
     assert content(path) == "new" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    path.write_text("old")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # As short of room as a full disk, which only root can have.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large .* an earlier file of that name is unchanged.*a\.ckpt"):
-            with written_durably(path) as temporary, open(temporary, "xb") as file:
-                file.write(b"x" * 10**6)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("before", ["nothing", "file", "folder"])
 def test_the_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
@@ -126,12 +111,31 @@ def test_the_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
     assert own[last_rename] == f"sync {tmp_path.name}" and "remove" not in own[:last_rename]
 
 
+def fails(temporary: Path) -> None:
+    temporary.write_text("half")
+    raise RuntimeError("halfway")
+
+
+def fills_the_disk(temporary: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # As short of room as a full disk, which only root can have.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64_000, limits[1]))
+    try:
+        with open(temporary, "xb") as file:
+            file.write(b"x" * 10**6)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "sub" / "a.ckpt"
-    with pytest.raises(RuntimeError, match="halfway"), written_durably(path) as temporary:
-        temporary.write_text("half")
-        raise RuntimeError("halfway")
-    assert not list(path.parent.iterdir())
+    path = tmp_path / "sub/a.ckpt"
+    unchanged = r"File too large .* an earlier file of that name is unchanged.*a\.ckpt"
+    for before in ([], ["old"]):
+        for write, error, message in ((fails, RuntimeError, "halfway"), (fills_the_disk, OSError, unchanged)):
+            with pytest.raises(error, match=message), written_durably(path) as temporary:
+                write(temporary)
+            assert [one.read_text() for one in path.parent.iterdir()] == before
+        path.write_text("old")
 
 
 def test_what_others_left_behind_is_removed_when_it_is_surely_nobodys(tmp_path: Path) -> None:

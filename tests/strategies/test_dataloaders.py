@@ -67,20 +67,6 @@ class Stream(IterableDataset):
             yield from batch
 
 
-class ByIndex:
-    """Iterable by the old protocol alone; cannot be given attributes."""
-
-    __slots__ = ("batches",)
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index >= self.batches:
-            raise IndexError(index)
-        return batch_at(index)
-
-
 def sized(batches: int) -> DataLoader:
     return DataLoader(Samples(batches), batch_size=BATCH_SIZE)
 
@@ -172,12 +158,12 @@ class FetchesItself(Takes):
 class Module(LightningDataModule):
     """The loaders in a data module."""
 
-    def __init__(self, make: Callable[..., Any], batches: Sequence[int]) -> None:
+    def __init__(self, train: Any) -> None:
         super().__init__()
-        self.make, self.batches = make, batches
+        self.train = train
 
     def train_dataloader(self) -> Any:
-        return self.make(*self.batches)
+        return self.train
 
     def val_dataloader(self) -> Any:
         return sized(2)
@@ -189,7 +175,6 @@ class Watch(Callback):
     def __init__(self, observe: Callable[[Trainer], Any]) -> None:
         self.batches: list[int] = [0]
         self.validations: list[tuple[int, int]] = []
-        self.validated = 0
         self.observe = observe
         self.observed: list[Any] = []
 
@@ -204,9 +189,6 @@ class Watch(Callback):
         if not trainer.sanity_checking:
             self.validations.append((trainer.current_epoch, trainer.global_step))
 
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self.validated += not trainer.sanity_checking
-
 
 class Outcome(NamedTuple):
     """What a training left behind; from ``observed`` on this rank's own."""
@@ -218,7 +200,6 @@ class Outcome(NamedTuple):
     metrics: dict[str, Tensor]
     observed: list[Any]
     warnings: list[str]
-    validated: int
 
 
 @contextmanager
@@ -258,7 +239,6 @@ def fit(
         {name: value.detach().clone() for name, value in trainer.callback_metrics.items()},
         watch.observed,
         [text for text in texts if text.startswith(("The ranks have", "After "))],
-        watch.validated,
     )
 
 
@@ -319,7 +299,6 @@ CASES: dict[str, Case] = {
     ),
     "tensor": Case(lambda batches: torch.stack(list(map(batch_at, range(batches)))), FIRST[3], EVERYTHING),
     "generator": Case(lambda batches: map(batch_at, range(batches)), FIRST[3], EVERYTHING),
-    "by index": Case(ByIndex, FIRST[3], EVERYTHING),
     "min_size": Case(together("min_size", sized, sized), PAIRS[2], EVERYTHING),
     "min_size, unsized": Case(together("min_size", unsized, sized), PAIRS[3], EVERYTHING),
     "cycled": Case(CYCLED, PAIRS[3], EVERYTHING),
@@ -333,11 +312,8 @@ CASES: dict[str, Case] = {
     "fetched in the step": Case(sized, FIRST[3], {"max_epochs": 2, "validate": True}, FetchesItself),
     "fetched in the step, unsized": Case(unsized, FIRST[2], {"max_epochs": 2, "validate": True}, FetchesItself),
     "of a data module": Case(sized, FIRST[2], BY_TWO, as_module=True),
-    "of a data module, cycled": Case(CYCLED, PAIRS[2], BY_TWO, as_module=True),
     "in two fits": Case(sized, FIRST[2], {"max_epochs": 2}, fits=2),
     "in two fits, together": Case(MAX_SIZE, PAIRS[2], {"max_epochs": 2}, fits=2),
-    "in two fits, unsized": Case(unsized, FIRST[2], {"max_epochs": 2}, fits=2),
-    "validated by both": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(sized, (3, 1))),
     "validated by one": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(sized, (0, 3))),
     "validated by one, unsized": Case(sized, FIVE, OFTEN, ValidatesAlone, validation=(unsized, (3, 0))),
 }
@@ -358,7 +334,7 @@ def train_case(strategy: str, case: Case) -> list[Outcome]:
         of_validation, lengths = case.validation
         validation = of_validation(max(lengths) if is_oracle else lengths[dist.get_rank()])
     make = case.oracle if is_oracle and case.oracle is not None else case.make
-    data = Module(make, own) if case.as_module else make(*own)
+    data = Module(make(*own)) if case.as_module else make(*own)
     outcomes = [fit(strategy, data, module, validation, **arguments) for _ in range(case.fits)]
     if case.as_module:
         assert module.steps == 6
@@ -404,6 +380,8 @@ def use_loaders() -> dict[str, bool]:
 
         found[f"{make.__name__}, in use"] = all(fit("zero1", loader, observe=look).observed[0])
         found[f"{make.__name__}, later"] = [*map(len, loader)] == [4] * own[0]
+        validated = fit("zero1", loader, validation=loader, max_epochs=2, val_check_interval=2)
+        found[f"{make.__name__}, validated on"] = validated.batches == [0, 3, 3]
         together = CombinedLoader({"one": loader, "other": other}, "max_size_cycle")
         with pytest.raises(KeyError):
             fit("zero1", together, Failing())
@@ -413,7 +391,7 @@ def use_loaders() -> dict[str, bool]:
 
 def test_the_users_loaders_stay_what_they_were(pool: RankPool) -> None:
     for found in pool.run(2, use_loaders, timeout=TIMEOUT):
-        assert len(found) == 6 and all(found.values()), found
+        assert len(found) == 8 and all(found.values()), found
 
 
 def sparse_rank(make: Callable[..., Any], allow: bool) -> tuple[str, list[int]]:
@@ -453,20 +431,3 @@ def test_equal_lengths_cost_nothing_per_batch(pool: RankPool) -> None:
     # One message with all that the ranks tell each other; where the end is unknown, each batch asks for one more.
     assert per_batch(sized) == 1
     assert per_batch(unsized) == 2
-
-
-def train_and_validate_on_the_same() -> list[tuple[list[int], int]]:
-    found = []
-    for make in (sized, unsized):
-        loader = make(*FIRST[2][dist.get_rank()])
-        outcome = fit("zero1", loader, validation=loader, max_epochs=2, val_check_interval=2)
-        found.append((outcome.batches, outcome.validated))
-    return found
-
-
-def test_one_loader_may_serve_training_and_validation(pool: RankPool) -> None:
-    of_ranks = pool.run(2, train_and_validate_on_the_same, timeout=TIMEOUT)
-    for results in zip(*of_ranks, strict=True):
-        assert [batches for batches, _ in results] == [[0, 3, 3]] * 2
-        # Every rank validates on the same number, or on all that it has.
-        assert {validated for _, validated in results} in ({6}, {6, 10})

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import in_storage_order, replace_leaves
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, SavedTensor, split_bounds
 from lightning_parstrat.distributed.zero1.state import grouped_parameters
 

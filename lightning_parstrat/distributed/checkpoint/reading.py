@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import Leaf, leaves, replace_leaves
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.folder import (
     METADATA,
     OF_ANOTHER_JOB,

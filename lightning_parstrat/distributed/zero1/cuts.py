@@ -1,61 +1,38 @@
 """Which elements of a parameter in a bucket each rank keeps the state of, for checkpoints that all ranks write."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import in_storage_order
 from lightning_parstrat.distributed.zero1.buckets import ParameterSlot
 from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS
 
 
-class CutInBucket:
-    """A parameter in a bucket: every rank has all of it, and the state of its shard.
+def cuts_in_buckets(slots: Mapping[Tensor, ParameterSlot]) -> dict[Tensor, Cut]:
+    """How parameters are cut that lie in buckets: every rank has all of them, and the state of its shard."""
+    return {parameter: _cut(slot) for parameter, slot in slots.items()}
 
-    Args:
-        slot: Its place.
-    """
 
-    def __init__(self, slot: ParameterSlot) -> None:
-        self._slot = slot
-        self.key: Hashable = id(slot.bucket)
-        self.bounds: Sequence[int] = slot.bucket.layout.bounds
-        self.offset, self.numel = slot.place.offset, slot.place.numel
-        self.shape: Sequence[int] = slot.parameter.shape
-        self.strides: Sequence[int] = slot.strides
+def _cut(slot: ParameterSlot) -> Cut:
+    place, own = slot.place, None if slot.shard_slice is None else slot.shard_slice.elements
 
-    @property
-    def own(self) -> slice | None:
-        """The elements of its state that this rank keeps; None where it keeps none."""
-        return None if self._slot.shard_slice is None else self._slot.shard_slice.elements
+    def of_parameter(elements: slice) -> Tensor:
+        return slot.storage_order(slot.parameter.detach())[elements]
 
-    def of_parameter(self, elements: slice) -> Tensor:
-        """Elements of the parameter, 1-D."""
-        return self._slot.storage_order(self._slot.parameter.detach())[elements]
-
-    def of_state(self, optimizer: Optimizer, entry: str, elements: slice) -> Tensor | None:
-        """Elements of an entry of its state that this rank keeps, 1-D; None where it has no such entry."""
-        shard, own = self._slot.shard, self.own
+    def of_state(optimizer: Optimizer, entry: str, elements: slice) -> Tensor | None:
+        shard = slot.shard
         if shard is None or own is None:
             raise AssertionError("a part of a state was asked for on a rank that owns nothing of it")
-        of_shard: Mapping[str, Any] = (
-            {MASTER_WEIGHTS: shard} if entry == MASTER_WEIGHTS else optimizer.state.get(shard, {})
-        )
-        value: Tensor | None = of_shard.get(entry)
-        return (
-            None
-            if value is None
-            else in_storage_order(value.detach())[elements.start - own.start :][: _length(elements)]
-        )
+        of_shard: Mapping[str, Any] = optimizer.state.get(shard, {})
+        value: Tensor | None = shard if entry == MASTER_WEIGHTS else of_shard.get(entry)
+        if value is None:
+            return None
+        return in_storage_order(value.detach())[elements.start - own.start : elements.stop - own.start]
 
-
-def cuts_in_buckets(slots: Mapping[Tensor, ParameterSlot]) -> dict[Tensor, CutInBucket]:
-    """How parameters are cut that lie in buckets."""
-    return {parameter: CutInBucket(slot) for parameter, slot in slots.items()}
-
-
-def _length(elements: slice) -> int:
-    length: int = elements.stop - elements.start
-    return length
+    bounds = slot.bucket.layout.bounds
+    shape = slot.parameter.shape
+    return Cut(id(slot.bucket), bounds, place.offset, place.numel, shape, slot.strides, own, of_parameter, of_state)

@@ -1,54 +1,42 @@
 """Which elements of a parameter each rank holds when FSDP2 has sharded it, for checkpoints that all ranks write."""
 
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.distributed.gradients.local_tensors import local
 
 
-class CutInRows:
-    """A parameter that is cut along its first dimension: in equal parts, but for the last ones, which may be empty.
+def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, Cut]:
+    """How parameters are cut along their first dimension over all ranks; others are left out. Not collective.
 
-    As its elements lie row by row, each part is one run of them.
-
-    Args:
-        parameter: Over all ranks, in their order; of the whole one's shape.
+    In equal parts, but for the last ones, which may be empty. As elements lie row by row, each part is one run of them.
     """
+    return {one: _cut(one) for one in parameters if isinstance(one, DTensor) and _is_cut_in_rows(one)}
 
-    def __init__(self, parameter: DTensor) -> None:
-        self._parameter = parameter
-        self.shape: Sequence[int] = parameter.shape
-        self.strides: Sequence[int] = parameter.stride()
-        self.offset, self.numel = 0, parameter.numel()
-        ranks, rows = parameter.device_mesh.size(), parameter.shape[0]
-        # As torch cuts; what is beyond the last row is no element.
-        length = -(-rows // ranks) * (self.numel // rows)
-        self.bounds: Sequence[int] = range(0, length * ranks + 1, length)
-        self.key: Hashable = self.bounds
-        begin = min(dist.get_rank() * length, self.numel)
-        self.own: slice | None = slice(begin, begin + local(parameter).numel())
 
-    def of_parameter(self, elements: slice) -> Tensor:
-        """Elements that this rank holds, 1-D."""
-        return self._here(self._parameter, elements)
+def _cut(parameter: DTensor) -> Cut:
+    ranks, rows, numel = parameter.device_mesh.size(), parameter.shape[0], parameter.numel()
+    # As torch cuts; what is beyond the last row is no element.
+    length = -(-rows // ranks) * (numel // rows)
+    bounds = range(0, length * ranks + 1, length)
+    begin = min(dist.get_rank() * length, numel)
+    own = slice(begin, begin + local(parameter).numel())
 
-    def of_state(self, optimizer: Optimizer, entry: str, elements: slice) -> Tensor | None:
-        """Elements of an entry of its state that this rank holds, 1-D; None where it has no such entry."""
-        value = optimizer.state.get(self._parameter, {}).get(entry)
-        return None if value is None else self._here(value, elements)
-
-    def _here(self, tensor: Tensor, elements: slice) -> Tensor:
-        begin = 0 if self.own is None else self.own.start
+    def here(tensor: Tensor, elements: slice) -> Tensor:
         return local(tensor.detach()).reshape(-1)[elements.start - begin : elements.stop - begin]
 
+    def of_state(optimizer: Optimizer, entry: str, elements: slice) -> Tensor | None:
+        value = optimizer.state.get(parameter, {}).get(entry)
+        return None if value is None else here(value, elements)
 
-def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, CutInRows]:
-    """How parameters are cut that are cut in rows over all ranks; others are left out. Not collective."""
-    return {one: CutInRows(one) for one in parameters if isinstance(one, DTensor) and _is_cut_in_rows(one)}
+    of_parameter = functools.partial(here, parameter)
+    return Cut(bounds, bounds, 0, numel, parameter.shape, parameter.stride(), own, of_parameter, of_state)
 
 
 def check_cut_in_rows(module: nn.Module) -> None:

@@ -7,9 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.comm.process_groups import process_groups
-from lightning_parstrat.distributed.zero3.cuts import CutInRows, check_cut_in_rows, cuts_in_rows
+from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows, cuts_in_rows
 from tests import devices
 from tests.pool import RankPool
 
@@ -30,8 +29,8 @@ def look(shape: tuple[int, ...]) -> tuple[slice, slice, list[float], list[float]
     check_cut_in_rows(module)
     weight = module.weight
     assert isinstance(weight, DTensor)
-    cut: Cut = CutInRows(weight)
-    assert list(cuts_in_rows([weight, torch.ones(3)])) == [weight]
+    ((cut_one, cut),) = cuts_in_rows([weight, torch.ones(3)]).items()
+    assert cut_one is weight
     assert cut.own is not None and tuple(cut.shape) == shape and cut.numel == weight.numel()
     rank = dist.get_rank()
     by_bounds = slice(min(cut.bounds[rank], cut.numel), min(cut.bounds[rank + 1], cut.numel))

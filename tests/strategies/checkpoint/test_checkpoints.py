@@ -24,26 +24,6 @@ def save_after_fit(path: str) -> None:
     run.trainer.save_checkpoint(path)
 
 
-def load_wrong_groups(path: str) -> str:
-    trainer = make_trainer(zero1())
-    try:
-        trainer.fit(zoo.BareParameters(), zoo.loader(8, 2), ckpt_path=path, weights_only=False)
-    except Exception as error:
-        return repr(error)
-    return "no error"
-
-
-def test_state_of_another_optimizer_is_refused(pool: RankPool, tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    pool.run(1, write, "convolutional", "single", "full", str(path))
-    checkpoint = load(path)
-    bare = zoo.BareParameters()
-    checkpoint["state_dict"] = bare.state_dict()
-    torch.save(checkpoint, path)
-    for message in pool.run(2, load_wrong_groups, str(path)):
-        assert "parameter groups of sizes" in message
-
-
 class Plan(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.names = trainer.strategy._engine.plan

@@ -84,6 +84,11 @@ def other_shape(checkpoint: dict[str, Any]) -> None:
     checkpoint["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(7, 3)
 
 
+def other_groups(checkpoint: dict[str, Any]) -> None:
+    groups = checkpoint["optimizer_states"][0]["param_groups"]
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
+
+
 def other_weights(checkpoint: dict[str, Any]) -> None:
     state = checkpoint["state_dict"]
     name = next(iter(state))
@@ -112,6 +117,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         changed(other_shape),
         r"'exp_avg' of shape \(7, 3\) for 'conv\.weight', which has shape \(6, 1, 3, 3\)",
     ),
+    "other groups": ("full", changed(other_groups), "parameter groups of sizes"),
     "other weights": ("full", changed(other_weights), r"Missing key\(s\) .*conv\.weight.*Unexpected .*renamed"),
     "a folder of others": (
         "full",

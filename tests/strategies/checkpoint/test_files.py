@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_parstrat.cli.main import main
-from lightning_parstrat.distributed.checkpoint import dcp, reading
+from lightning_parstrat.distributed.checkpoint import dcp
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
@@ -94,44 +94,35 @@ def save(strategy: str, path: str) -> None:
     train(READERS[strategy], make(strategy, "sharded")).trainer.save_checkpoint(path)
 
 
-def read_from_disk(path: str, strategy: str) -> tuple[int, int, list[Tensor]]:
-    """Bytes of elements that this rank reads, files whose sizes it asks for, and the weights it goes on from."""
-    nbytes, sizes = [0], [0]
-    resolve_tensor, size = dcp.RunsPlanner.resolve_tensor, reading._size
+def read_from_disk(path: str, strategy: str) -> tuple[int, list[Tensor]]:
+    """Bytes of elements that this rank asks for, and the weights it goes on from."""
+    nbytes, resolve_tensor = [0], dcp.RunsPlanner.resolve_tensor
 
-    def count_read(self: Any, item: Any) -> Tensor:
+    def count(self: Any, item: Any) -> Tensor:
         target = resolve_tensor(self, item)
         nbytes[0] += target.nbytes
         return target
 
-    def count_size(file: Path) -> Any:
-        sizes[0] += 1
-        return size(file)
-
     module = READERS[strategy]()
-    with (
-        mock.patch.object(dcp.RunsPlanner, "resolve_tensor", count_read),
-        mock.patch.object(reading, "_size", count_size),
-    ):
+    with mock.patch.object(dcp.RunsPlanner, "resolve_tensor", count):
         trainer = make_trainer(make(strategy), max_epochs=1, min_epochs=0)
         trainer.fit(module, zoo.loader(16, 4), ckpt_path=path, weights_only=True)
-    return nbytes[0], sizes[0], [whole(parameter.detach()) for parameter in module.parameters()]
+    return nbytes[0], [whole(parameter.detach()) for parameter in module.parameters()]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("tuned", 4), ("zero3", 2)])
-def test_the_ranks_together_read_a_checkpoint_once(pool: RankPool, tmp_path: Path, ranks: int, strategy: str) -> None:
+def test_no_two_ranks_ask_for_the_same_elements(pool: RankPool, tmp_path: Path, ranks: int, strategy: str) -> None:
     path = tmp_path / "a.ckpt"
     pool.run(3, save, strategy, str(path))
     of_ranks = pool.run(ranks, read_from_disk, str(path), strategy)
     elements = elements_of(path)
     total = sum(tensor.nbytes for tensor in elements.values())
-    assert sum(nbytes for nbytes, *_ in of_ranks) == total
-    # Each looks at the size of its share of the files.
-    assert [sizes for _, sizes, _ in of_ranks] == [len(range(rank, 3, ranks)) for rank in range(ranks)]
+    assert sum(nbytes for nbytes, _ in of_ranks) == total
+    # Each about as much, which is not exact for what is read as a whole.
+    assert max(nbytes for nbytes, _ in of_ranks) < 1.5 * total / ranks
     if strategy == "zero3":
         stored = [elements[f"state_dict/net.{name}"] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
-        for nbytes, _, weights in of_ranks:
-            assert 0.4 * total < nbytes < 0.6 * total
+        for _, weights in of_ranks:
             assert_same([weight.reshape(-1) for weight in weights], stored)
 
 

@@ -154,7 +154,7 @@ def test_among_other_ranks_every_sample_that_is_left_comes_once(
     trained = pool.run(before, until, str(tmp_path), names, 3, timeout=200)
     rest = pool.run(after, goes_on, str(tmp_path), names, timeout=200)
     # Which ones come more than once, a single process knows.
-    (alone,) = pool.run(1, whole_epochs, names)
+    (alone,) = pool.run(1, whole_epochs, names, timeout=200)
     for name in names:
         assert len({len(of_rank[name]) for of_rank in rest}) == 1
         counts = Counter(ids([of_rank[name] for of_rank in (*trained, *rest)]))
