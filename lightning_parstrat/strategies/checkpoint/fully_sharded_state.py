@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
+from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, grouped_parameters

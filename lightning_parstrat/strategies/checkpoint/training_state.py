@@ -8,8 +8,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import replace_leaves, with_own_storage
-from lightning_parstrat.distributed.checkpoint.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, TensorSource, placeholder
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.zero1.buckets import ParameterSlot
