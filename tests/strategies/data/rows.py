@@ -401,9 +401,9 @@ DETERMINISTIC: dict[str, Row] = {
 }
 QUICK = {name: row._replace(after=(1, 5)) for name, row in QUICK.items()}
 # Under DDP ranks with different numbers of batches wait for each other forever. All batches of rows alike are too many:
-# every fourth, of each row others.
+# every sixth, of each row others.
 ROWS = {
-    name: row._replace(kind=KINDS[number % 2 if "uneven" not in name else 0], after=range(1 + number % 4, 999, 4))
+    name: row._replace(kind=KINDS[number % 2 if "uneven" not in name else 0], after=range(1 + number % 6, 999, 6))
     for number, (name, row) in enumerate({**SAMPLERS, **TOGETHER, **ARGUMENTS, **STATEFUL}.items())
 }
 ROWS |= {**QUICK, **HOOKS, **UNSIZED, **STATEFUL_HOOKS, **THREE, **DETERMINISTIC}
