@@ -18,13 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
 from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_or_none, from_first_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.reducers import (
-    Wrap,
-    exchange_reducer,
-    not_made,
-    reason_to_keep_reducer,
-    sent_by,
-)
+from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, not_made, reason_to_keep, sent_by
 from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
@@ -89,7 +83,7 @@ class BucketTuner:
             return "there are sparse gradients, which travel by themselves"
         if len(self._sent) < 2:
             return "there are fewer than two parameters"
-        return reason_to_keep_reducer(self._ddp)
+        return reason_to_keep(self._ddp)
 
     def begin_forward(self) -> None:
         """Call before every forward of a training step. May change the buckets."""

@@ -30,7 +30,7 @@ def sent_by(ddp: DistributedDataParallel) -> dict[Tensor, bool]:
     return sent
 
 
-def reason_to_keep_reducer(ddp: DistributedDataParallel) -> str | None:
+def reason_to_keep(ddp: DistributedDataParallel) -> str | None:
     """Why the wrapper cannot be given another reducer; None if it can."""
     if sends_when_compiled(ddp):
         return "torch.compile sends gradients by itself"

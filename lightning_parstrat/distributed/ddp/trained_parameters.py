@@ -35,7 +35,7 @@ from lightning_parstrat.distributed.ddp.reducers import (
     Wrap,
     exchange_reducer,
     not_made,
-    reason_to_keep_reducer,
+    reason_to_keep,
     sent_by,
     trainable,
 )
@@ -256,7 +256,7 @@ class TrainedParameters:
 
     def _exchange(self, wanted: Collection[Tensor]) -> bool:
         ddp = self._ddp
-        if self._wrap is None or reason_to_keep_reducer(ddp) is not None:
+        if self._wrap is None or reason_to_keep(ddp) is not None:
             # Every step is right all the same, and takes longer.
             return False
         with trainable(wanted, ddp.module.parameters()):
