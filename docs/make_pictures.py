@@ -1,10 +1,12 @@
-"""Draws the timelines of a step that the pages on how the strategies work show.
+"""Draws the pictures of README.md and of the pages on how the strategies work.
 
     python docs/make_pictures.py [folder]
 
-Nothing is measured here: a step of a small model is played through by a cost model of a latency and a time per byte.
+Nothing is measured here. Timelines show a step of a small model under a cost model: a latency, and a time per byte.
+Bars show the result files of the benchmarks.
 """
 
+import json
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,6 +18,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 MIB = 2**20
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 
 
 class Wire(NamedTuple):
@@ -206,6 +209,36 @@ def draw_timeline(axes: Any, timeline: Timeline) -> None:
     axes.set_axisbelow(True)
 
 
+def draw_bars(title: str, unit: str, bars: dict[str, float], path: Path) -> None:
+    """Draws horizontal bars with their numbers. Those of this package are in color."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(7, 0.36 * len(bars) + 0.5), layout="constrained", facecolor="white")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        colors = [COLORS[0] if name.endswith("_custom") else "#9aa3b2" for name in bars]
+        drawn = axes.barh(list(bars), list(bars.values()), color=colors, height=0.68)
+        axes.bar_label(drawn, [f"{value:.3g} {unit}" for value in bars.values()], padding=4)
+        axes.set_title(title, loc="left", fontweight="bold", fontsize=10.5)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def draw_results(folder: Path) -> None:
+    """Draws what was measured: memory of a rank, and step times of several programs."""
+    memory = json.loads((RESULTS / "memory.json").read_text())["memory"]
+    peaks = {name: memory[name]["peak_growth"] / 10**6 for name in ("ddp", "zero1_custom")}
+    draw_bars("Peak memory of a rank of two, with activations", "MB", peaks, folder / "memory_of_a_rank.svg")
+    times = json.loads((RESULTS / "step_time_peers_1gbit.json").read_text())["step_time"]
+    names = {"ddp": "ddp", "ddp+zero_redundancy": "ddp, ZeroRedundancyOptimizer", "fsdp2": "FSDP2"}
+    medians = {label: times[name]["median"] for name, label in (*names.items(), ("zero1_custom", "zero1_custom"))}
+    title = "A step of two ranks on CPUs, over Gloo at 1 Gbit/s"
+    draw_bars(title, "s", medians, folder / "step_time_beside_others.svg")
+
+
 def main(folder: Path) -> None:
     """Draws every picture into ``folder``."""
     draw([ddp_step(), zero1_step()], folder / "zero1_step.svg")
@@ -216,6 +249,7 @@ def main(folder: Path) -> None:
     small = [*range(2, len(nbytes), 2), len(nbytes)]
     buckets = {"torch's default": default_stops(nbytes), "4 MiB": small}
     draw([ddp_buckets(title, stops, nbytes, ready) for title, stops in buckets.items()], folder / "ddp_buckets.svg")
+    draw_results(folder)
 
 
 if __name__ == "__main__":
