@@ -103,10 +103,11 @@ gpu-wheels: install  ## collect the package and what it needs beside torch, for 
 		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
 	@size=$$(du -sm $(GPU_WHEELS) | cut -f1); echo "$(GPU_WHEELS): $$size MiB"; test $$size -le $(GPU_WHEELS_MAX_MB)
 
-lint: install  ## ruff and mypy
+lint: install  ## ruff, mypy, and a check of the pages' English
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy
+	$(RUN) tests.plain_english
 
 format: install  ## let ruff rewrite the sources
 	$(RUN) ruff check --fix .
