@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_parstrat"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKING = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
-LONGEST_README = 150
+LONGEST_README, LONGEST_PAGE = 150, 200
 
 
 class Block(NamedTuple):
@@ -145,8 +145,9 @@ def test_links_lead_somewhere() -> None:
         assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}"
 
 
-def test_the_readme_is_one_page() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
+def test_pages_are_short() -> None:
+    readme, *pages = [len(page.read_text().splitlines()) for page in PAGES]
+    assert readme <= LONGEST_README and max(pages) <= LONGEST_PAGE
 
 
 def rows_with_step_times() -> Iterator[tuple[str, str]]:
