@@ -211,8 +211,9 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             rank_zero_info(line)
 
     def _note_step(self) -> None:
-        if self._engine is not None and self._meter is not None:
-            self._meter.note(self._training_module.trainer.global_step, self._engine.traffic)
+        module = self.lightning_module
+        if self._engine is not None and self._meter is not None and module is not None:
+            self._meter.note(module.trainer.global_step, self._engine.traffic)
 
     def _prepare_for_users_of_gradients(self) -> None:
         if self._engine is None:

@@ -82,6 +82,7 @@ class Accumulation(Part):
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._loss_weight: Any = None
         self._loss_hook: RemovableHandle | None = None
+        self._number = 1
         self._skipped_steps = 0
         self._schedulers = HeldSchedulers()
 
@@ -105,6 +106,7 @@ class Accumulation(Part):
         """Lets the precision plugin clip gradients wherever they are. Collective."""
         warn_of_untried_versions()
         self._end_fit()
+        self._number = self._ranks.number
         self._window, self._weights = AccumulationWindow(), LossWeights(self._ranks.messages)
         self.scale, self._skipped_steps = None, 0
         self.said.clear()
@@ -207,7 +209,7 @@ class Accumulation(Part):
 
         Alone, a rank may return None from ``training_step``; among others Lightning refuses it.
         """
-        waits = self._window.backwards and self.scale is None and not self.accumulates
+        waits = self.scale is None and not self.accumulates and self._window.backwards
         if waits and self._module.automatic_optimization:
             self.scale = _Once(self._scale_of_window)
             self._hooks.reduce_local()
@@ -220,7 +222,7 @@ class Accumulation(Part):
 
     def _scale_of_window(self) -> float:
         """What makes the window's mean of the sum of its gradients over ranks. Collective where losses have weights."""
-        accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._ranks.number
+        accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._number
         # All ranks must count alike, and draw equally many batches; alone, one knows for how many it was called.
         micro_batches = self._window.backwards if number == 1 else self._window.micro_batches
         if self._weights is not None and self._weights.used:
@@ -251,8 +253,8 @@ class Accumulation(Part):
     def factor_of_mean(self) -> float:
         """What makes the window's mean of the mean over ranks. Collective if losses have weights."""
         # Exactly 1 where nothing is to be done, which a product may miss.
-        is_mean = self.scale is None or self.scale() == 1.0 / self._ranks.number
-        return 1.0 if self.scale is None or is_mean else self.scale() * self._ranks.number
+        is_mean = self.scale is None or self.scale() == 1.0 / self._number
+        return 1.0 if self.scale is None or is_mean else self.scale() * self._number
 
     @contextmanager
     def block(self) -> Generator[None, None, None]:
@@ -275,7 +277,7 @@ class Accumulation(Part):
             *args: Passed on.
             **given: Passed on.
         """
-        if self._ranks.number > 1 and needs_closure(unwrapped(optimizer)):
+        if self._number > 1 and needs_closure(unwrapped(optimizer)):
             # It decides by the loss how far to go, and whether to ask again: the same on all ranks.
             closure = functools.partial(self._mean_loss, closure)
         try:

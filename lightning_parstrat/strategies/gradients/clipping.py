@@ -72,7 +72,7 @@ class GradientClipper:
         self.skipped_on_device: Tensor | None = None
         self.unscaled: set[Optimizer] = set()
         """Those whose gradients have been divided by the loss scale since the last backward."""
-        self._policy = policy
+        self._policy, self._p = policy, policy.p
         self._control = control
         self._optimizers = optimizers
         self._is_weightless = is_weightless
@@ -179,9 +179,9 @@ class GradientClipper:
 
     def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> GradientNorm:
         if self._policy.clip_scope == "optimizer":
-            return self._norm_of(gradients, self._policy.p)
+            return self._norm_of(gradients, self._p)
         if self._of_all is None:
-            self._of_all = self._norm_of(step_gradients(self.measured_with(optimizer)), self._policy.p)
+            self._of_all = self._norm_of(step_gradients(self.measured_with(optimizer)), self._p)
         return replace(self._of_all)
 
     def _norm_of(self, gradients: StepGradients, norm_type: float) -> GradientNorm:
