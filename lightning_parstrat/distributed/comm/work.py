@@ -119,14 +119,11 @@ class Exchange:
         self._running: threading.Lock | None = None
         self.in_flight: Work | None = DONE
         """What is waited for next; None at the end."""
+        self.has_ended = False
+        """Whether there is nothing left to do, as all is done or something has failed."""
         self.go_on()
         if self._error is not None:
             raise self._error
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is nothing left to do, as all is done or something has failed."""
-        return self.in_flight is None or self._error is not None
 
     def go_on(self) -> None:
         """Waits for what was launched last, and takes the next step. Whoever waits gets its error."""
@@ -135,10 +132,10 @@ class Exchange:
                 self.in_flight.wait()
             self.in_flight = next(self._steps)
         except StopIteration as ended:
-            self.in_flight, self._result = None, ended.value
+            self.in_flight, self._result, self.has_ended = None, ended.value, True
         except Exception as error:
             # What is in flight stays: its memory must outlive it.
-            self._error = error
+            self._error, self.has_ended = error, True
 
     def hand_over(self) -> None:
         """Has threads complete it, and let go of its memory, while nobody waits."""

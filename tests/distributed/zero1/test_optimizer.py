@@ -128,25 +128,6 @@ def test_the_size_of_the_state_is_known_before() -> None:
         assert state_bytes_per_parameter_byte(make(linear().parameters())) == expected
 
 
-def traded_data(bucket_cap_mb: float) -> None:
-    module = nn.ModuleList([linear(), linear()])
-    optimizer = sgd(module.parameters())
-    engine = make_engine(module, optimizer, bucket_cap_mb=bucket_cap_mb)
-    first, second = module[0].weight, module[1].weight
-    first.data, second.data = second.data, first.data
-    backward(engine, loss_of(module[0]) + loss_of(module[1]))
-    optimizer.step()
-    saved = engine.with_own_storage(dict(module.named_parameters()))
-    engine.close()
-    for tensor in (*saved.values(), *module.parameters()):
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_parameters_that_traded_data_get_ordinary_storage_too(pool: RankPool) -> None:
-    for bucket_cap_mb in (1.0, 1e-6):
-        pool.run(2, traded_data, bucket_cap_mb)
-
-
 class Sized(NamedTuple):
     """What is looked at of a bucket to find out how many are stepped by one call."""
 
