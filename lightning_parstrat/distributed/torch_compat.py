@@ -164,10 +164,10 @@ call_after_backward: Callable[[Callable[[], None]], None] = cast(
 """Has its argument called when the backward that is running ends."""
 
 
-def last_gradient_hooks(parameters: Iterable[Tensor]) -> list[int | None]:
-    """The ids of the hooks that were the last to be registered for the parameters' accumulated gradients."""
-    hooks: list[dict[int, Any] | None] = [cast(Any, parameter)._post_accumulate_grad_hooks for parameter in parameters]
-    return [next(reversed(of_one)) if of_one else None for of_one in hooks]
+accumulated_gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The hooks for a parameter's accumulated gradient, by their ids, in the order in which they were registered."""
 
 
 def gradient_hooks(parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
@@ -522,9 +522,8 @@ def mark_as_wrapped(step: Callable[..., Any]) -> None:
     cast(Any, step)._wrapped_by_lr_sched = True
 
 
-def note_step_called(optimizer: Optimizer) -> None:
-    """Tells schedulers that the optimizer has stepped, as their wrapper would."""
-    cast(Any, optimizer)._opt_called = True
+note_step_called: Callable[[Optimizer], None] = operator.methodcaller("__setattr__", "_opt_called", True)
+"""Tells schedulers that the optimizer has stepped, as their wrapper would."""
 
 
 def unscales_in_step(optimizer: Optimizer) -> bool:

@@ -74,7 +74,7 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     return StepGradients(
         stepped=own + replicated,
         counted=(own if counts_own else []) + (replicated if counts_replicated else []),
-        dtype=accumulation_dtype(parameter.dtype for parameter in parameters),
+        dtype=accumulation_dtype([parameter.dtype for parameter in parameters]),
         device=parameters[0].device if parameters else torch.device("cpu"),
         collectives=collectives,
     )

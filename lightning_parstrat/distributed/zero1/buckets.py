@@ -206,6 +206,23 @@ class GradientBucket:
             copy_all(places, gradients)
         return buffer
 
+    def room_for_sum(self, buffer: Tensor, exposes: bool, sends_nothing: bool) -> tuple[Tensor, Tensor | None]:
+        """Where the shard of the sum of ``buffer`` goes, and of what it is a part if it is to be exposed.
+
+        Args:
+            buffer: Packed gradients.
+            exposes: Whether it is to be exposed.
+            sends_nothing: Whether what was packed is the sum.
+        """
+        kept_in = self.dtype if exposes else self.sum_dtype if self.is_partial else self.shard_dtype
+        if sends_nothing and buffer.dtype == kept_in:
+            return self.shard_of(buffer), buffer if exposes else None
+        if not exposes:
+            return buffer.new_empty(self.shard_numel, dtype=kept_in), None
+        # The shard lies where the all-gather wants it, so that exposing it copies nothing.
+        unsharded = torch.empty_like(buffer, dtype=kept_in)
+        return self.shard_of(unsharded), unsharded
+
     def attach_exposed_gradients(self) -> None:
         """Takes over what users have made of ``param.grad``; here that is where gradients are."""
 

@@ -35,7 +35,11 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.control_messages import ControlMessage, ControlMessages
 from lightning_parstrat.distributed.comm.liveness import NoCollectivesError
 from lightning_parstrat.distributed.comm.work import Arrivals, Streams, Work, marked
-from lightning_parstrat.distributed.torch_compat import call_after_backward, current_graph_task_id, last_gradient_hooks
+from lightning_parstrat.distributed.torch_compat import (
+    accumulated_gradient_hooks,
+    call_after_backward,
+    current_graph_task_id,
+)
 from lightning_parstrat.distributed.zero1.buckets import (
     GradientBucket,
     ParameterSlot,
@@ -360,32 +364,19 @@ class GradientReducer:
             # A sum over ranks overflows in float16 where the mean does not.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
-        shard, unsharded = self._room(bucket, buffer, shown is not ShownMean.ABSENT)
+        shard, unsharded = bucket.room_for_sum(buffer, shown is not ShownMean.ABSENT, self.collectives.sends_nothing)
         work = self.collectives.reduce_scatter(buffer, shard, bucket.layout.bounds)
         return _Reduction(bucket, shard, unsharded, work, applied, shown, scale, backward, self._streams.current())
-
-    def _room(self, bucket: GradientBucket, buffer: Tensor, exposes: bool) -> tuple[Tensor, Tensor | None]:
-        """Where the shard of the sum of ``buffer`` goes, and of what it is a part where it is to be exposed."""
-        kept_in = bucket.dtype if exposes else bucket.sum_dtype if bucket.is_partial else bucket.shard_dtype
-        if self.collectives.sends_nothing and buffer.dtype == kept_in:
-            # What was packed is the sum.
-            return bucket.shard_of(buffer), buffer if exposes else None
-        if not exposes:
-            return buffer.new_empty(bucket.shard_numel, dtype=kept_in), None
-        # The shard lies where the all-gather wants it, so that exposing it copies nothing.
-        unsharded = torch.empty_like(buffer, dtype=kept_in)
-        return bucket.shard_of(unsharded), unsharded
 
     def _hold_back(self) -> None:
         waiting = self._not_waited_for
         # Only who waits for a work makes it let go of its buffers.
         while waiting and (waiting[0].work.is_completed() or len(waiting) == self.max_inflight):
-            with marked("zero1_custom: hold backward back, max_inflight_buckets"):
-                self._wait(waiting.popleft())
+            self._wait(waiting.popleft(), "zero1_custom: hold backward back, max_inflight_buckets")
 
-    def _wait(self, reduction: _Reduction) -> None:
+    def _wait(self, reduction: _Reduction, mark: str) -> None:
         # What has been waited for lets go of its memory, which then is that stream's again.
-        with self._streams.on(reduction.stream):
+        with marked(mark), self._streams.on(reduction.stream):
             self.collectives.wait(reduction.work)
         if self._streams.current() != reduction.stream:
             self._streams.wait_for(reduction.stream)
@@ -413,8 +404,7 @@ class GradientReducer:
         # In the order of their launch, in which they arrive.
         for reduction in pending:
             bucket, scale = reduction.bucket, reduction.scale
-            with marked(f"zero1_custom: wait for gradients of bucket {bucket.index}"):
-                self._wait(reduction)
+            self._wait(reduction, f"zero1_custom: wait for gradients of bucket {bucket.index}")
             # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
             mean = 1.0 / self.collectives.world_size if scale is None or bucket.is_partial else scale()
             if mean != reduction.applied:
@@ -543,9 +533,9 @@ class GradientReducer:
     def _let_users_hooks_run_first(self) -> None:
         """Puts hooks that users have registered since before ours, which may take the gradient away."""
         slots = list(self._hooks)
-        last = last_gradient_hooks([slot.parameter for slot in slots])
-        for slot, hook, last_id in zip(slots, self._hooks.values(), last, strict=True):
-            if last_id != hook.id and last_id is not None:
+        registered = map(accumulated_gradient_hooks, [slot.parameter for slot in slots])
+        for slot, hook, ids in zip(slots, self._hooks.values(), registered, strict=True):
+            if ids and next(reversed(ids)) != hook.id:
                 hook.remove()
                 self._register_hook(slot)
 

@@ -368,8 +368,8 @@ class OptimizerSharding:
 
     def _make_ready(self, optimizer: Optimizer) -> "_KnownGroups":
         """Brings gradients and parameters to the shards; returns what is to be stepped."""
-        self.gatherer.finish()
         known = self._groups(optimizer)
+        self.gatherer.finish()
         if known.have_added:
             before = len(self.buckets)
             self.adopt_added_parameters()
