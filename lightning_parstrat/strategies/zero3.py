@@ -25,7 +25,7 @@ from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups, watching
 from lightning_parstrat.distributed.zero1.shardability import check_parameters
 from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows
-from lightning_parstrat.distributed.zero3.optimizers import check_optimizers
+from lightning_parstrat.distributed.zero3.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
 from lightning_parstrat.distributed.zero3.state import (
     gather_module_state,
@@ -208,7 +208,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             ValueError: One of them cannot step sharded parameters, or was made of parameters before these were sharded.
         """
         super().setup_optimizers(trainer)
-        check_optimizers(
+        prepare_optimizers(
             [one for one in map(unwrapped, self.optimizers) if not stands_for_none(one)], self._ranks.control
         )
 

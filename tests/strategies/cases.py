@@ -116,7 +116,6 @@ EXPOSED = {"expose_gradients": "auto"}
 MIXED = "mixed torch.Tensor and DTensor"
 FORGETS = "torch forgets what is assigned to `data` of a shard"
 NEEDS_CLOSURE = "LBFGS cannot step sharded parameters: its `step` needs a closure"
-NEEDS_MATRICES = "cannot step sharded parameters: its update of an element looks at others"
 # Without the flag for unused parameters.
 WAITS = "DDP waits for them"
 CLIPPED_DOUBLE = {**CLIP, **DOUBLE}
@@ -154,9 +153,7 @@ CASES = {
     "rmsprop": Case(zoo.MLP, rmsprop, world_sizes=(3,)),
     "foreach": Case(zoo.Attention, foreach, world_sizes=(2, 3)),
     "fused": Case(zoo.Attention, fused, world_sizes=(2, 3)),
-    "adafactor, which looks at whole matrices": Case(
-        zoo.Convolutional, adafactor, world_sizes=(2, 3), zero3=NEEDS_MATRICES
-    ),
+    "adafactor, which looks at whole matrices": Case(zoo.Convolutional, adafactor, world_sizes=(2, 3)),
     # Clipping and accumulation.
     "clip by norm": Case(zoo.MLP, trainer=CLIP),
     "clip by value": Case(zoo.MLP, trainer={"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),
@@ -248,8 +245,8 @@ CASES = {
     "users' hooks": Case(odd.WithHooks, oracle="ddp"),
     # Optimizers that look at whole matrices, or at everything.
     # In double precision: Muon rounds gradients to bf16, where the order of a sum in fp32 may decide.
-    "muon": Case(odd.Matrices, muon, oracle="ddp", trainer=DOUBLE, tolerance=FP64, zero3=NEEDS_MATRICES),
-    "adafactor, clipped": Case(zoo.Convolutional, adafactor, trainer={**DOUBLE, **CLIP}, tolerance=FP64, zero3=None),
+    "muon": Case(odd.Matrices, muon, oracle="ddp", trainer=DOUBLE, tolerance=FP64),
+    "adafactor, clipped": Case(zoo.Convolutional, adafactor, trainer={**DOUBLE, **CLIP}, tolerance=FP64),
     "no torch optimizer": Case(zoo.MLP, odd_optimizers.OddOptimizer, oracle="ddp"),
     "globally scaled": Case(zoo.MLP, odd_optimizers.GloballyScaled, trainer=CLIP),
     "keeps its own list": Case(zoo.Unused, odd_optimizers.KeepsItsOwnList, ddp_tuned=WAITS),

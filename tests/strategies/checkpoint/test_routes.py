@@ -47,8 +47,6 @@ class Route(NamedTuple):
             return False
         if self.target in stock and self.form not in ("full", "consolidated"):
             return False
-        if self.module == "adafactor" and any(name.startswith("zero3") for name in (self.source, self.target)):
-            return False
         # DDP does not average what was frozen when it began.
         if self.module == "unfrozen" and "ddp" in (self.source, self.target):
             return False
@@ -247,8 +245,7 @@ def resave(module: str, strategy: str, form: str, source: str, target: str) -> N
 
 JOURNEYS = {
     "full": "zero1 full 2, ddp full 2, zero1 full 3, ddp full 4, zero1 full 1, single full 1, zero1 full 2",
-    "sharded": "zero1 sharded 2, zero1 sharded 4, zero1 full 1, zero1 async 3, tuned sharded 2",
-    "rows": "zero1 sharded 2, zero3 sharded 3, zero3 full 2",
+    "sharded": "zero1 sharded 2, zero1 sharded 4, zero1 full 1, zero1 async 3, tuned sharded 2, zero3 sharded 3",
     "groups": "grouped sharded 4, zero1 sharded 3, grouped full 4, zero1 full 1, grouped sharded 6, grouped full 2",
 }
 """Strategies, formats and numbers of ranks, one after the other."""
