@@ -1,7 +1,6 @@
 """What README.md and docs/ say: code runs, commands exist, links lead somewhere, numbers are those measured."""
 
 import ast
-import itertools
 import json
 import re
 import shlex
@@ -183,28 +182,25 @@ def test_differences_of_unfrozen_layers_are_those_of_the_result_file() -> None:
         assert f"| `{strategy}` | 0 | {number} |" in page
 
 
+MEMORY = re.compile(r"^(.*)\n\n\|(.*1B, 8 ranks.*)\|\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
+"""A table of memory: what comes before it, its header, its rows."""
+
+
 def test_memory_by_strategy_is_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([\d.| ]+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE)
-    shown = {name: [float(cell) for cell in cells.split("|")] for name, cells in rows}
-    for column, (size, ranks) in enumerate(itertools.product(("1B", "7B"), ("8", "64"))):
-        main(
-            [
-                "plan",
-                "--parameters",
-                size,
-                "--world-size",
-                ranks,
-                "--devices-per-node",
-                "8",
-                "--accumulate",
-                "4",
-                "--json",
-            ]
-        )
-        planned = json.loads(capsys.readouterr().out)["estimates"]
-        assert [one["strategy"] for one in planned] == list(shown)
-        for one in planned:
-            assert shown[one["strategy"]][column] == pytest.approx(one["peak_bytes"] / 1e9, abs=0.0501), one
+    tables = [table for page in PAGES for table in MEMORY.findall(page.read_text())]
+    assert len(tables) == 3
+    for before, header, body in tables:
+        precision = re.search(r'"([\w-]+)"', before)
+        rows = {row.split("`")[1]: re.findall(r"\| ([\d.]+)(?= \|)", row) for row in body.splitlines()}
+        for column, (size, ranks) in enumerate(re.findall(r"(\d+B), (\d+)", header)):
+            given = ["--world-size", ranks, "--precision", precision[1] if precision else "32-true"]
+            main(["plan", "--parameters", size, "--devices-per-node", "8", "--accumulate", "4", *given, "--json"])
+            planned = {
+                one["strategy"]: one["peak_bytes"] / 1e9 for one in json.loads(capsys.readouterr().out)["estimates"]
+            }
+            assert {name: float(row[column]) for name, row in rows.items()} == pytest.approx(planned, abs=0.0501), (
+                header
+            )
 
 
 def names_defined_in(path: Path) -> set[str]:
