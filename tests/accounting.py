@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lightning_parstrat.core.layout import BucketLayout, even_bounds, parts_of
 from lightning_parstrat.core.shard_groups import ShardGroups, piece_bounds
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 
 
 class StepTraffic(NamedTuple):

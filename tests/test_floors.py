@@ -21,11 +21,11 @@ FORBIDDEN = {
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
     "distributed": {
         "comm": (),
-        "zero1": ("comm",),
+        "engine": ("comm",),
         "ddp": ("comm",),
-        "gradients": ("comm", "zero1"),
-        "checkpoint": ("comm", "zero1"),
-        "zero3": ("comm", "zero1", "gradients"),
+        "gradients": ("comm", "engine"),
+        "checkpoint": ("comm", "engine"),
+        "fsdp": ("comm", "engine", "gradients"),
     },
     "strategies": {
         "launch": (),
@@ -192,7 +192,7 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 
 
 BREACHES = [
-    ("core/a.py", "import lightning_parstrat.distributed.zero1.engine", "distributed lies above core"),
+    ("core/a.py", "import lightning_parstrat.distributed.engine.engine", "distributed lies above core"),
     ("core/a.py", "from lightning_parstrat import ZeRO1Strategy", "the package itself lies above core"),
     ("core/a.py", "import torch\nrank = torch.distributed.get_rank()", "core must not know of torch.distributed"),
     ("distributed/a.py", "from pytorch_lightning import Trainer", "distributed must not know of pytorch_lightning"),

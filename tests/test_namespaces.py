@@ -96,7 +96,7 @@ def test_names_of_modules_are_renamed_and_no_others() -> None:
         "lightning.fabric.plugins": "lightning_fabric.plugins",
         "lightning_parstrat.strategies.zero1": "lightning_parstrat.pytorch_lightning.strategies.zero1",
     }
-    same = ("lightning_parstrat.distributed.zero1", "lightning.pytorch_tools", "lightning", "pytorch")
+    same = ("lightning_parstrat.distributed.engine", "lightning.pytorch_tools", "lightning", "pytorch")
     assert {name: other_package.renamed(name) for name in (*names, *same)} == names | {name: name for name in same}
 
 

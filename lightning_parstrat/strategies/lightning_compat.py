@@ -115,8 +115,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_parstrat.distributed.engine.stepping import lend_methods
 from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
-from lightning_parstrat.distributed.zero1.stepping import lend_methods
 
 LIGHTNING_SEEN = ("2.6.0", "2.6.6")
 """The versions of Lightning that the names above were seen in, and the tests, or the quick ones, have run with."""

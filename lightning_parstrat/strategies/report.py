@@ -11,7 +11,7 @@ import torch
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
-from lightning_parstrat.distributed.zero1.summary import ShardingSummary
+from lightning_parstrat.distributed.engine.summary import ShardingSummary
 
 _STEPS_THAT_SETTLE = 3
 """The first steps allocate and plan buckets; they do not count."""

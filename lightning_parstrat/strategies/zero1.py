@@ -27,8 +27,8 @@ from lightning_parstrat.core.policy import (
 )
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
-from lightning_parstrat.distributed.zero1.gradient_order import GradientOrder
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.gradient_order import GradientOrder
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,

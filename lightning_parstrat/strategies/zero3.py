@@ -23,18 +23,18 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups, watching
-from lightning_parstrat.distributed.zero1.shardability import check_parameters
-from lightning_parstrat.distributed.zero3.cuts import check_cut_in_rows
-from lightning_parstrat.distributed.zero3.optimizers import prepare_optimizers
-from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
-from lightning_parstrat.distributed.zero3.state import (
+from lightning_parstrat.distributed.engine.shardability import check_parameters
+from lightning_parstrat.distributed.fsdp.cuts import check_cut_in_rows
+from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
+from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule, is_sharded_module
+from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     holds_shards,
     let_whole_states_be_loaded,
     shard_copy,
 )
-from lightning_parstrat.distributed.zero3.units import MIN_NUM_PARAMS
-from lightning_parstrat.distributed.zero3.whole import shown_whole
+from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
+from lightning_parstrat.distributed.fsdp.whole import shown_whole
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullyShardedState
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState

@@ -14,8 +14,8 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.comm.work import Work
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.gradients.clipping import gradient_norm, scale_to_norm, step_gradients
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 
 Log = list[tuple[str, int]]
 

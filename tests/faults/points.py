@@ -13,7 +13,7 @@ import torch
 from lightning_parstrat.distributed import durable_files
 from lightning_parstrat.distributed.checkpoint import dcp
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.zero1 import state
+from lightning_parstrat.distributed.engine import state
 from lightning_parstrat.strategies.checkpoint import checkpoints
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_parstrat.strategies.data.positions import LoaderPositions

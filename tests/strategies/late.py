@@ -24,8 +24,8 @@ from typing_extensions import override
 from lightning_parstrat import ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import Work
-from lightning_parstrat.distributed.zero1 import engine
-from lightning_parstrat.distributed.zero1.gatherer import InFlightParameter
+from lightning_parstrat.distributed.engine import engine
+from lightning_parstrat.distributed.engine.gatherer import InFlightParameter
 from tests.strategies.parity import zero1, zero3
 
 PAUSES = (0.0, 0.0, 0.002, 0.005)

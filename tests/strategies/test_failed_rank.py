@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _world
 
 from lightning_parstrat.distributed import torch_compat
 from lightning_parstrat.distributed.comm import liveness
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import zoo

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_parstrat.distributed.zero1.shardability import decide_sharding
+from lightning_parstrat.distributed.engine.shardability import decide_sharding
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo

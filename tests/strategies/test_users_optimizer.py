@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
-from lightning_parstrat.distributed.zero1.stepping import is_sharded
+from lightning_parstrat.distributed.engine.stepping import is_sharded
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat import ZeRO3Strategy
-from lightning_parstrat.distributed.zero3.sharded_module import DifferentModulesError
+from lightning_parstrat.distributed.fsdp.sharded_module import DifferentModulesError
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.slow import slow_unless

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, PairwiseCollectives
-from lightning_parstrat.distributed.zero1 import engine
+from lightning_parstrat.distributed.engine import engine
 from lightning_parstrat.strategies import zero3 as zero3_module
 from tests.comparing import assert_same
 from tests.pool import RankPool

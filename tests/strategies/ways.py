@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tensor_trees import leaves
-from lightning_parstrat.distributed.zero1.stepping import is_sharded, sharding_of
+from lightning_parstrat.distributed.engine.stepping import is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 from tests.strategies import zoo
 from tests.strategies.cases import CASES, EQUAL, KEPT_WHOLE, WAITS, Case

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import in_storage_order, replace_leaves
 from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, SavedTensor, split_bounds
-from lightning_parstrat.distributed.zero1.state import grouped_parameters
+from lightning_parstrat.distributed.engine.state import grouped_parameters
 
 _BYTES_WORTH_SPLITTING = 2**22
 

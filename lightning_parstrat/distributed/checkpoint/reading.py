@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.checkpoint.folder import (
 from lightning_parstrat.distributed.checkpoint.layout import Run
 from lightning_parstrat.distributed.checkpoint.pieces import source_of
 from lightning_parstrat.distributed.durable_files import recover
-from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, StateDict, grouped_parameters
+from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, OwnPart, StateDict, grouped_parameters
 
 _REMEDY = "Copy the entire folder again from where it was written, or resume from another checkpoint."
 

@@ -14,9 +14,9 @@ from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, 
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import marked
+from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import multiply_all, norm_all
-from lightning_parstrat.distributed.zero1.stepping import OptimizerSharding, is_sharded, sharding_of
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_
 from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
-from lightning_parstrat.distributed.zero1.state import check_shapes
+from lightning_parstrat.distributed.engine.state import check_shapes
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     CHECKPOINT_KEY,
     FORMAT,

@@ -12,10 +12,10 @@ from typing_extensions import override
 from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_for_state
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.zero1.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
-from lightning_parstrat.distributed.zero3.cuts import cuts_in_rows
-from lightning_parstrat.distributed.zero3.sharded_module import ShardedModule, is_sharded_module
-from lightning_parstrat.distributed.zero3.state import (
+from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
+from lightning_parstrat.distributed.fsdp.cuts import cuts_in_rows
+from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule, is_sharded_module
+from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     gather_optimizer_state,
     gather_rest,

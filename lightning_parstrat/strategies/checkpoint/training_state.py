@@ -12,10 +12,10 @@ from lightning_parstrat.core.cuts import Cut
 from lightning_parstrat.core.tensor_trees import replace_leaves, with_own_storage
 from lightning_parstrat.distributed.checkpoint.pieces import CheckpointPieces, TensorSource, placeholder
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
-from lightning_parstrat.distributed.zero1.buckets import ParameterSlot
-from lightning_parstrat.distributed.zero1.cuts import cuts_in_buckets
-from lightning_parstrat.distributed.zero1.state import StandIn, gather_state_dict
-from lightning_parstrat.distributed.zero1.stepping import OptimizerSharding, is_sharded, sharding_of
+from lightning_parstrat.distributed.engine.buckets import ParameterSlot
+from lightning_parstrat.distributed.engine.cuts import cuts_in_buckets
+from lightning_parstrat.distributed.engine.state import StandIn, gather_state_dict
+from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, is_sharded, sharding_of
 from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 

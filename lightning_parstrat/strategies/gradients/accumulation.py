@@ -20,9 +20,9 @@ from typing_extensions import override
 from lightning_parstrat.core.accumulation import AccumulationWindow, gradient_scale, weighted_gradient_scale
 from lightning_parstrat.core.policy import GradientPolicy
 from lightning_parstrat.core.wording import counted
+from lightning_parstrat.distributed.engine.reducer import GradientScale
+from lightning_parstrat.distributed.engine.stepping import needs_closure
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
-from lightning_parstrat.distributed.zero1.reducer import GradientScale
-from lightning_parstrat.distributed.zero1.stepping import needs_closure
 from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
     GradientNorm,

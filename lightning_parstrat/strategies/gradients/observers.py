@@ -10,8 +10,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 
+from lightning_parstrat.distributed.engine.stepping import refuse_step_of_class
 from lightning_parstrat.distributed.torch_compat import gradient_hooks, has_global_step_hooks, has_step_hooks
-from lightning_parstrat.distributed.zero1.stepping import refuse_step_of_class
 
 _OURS = "lightning_parstrat."
 _LIBRARIES = (

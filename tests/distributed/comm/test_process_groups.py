@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.comm.process_groups import (
     process_groups,
     subgroup,
 )
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.pool import RankPool
 
 

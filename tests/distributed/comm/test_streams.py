@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import Arrivals, CudaStreams, Streams, Work, streams_of
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from tests.distributed.engines import backward, make_engine
 from tests.pool import RankPool
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
 from lightning_parstrat.distributed.gradients.clipping import (
     clip_gradients_by_value,
     gradient_norm,
     scale_to_norm,
     step_gradients,
 )
-from lightning_parstrat.distributed.zero1.engine import ShardedDataParallel
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
 

@@ -1,0 +1,78 @@
+"""Compiled code reads parameters below ``__torch_function__``, where the read guard does not see it.
+
+So nothing is in flight while a compiler looks at code, and whatever a compiled part of the module holds is waited for
+before that part is called. A compiled function that reads parameters may be no part of the module: torch compiles it
+again if it finds a parameter in flight, whose class is another, and that is seen. If that repeats, parameters arrive
+within their steps. Code that compares no classes (``guard_filter_fn``) is not seen.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer, wait_for_parameters_in
+from lightning_parstrat.distributed.torch_compat import (
+    call_before_compiling,
+    compiled_call,
+    ignore_warnings_of_global_hooks,
+    looks_at_code,
+    set_compiled_call,
+    stop_calling_before_compiling,
+)
+
+_COMPILATIONS, _STEPS = 3, 16
+"""So many compilations within so many steps that find parameters in flight are no accident. torch gives up compiling a
+function anew after eight."""
+
+
+class CompiledCode:
+    """Waits for parameters before compiled code of ``module`` runs, or a compiler looks. Not collective.
+
+    Args:
+        module: Its parts may be compiled at any time.
+        gatherer: Gathers parameters.
+    """
+
+    def __init__(self, module: nn.Module, gatherer: ParameterGatherer) -> None:
+        self._module = module
+        self._gatherer = gatherer
+        self._calls: dict[nn.Module, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._found_in_flight: deque[int] = deque(maxlen=_COMPILATIONS)
+        self._wait_before_calls()
+        call_before_compiling(self._before_compiling)
+
+    def close(self) -> None:
+        """Leaves compiled parts as they were."""
+        stop_calling_before_compiling(self._before_compiling)
+        for part, (call, waiting) in self._calls.items():
+            # It may have been compiled once more since.
+            if compiled_call(part) is waiting:
+                set_compiled_call(part, call)
+        self._calls.clear()
+
+    def _before_compiling(self, occasion: object) -> None:
+        gatherer = self._gatherer
+        if gatherer.is_busy and looks_at_code(occasion) and gatherer.steps not in self._found_in_flight:
+            self._found_in_flight.append(gatherer.steps)
+            if len(self._found_in_flight) == _COMPILATIONS and gatherer.steps - self._found_in_flight[0] <= _STEPS:
+                gatherer.overlaps = False
+        gatherer.finish()
+        self._wait_before_calls()
+
+    def _wait_before_calls(self) -> None:
+        """Looks for parts that are compiled in place: those have no hook that runs before their compiled code."""
+        ignore_warnings_of_global_hooks(self._module)
+        for part in self._module.modules():
+            call = compiled_call(part)
+            if call is not None and (part not in self._calls or self._calls[part][1] is not call):
+                waiting = partial(_wait_and_call, part, call)
+                self._calls[part] = call, waiting
+                set_compiled_call(part, waiting)
+
+
+def _wait_and_call(part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    wait_for_parameters_in(part)
+    return call(*args, **kwargs)

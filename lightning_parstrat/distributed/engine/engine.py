@@ -1,0 +1,419 @@
+"""ZeRO-1 for a module and its optimizers: buckets, reducer, gatherer and sharded optimizers, put together.
+
+Every rank keeps all parameters, reduces gradients to the shard it owns, holds optimizer state and steps for that shard
+alone, and gathers what the others stepped. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered as in section 5.2.
+"""
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.layout import Partition, owned_bytes, parameter_bytes, parts_of
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.core.shard_groups import ShardGroups
+from lightning_parstrat.core.tensor_trees import with_own_storage
+from lightning_parstrat.core.topology import Node
+from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
+from lightning_parstrat.distributed.comm.backends import make_collectives
+from lightning_parstrat.distributed.comm.collectives import Collectives, Traffic
+from lightning_parstrat.distributed.comm.control_messages import ControlMessages
+from lightning_parstrat.distributed.comm.liveness import met
+from lightning_parstrat.distributed.comm.process_groups import ProcessGroups
+from lightning_parstrat.distributed.comm.work import streams_of
+from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.engine.compiled_code import CompiledCode
+from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.engine.gradient_order import fits
+from lightning_parstrat.distributed.engine.planning import BucketPlanner, Owners, trained_outside
+from lightning_parstrat.distributed.engine.reducer import GradientReducer, GradientScale
+from lightning_parstrat.distributed.engine.shardability import (
+    ShardingDecision,
+    check_parameters,
+    decide_sharding,
+    replicated_parameters,
+)
+from lightning_parstrat.distributed.engine.shown_gradients import full_gradients, show_full_gradients
+from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
+from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, sharding_of, unshard
+from lightning_parstrat.distributed.engine.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.torch_compat import (
+    is_compiled,
+    is_compiled_as_a_whole,
+    replays_captured_graphs,
+)
+
+
+class ShardedDataParallel:
+    """Shards the state of ``optimizers`` over all ranks, or over those of each shard group.
+
+    Creating it is collective: the ranks compare their plans. The module and the optimizers keep their identity; the
+    parameters' storage moves into buckets (peak: one bucket more), the optimizers' classes are swapped. Closing it
+    gives the parameters ordinary storage again.
+
+    What cannot be sharded trains as under DDP: optimizers that do not step each parameter alone, parameters that share
+    memory with others, and parameters in no optimizer, whose gradients are averaged and shown on every rank.
+
+    Args:
+        module: The module; its parameters are the same on all ranks (see :func:`broadcast_module`).
+        optimizers: Its optimizers.
+        policy: How to bucket and partition.
+        groups: The process groups.
+        node: This rank's; by default what its host is called.
+        plan: The plan of an earlier training of the same module, see :meth:`plan`.
+        messages: Carry flags of gradients; by default messages of its own.
+
+    Raises:
+        ValueError: Something cannot be sharded; the message says what and what to do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        policy: ShardingPolicy,
+        groups: ProcessGroups,
+        node: Node | None = None,
+        plan: Sequence[Sequence[str]] = (),
+        messages: ControlMessages | None = None,
+    ) -> None:
+        self.module = module
+        self.policy = policy
+        self.optimizers = list(optimizers)
+        # Optimizers of an earlier training of this object are sharded still, by buckets that are gone.
+        earlier = [unshard(optimizer) for optimizer in self.optimizers]
+        parameters = [parameter for optimizer in self.optimizers for parameter in grouped_parameters(optimizer)]
+        check_parameters(module, parameters)
+        if replays_captured_graphs(module):
+            raise ValueError(
+                "A part of the module replays a CUDA graph that was captured before the training, and would go on"
+                " reading parameters where they were then. zero1_custom puts them elsewhere: call"
+                " `torch.cuda.make_graphed_callables` in `on_train_start`, or train by `ddp`."
+            )
+        device = parameters[0].device if parameters else torch.device("cpu")
+        messages = messages or ControlMessages(make_collectives(groups.control, torch.device("cpu")))
+        control = messages.control
+        self.topology = topology_of_ranks(node or Node(socket.gethostname()), control)
+        shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
+        gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
+        if gradients.widens:
+            # They would be rounded, and then travel in fp32 all the same.
+            policy = self.policy = replace(policy, reduce_dtype=None)
+        self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
+        self.gatherer = ParameterGatherer(
+            make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
+        )
+        self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
+        self._kept_plan = plan
+        self._order: Sequence[Tensor] = ()
+        self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
+        self.sharded_optimizers = [
+            optimizer
+            for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
+            if decision.partition is not None
+        ]
+        self._shard_optimizers()
+        self.reducer.collectives.connect(device)
+        self.gatherer.collectives.connect(device, reduces=False)
+        for optimizer, state_dict in zip(self.optimizers, earlier, strict=True):
+            if state_dict is not None:
+                optimizer.load_state_dict(state_dict)
+        self._compiled_code = CompiledCode(module, self.gatherer)
+        # What parameters have left: while nothing is in flight, to give it back has nobody wait.
+        torch.cuda.empty_cache()
+
+    @property
+    def shard_groups(self) -> ShardGroups:
+        """Which ranks share a copy of what is sharded."""
+        return self.reducer.collectives.shard_groups
+
+    @property
+    def buckets(self) -> list[ParameterBucket]:
+        """The buckets of sharded parameters, in the order of their reductions."""
+        return [bucket for bucket in self.reducer.buckets if isinstance(bucket, ParameterBucket)]
+
+    @property
+    def slots(self) -> dict[Tensor, ParameterSlot]:
+        """Where each sharded parameter lies."""
+        return {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward accumulates: local gradients, of which nothing is sent, or reduced ones in the shards."""
+        with self.reducer.no_sync():
+            yield
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a backward that began now would send gradients."""
+        return self.reducer.synchronize
+
+    @contextmanager
+    def full_gradients(self) -> Iterator[None]:
+        """Within it ``param.grad`` shows the mean gradients, to read or to change. Collective."""
+        self.reducer.finish(self.buckets)
+        if self.reducer.exposes_gradients:
+            yield
+            return
+        with ExitStack() as shown:
+            with met("`full_gradients()`", self.reducer.control.group, "Enter it on all ranks."):
+                shown.enter_context(full_gradients(self.buckets, self.reducer.collectives))
+            yield
+
+    @property
+    def plan(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, in the order of reductions."""
+        return self._planner().names(self.buckets)
+
+    def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
+        """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
+
+        Args:
+            loss: What backward is called on.
+            scale: See :meth:`GradientReducer.prepare_backward`.
+        """
+        self.prepare_local_backward()
+        self.reducer.prepare_backward(loss, scale)
+
+    def prepare_local_backward(self) -> None:
+        """Call before a backward whose gradients stay in ``param.grad``, on all ranks."""
+        # A callback may call `add_param_group` at any step; all ranks call it at the same one.
+        if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
+            self._adopt_added_parameters()
+        # Backward reads parameters in C++, where nothing waits for them.
+        self.gatherer.finish()
+
+    @property
+    def may_follow_order(self) -> bool:
+        """Whether :meth:`follow_order` may be of use: no plan is kept, and there are several buckets. Alike on all."""
+        return not self._kept_plan and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1
+
+    def follow_order(self, order: Sequence[Tensor]) -> None:
+        """Fills the buckets anew, if gradients become ready in another order than they can leave in. Collective.
+
+        Not for compiled code, and not if an optimizer has state: that would have to move. Gradients must be in
+        ``param.grad``. Peak memory is one bucket more.
+
+        Args:
+            order: All parameters of the module in the order of their gradients, the same on all ranks.
+        """
+        # A rank that owns no parameter of an optimizer has no state of it, either.
+        is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
+        if any_rank(is_bound, self.reducer.control) or fits(self.buckets, order):
+            return
+        self._order, storages = order, self._storages()
+        for bucket in self.buckets:
+            bucket.move_out(storages)
+        self.reducer.dissolve_buckets(self.reducer.buckets)
+        self._bucket_parameters()
+
+    def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
+        """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.
+
+        Args:
+            scale: See :meth:`GradientReducer.prepare_backward`.
+        """
+        self.reducer.reduce_left_over(self.reducer.buckets, scale)
+
+    def zero_gradients(self) -> None:
+        """Forgets all reduced gradients. Collective where some are still under way."""
+        self.reducer.zero(set(self.slots.values()))
+
+    def collect_unannounced_gradients(self, wanted: bool) -> None:
+        """Whether a step also reduces gradients of backwards that :meth:`prepare_backward` did not announce."""
+        self.reducer.collects_unannounced = wanted
+
+    def expose_gradients(self, wanted: bool) -> bool:
+        """Shows reduced gradients in ``param.grad`` from now on where any rank wants them. Collective.
+
+        Returns:
+            Whether they will be shown, the same on all ranks: a callback may be there on one rank only.
+        """
+        self.reducer.exposes_gradients = any_rank(wanted, self.reducer.control)
+        return self.reducer.exposes_gradients
+
+    def accumulate_in_shards(self, wanted: bool) -> bool:
+        """Reduces the gradients of every micro-batch from now on where all ranks want it. Collective.
+
+        Exposed gradients are kept whole all the same. Call it between accumulation windows.
+
+        Returns:
+            Whether it is done, the same on all ranks.
+        """
+        kept_whole = any_rank(not wanted, self.reducer.control) or self.reducer.exposes_gradients
+        self.reducer.shards_accumulation = not kept_whole
+        return self.reducer.shards_accumulation
+
+    def give_back_accumulated(self) -> None:
+        """Puts the mean of what micro-batches have added up in shards into ``param.grad``. Collective.
+
+        Call it before other buckets get the parameters in the middle of an accumulation window. Their next backward
+        sends it along: a mean over ranks of the same mean is that mean.
+        """
+        self.reducer.complete()
+        partial = [bucket for bucket in self.buckets if bucket.is_partial and bucket.shard_gradient is not None]
+        own = [(slot, slot.parameter.grad) for bucket in partial for slot in bucket.slots]
+        show_full_gradients(partial, self.reducer.collectives)
+        for slot, gradient in own:
+            mean = slot.parameter.grad
+            if gradient is not None and mean is not None and mean is not gradient:
+                # Of a backward that nobody announced.
+                slot.parameter.grad = mean + gradient
+        for bucket in partial:
+            bucket.zero_gradients(bucket.slots)
+            for slot in bucket.slots:
+                slot.fresh = slot.parameter.grad is not None
+
+    def summary(self) -> ShardingSummary:
+        """What was sharded, as this rank sees it."""
+        layouts = [bucket.layout for bucket in self.buckets]
+        collectives, shard = self.reducer.collectives, self.reducer.collectives.place.shard
+        return ShardingSummary(
+            parameters=sum(slot.numel for layout in layouts for slot in layout.slots),
+            parameter_bytes=parameter_bytes(layouts),
+            owned_bytes=owned_bytes(layouts, shard),
+            world_size=collectives.world_size,
+            copies=collectives.place.copies,
+            state_bytes=self._state_bytes(shard),
+            master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
+            replicated=tuple(
+                Replicated(type(optimizer).__name__, decision.reason, decision.remedy)
+                for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
+                if decision.partition is None
+            ),
+        )
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and waited for so far, gradients and parameters together."""
+        return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
+
+    def with_own_storage(self, value: Any) -> Any:
+        """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.
+
+        A file that holds a view holds all of its storage: one small tensor would bring its whole bucket along.
+        """
+        return with_own_storage(value, self._storages())
+
+    def close(self, failed: bool = False) -> None:
+        """Removes the hooks and gives the parameters ordinary storage again.
+
+        Not collective after an exception (``failed``), which may be one rank's alone. Parameters then stay where they
+        are: there may be no memory for copies. The optimizers stay sharded: their ``state_dict()`` still
+        gathers the state, so that a checkpoint can be saved after training.
+        """
+        self._compiled_code.close()
+        if failed:
+            self.gatherer.abandon()
+            self.reducer.abandon()
+        else:
+            self.gatherer.finish()
+            self.reducer.close()
+        # All at once: two parameters may have traded data across buckets.
+        storages = set() if failed else self._storages()
+        for bucket in self.buckets:
+            bucket.move_out(storages)
+        for optimizer in self.sharded_optimizers:
+            sharding_of(optimizer).attached = False
+
+    def _storages(self) -> set[int]:
+        return {address for bucket in self.buckets for address in bucket.storages}
+
+    def _state_bytes(self, shard: int) -> tuple[int, int] | None:
+        """Optimizer state unsharded and on this rank; None if one optimizer's is unknown before its step."""
+        unsharded = own = 0.0
+        for optimizer in self.sharded_optimizers:
+            ratio = state_bytes_per_parameter_byte(optimizer)
+            if ratio is None:
+                return None
+            for bucket in sharding_of(optimizer).buckets:
+                # An optimizer keeps its state in the dtype that it steps.
+                layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
+                unsharded += ratio * parameter_bytes(layouts)
+                own += ratio * owned_bytes(layouts, shard)
+        return round(unsharded), round(own)
+
+    def _shard_optimizers(self) -> None:
+        for optimizer in self.sharded_optimizers:
+            sharding = OptimizerSharding(type(optimizer), self.reducer, self.gatherer, self._adopt_added_parameters)
+            shard_optimizer(optimizer, sharding)
+        self._bucket_parameters()
+        if self.policy.master_weights is True and all(bucket.master is None for bucket in self.buckets):
+            raise ValueError(
+                "master_weights=True was asked for, but no parameter that is sharded has 16 bits. Train with"
+                " precision='bf16-true' or '16-true', or leave master_weights='auto'."
+            )
+
+    def _adopt_added_parameters(self) -> None:
+        with met("`optimizer.add_param_group()`", self.reducer.control.group, "Add the same group on all ranks."):
+            self._bucket_parameters()
+
+    def _bucket_parameters(self) -> None:
+        """Creates buckets for all parameters that are in none yet. Collective."""
+        self.gatherer.finish()
+        sharded, owners = set(self.slots), self._owners()
+        check_parameters(self.module, list(owners))
+        # What was in no optimizer may be in one now; its gradients must not travel twice.
+        self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
+        planner = self._planner()
+        new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
+        for bucket in planner.sharded_buckets(new, self.optimizers, self._partitions, len(self.reducer.buckets)):
+            self.reducer.add_buckets([bucket])
+        for number, partition in self._partitions.items():
+            optimizer = self.optimizers[number]
+            sharding_of(optimizer).look_up(optimizer, self.buckets)
+            if partition == "parameter":
+                _check_uncut(optimizer)
+            optimizer.state = shard_existing_state(optimizer.state, sharding_of(optimizer).slots)
+        outside = trained_outside(self.module, {**owners, **dict.fromkeys(sharded, ())})
+        self.reducer.add_buckets(planner.gradient_buckets(outside, len(self.reducer.buckets)))
+
+    def _planner(self) -> BucketPlanner:
+        control, gradients = self.reducer.control, self.reducer.collectives
+        return BucketPlanner(self.module, self.policy, control, gradients, self._kept_plan, self._order)
+
+    @property
+    def _partitions(self) -> dict[int, Partition]:
+        return {n: one.partition for n, one in enumerate(self.decisions) if one.partition is not None}
+
+    def _owners(self) -> dict[Tensor, Owners]:
+        """The parameters that are sharded or to be, each with the positions of its optimizers."""
+        replicated = replicated_parameters(self.module, self.optimizers)
+        for optimizer, decision in zip(self.optimizers, self.decisions, strict=True):
+            if decision.partition is None:
+                replicated |= set(grouped_parameters(optimizer))
+        replicated -= self.slots.keys()
+        owners: dict[Tensor, Owners] = {}
+        for number in self._partitions:
+            for parameter in grouped_parameters(self.optimizers[number]):
+                if parameter not in replicated:
+                    owners[parameter] = (*owners.get(parameter, ()), number)
+        return owners
+
+
+def _check_uncut(optimizer: Optimizer) -> None:
+    for parameter, slot in sharding_of(optimizer).slots.items():
+        place = slot.place
+        if len(list(parts_of(slot.bucket.layout.bounds, place.offset, place.offset + place.numel))) > 1:
+            raise ValueError(
+                f"A parameter of shape {tuple(parameter.shape)} was added to {type(optimizer).__name__}, which steps"
+                " whole parameters, but an optimizer that had it before has cut it into shards. Give it to both before"
+                " the training, or set partition='parameter'."
+            )
+
+
+def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[ShardingDecision]:
+    """Where any rank would replicate an optimizer, all do: trying it out may round differently. Collective."""
+    if not decisions:
+        return []
+    replicated = any_rank_for_each([decision.partition is None for decision in decisions], control)
+    return [
+        ShardingDecision(None, decision.reason or "it is not on another rank", decision.remedy) if flag else decision
+        for decision, flag in zip(decisions, replicated, strict=True)
+    ]

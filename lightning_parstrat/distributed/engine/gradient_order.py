@@ -1,0 +1,70 @@
+"""The order in which a backward makes gradients, as rank 0 sees it."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parstrat.core.gradient_order import WORTH_NEW_BUCKETS, share_waited
+from lightning_parstrat.distributed.comm.agreement import broadcast_object
+from lightning_parstrat.distributed.engine.buckets import GradientBucket
+
+
+class GradientOrder:
+    """Records the order of one backward, whose gradients stay in ``param.grad``.
+
+    Args:
+        module: Its parameters get a hook each on rank 0, until :meth:`end`.
+        group: All ranks; works on host memory.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._parameters = list(module.parameters())
+        self._group = group
+        self._made: dict[int, None] = {}
+        self._hooks: list[RemovableHandle] = []
+
+    def listen(self) -> None:
+        """Begins to record; what an earlier backward has recorded is forgotten."""
+        self.close()
+        if dist.get_rank(self._group) == 0:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(partial(self._note, position))  # type: ignore[no-untyped-call]
+                for position, parameter in enumerate(self._parameters)
+                if parameter.requires_grad
+            ]
+
+    def _note(self, position: int, _: Tensor) -> None:
+        # Within reentrant checkpoints a gradient comes in parts: the last one counts.
+        self._made.pop(position, None)
+        self._made[position] = None
+
+    def end(self) -> list[Tensor]:
+        """The parameters in the order of their gradients, the same on all ranks.
+
+        Those without a gradient come last, in reverse order of registration. Collective: one broadcast.
+        """
+        made = broadcast_object(list(self._made), self._group)
+        self.close()
+        rest = sorted(set(range(len(self._parameters))) - set(made), reverse=True)
+        return [self._parameters[position] for position in (*made, *rest)]
+
+    def close(self) -> None:
+        """Removes the hooks. Not collective."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._made = [], {}
+
+
+def fits(buckets: Sequence[GradientBucket], order: Sequence[Tensor]) -> bool:
+    """Whether buckets leave nearly as soon as they could, if gradients are made in that order.
+
+    Args:
+        buckets: In the order in which they leave.
+        order: Of all their parameters.
+    """
+    position = {parameter: number for number, parameter in enumerate(order)}
+    sizes = [[(position[slot.parameter], slot.parameter.nbytes) for slot in bucket.slots] for bucket in buckets]
+    return share_waited(sizes) < WORTH_NEW_BUCKETS

@@ -1,0 +1,96 @@
+"""Reduced gradients are gathered again where somebody reads or changes them in ``param.grad``."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import marked
+from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket, take_where_changed
+
+
+def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:
+    """Gathers the reduced gradients of buckets and makes ``param.grad`` views of them.
+
+    Collective: one all-gather per bucket. Parameters that no rank had a gradient for keep what they have. This rank's
+    shard is a part of the gathered buffer, so what is written into ``param.grad`` in place is what steps.
+
+    Args:
+        buckets: Those reduced in this backward, in the same order on all ranks.
+        collectives: The reducer's.
+    """
+    gathers = []
+    for bucket in buckets:
+        with marked(f"zero1_custom: all-gather gradients of bucket {bucket.index}"):
+            gathers.append((bucket, collectives.all_gather(_unsharded_gradient(bucket), bucket.layout.bounds)))
+    for bucket, work in gathers:
+        with marked(f"zero1_custom: wait for all-gathered gradients of bucket {bucket.index}"):
+            collectives.wait(work)
+        for slot in bucket.slots:
+            # What no rank used keeps its None, and so neither decays nor moves by its momentum.
+            if slot.reduced:
+                slot.parameter.grad = slot.view_into(_unsharded_gradient(bucket))
+        if bucket.is_replicated:
+            # From here on `param.grad` is all that holds it, and zeroing it frees it.
+            bucket.shard_gradient = bucket.unsharded_gradient = None
+
+
+@contextmanager
+def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> Iterator[None]:
+    """Within it ``param.grad`` holds the mean gradients; what is changed there is what steps afterwards.
+
+    Collective: one all-gather per bucket that has gradients. Needs memory for all gradients while it lasts.
+
+    Args:
+        buckets: Those to show, after the reductions have finished.
+        collectives: The reducer's.
+    """
+    shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
+    show_full_gradients(shown, collectives)
+    try:
+        yield
+    finally:
+        for bucket in shown:
+            _take_back(bucket)
+
+
+def show_full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> None:
+    """Has ``param.grad`` show the mean gradients of buckets that have some. Collective: one all-gather per bucket."""
+    for bucket in buckets:
+        bucket.unsharded_gradient = torch.empty_like(bucket.flat)
+        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
+        for slot in bucket.slots:
+            slot.reduced = slot.used
+    expose_gradients(buckets, collectives)
+
+
+@torch.no_grad()
+def _take_back(bucket: ParameterBucket) -> None:
+    """Keeps this rank's part of what ``param.grad`` holds now, and frees the rest."""
+    for slot in bucket.slots:
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        slot.used = gradient is not None
+        if slot.shard_slice is None:
+            continue
+        place = slot.view_into_shard(_shard_gradient(bucket))
+        if gradient is None:
+            # Another backward of the same step adds to what is there.
+            place.zero_()
+        else:
+            # `param.grad` was rounded to the parameter's dtype: what nobody changed keeps the bits of the wider shard.
+            take_where_changed(place, slot.part_of(gradient))
+    bucket.unsharded_gradient = None
+    bucket.attach_gradients()
+
+
+def _unsharded_gradient(bucket: GradientBucket) -> torch.Tensor:
+    if bucket.unsharded_gradient is None:
+        raise AssertionError(f"bucket {bucket.index} has no buffer to expose its gradient in")
+    return bucket.unsharded_gradient
+
+
+def _shard_gradient(bucket: ParameterBucket) -> torch.Tensor:
+    if bucket.shard_gradient is None:
+        raise AssertionError(f"bucket {bucket.index} has no reduced gradient")
+    return bucket.shard_gradient

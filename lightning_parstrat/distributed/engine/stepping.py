@@ -1,0 +1,593 @@
+"""Optimizers that step something else than their groups show, such as this rank's shards: the same object and class.
+
+Users, schedulers and callbacks go on seeing their class, and the full parameters in ``param_groups``; only while the
+class's ``step`` runs (or gradients are unscaled or clipped) do the groups hold this rank's shards instead. The methods
+that differ are on the instance, where Python finds them before the class's, and so is what is known of its sharding:
+``optimizer._sharding``.
+
+Whoever goes by the class passes them by: ``Adam.step(optimizer)``, or ``optimizer.step`` kept from before the training.
+A step taken so is refused; of other calls it cannot be known.
+"""
+
+import functools
+import inspect
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import is_
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.work import marked
+from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket, ParameterSlot
+from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
+from lightning_parstrat.distributed.engine.reducer import GradientReducer
+from lightning_parstrat.distributed.engine.state import (
+    ELEMENTWISE_OPTIMIZERS,
+    StateLeftOut,
+    load_sharded,
+    replicated_state_dict,
+)
+from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
+
+_STEPS = "_steps_otherwise"
+"""On an optimizer while a step of its own runs, in which its class may step."""
+
+
+def stepping_by(steps: Callable[[Optimizer, Callable[[], Any] | None, dict[str, Any]], Any]) -> Callable[..., Any]:
+    """A ``step`` to be put on an optimizer's object, where Python finds it before the class's.
+
+    Hooks of a step run once, around ``steps``, and see what the groups show.
+
+    Args:
+        steps: Steps an optimizer, given its closure and further arguments.
+    """
+
+    @Optimizer.profile_hook_step
+    def between_hooks(self: Optimizer, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        return steps(self, closure, arguments)
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # For schedulers, whose wrapper of `step` this may stand in for.
+        note_step_called(self)
+        own = vars(self)
+        is_nested = _STEPS in own
+        own[_STEPS] = True
+        try:
+            return between_hooks(self, *args, **kwargs)
+        finally:
+            if not is_nested:
+                own.pop(_STEPS, None)
+
+    return step
+
+
+def refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before ``step`` of the optimizer's class, which knows nothing of shards.
+
+    Raises:
+        RuntimeError: The class's ``step`` was called otherwise than by the object's own.
+    """
+    if _STEPS not in vars(optimizer):
+        name = type(optimizer).__name__
+        raise RuntimeError(
+            f"`{name}.step` was called, not `step` of the object, which alone knows of the shards that it steps. Call"
+            f" `optimizer.step()`, not `{name}.step(optimizer)`, nor an `optimizer.step` kept from before the training."
+        )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` cannot do without a closure, as that of LBFGS, which looks at the loss again and again."""
+    cls = type(optimizer)
+    return issubclass(cls, torch.optim.LBFGS) or _insists_on_closure(getattr(cls, "step", None))
+
+
+# Asked in every step; reading a signature takes longer than some steps do.
+@functools.lru_cache
+def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
+    closure = None if step is None else inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+class ShownGroups:
+    """Has an optimizer's groups hold other tensors for a while.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters: list[list[Tensor]] | None = None
+        self._mark: AbstractContextManager[object] | None = None
+
+    def show(self, stand_ins: Sequence[Sequence[Tensor]], name: str = "") -> None:
+        """Has each group hold its part of ``stand_ins`` instead of its parameters.
+
+        Args:
+            stand_ins: Of each group.
+            name: For a trace, which shows how long.
+        """
+        if name:
+            self._mark = marked(name)
+            self._mark.__enter__()
+        groups = self._optimizer.param_groups
+        self._parameters = [group["params"] for group in groups]
+        for group, tensors in zip(groups, stand_ins, strict=True):
+            group["params"] = list(tensors)
+
+    def restore(self) -> None:
+        """Gives the groups their parameters back, if they have not got them."""
+        if self._parameters is not None:
+            # `load_state_dict` replaces the dictionaries; their order stays.
+            for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
+                group["params"] = parameters
+            self._parameters = None
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
+            self._mark = None
+
+
+class ClosureEvaluatedAgainError(RuntimeError):
+    """An optimizer called its closure a second time within one step."""
+
+
+class OneEvaluation:
+    """A closure that may be called once.
+
+    Args:
+        closure: What is evaluated.
+        optimizer: The optimizer's name, for the message.
+    """
+
+    def __init__(self, closure: Callable[[], Any], optimizer: str) -> None:
+        self._closure = closure
+        self._optimizer = optimizer
+        self._evaluated = False
+
+    def __call__(self) -> Any:
+        """Returns what the closure does.
+
+        Raises:
+            ClosureEvaluatedAgainError: It was called before.
+        """
+        if self._evaluated:
+            raise ClosureEvaluatedAgainError(
+                f"{self._optimizer} evaluates its closure more than once per step, which sharded optimizer state does"
+                " not allow. With partition='auto' every rank steps an optimizer that does so, as under `ddp`."
+            )
+        self._evaluated = True
+        return self._closure()
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether the optimizer knows of a sharding; it stays so after its training, until its state is unsharded."""
+    return "_sharding" in vars(optimizer)
+
+
+def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
+    """What a sharded optimizer knows of its sharding; see :func:`is_sharded`."""
+    sharding: OptimizerSharding = vars(optimizer)["_sharding"]
+    return sharding
+
+
+class OptimizerSharding:
+    """What a sharded optimizer knows: its buckets, which shard stands for which parameter, and who moves them.
+
+    Args:
+        optimizer_class: The optimizer's class.
+        reducer: Brings mean gradients to the shards.
+        gatherer: Brings updated parameters back.
+        adopt_added_parameters: Makes buckets of parameters that were added to a group. Collective.
+    """
+
+    guard: RemovableHandle
+    """Of the hook that refuses a step around the optimizer's own methods."""
+
+    def __init__(
+        self,
+        optimizer_class: type[Optimizer],
+        reducer: GradientReducer,
+        gatherer: ParameterGatherer,
+        adopt_added_parameters: Callable[[], None],
+    ) -> None:
+        self.optimizer_class = optimizer_class
+        self.reducer = reducer
+        self.gatherer = gatherer
+        self.adopt_added_parameters = adopt_added_parameters
+        self.buckets: list[ParameterBucket] = []
+        self.slots: dict[Tensor, ParameterSlot] = {}
+        self.replicated: set[Tensor] = set()
+        self.attached = True
+        self.methods: dict[str, MethodType] = {}
+        self.wrapped_step: Callable[..., Any] | None = None
+        self.shard_groups = reducer.collectives.shard_groups
+        self._known_groups: _KnownGroups | None = None
+
+    @property
+    def control(self) -> Collectives:
+        """Of all ranks that hold a part of the state; works on host memory."""
+        return self.reducer.control
+
+    @property
+    def ranks_of_a_copy(self) -> Sequence[int]:
+        """The ranks of :attr:`control` that together hold one copy of the state, in the order of their shards."""
+        return self.shard_groups.groups[0] if self.buckets else range(1)
+
+    def look_up(self, optimizer: Optimizer, buckets: Sequence[ParameterBucket]) -> None:
+        """Finds the optimizer's parameters in buckets; every rank steps all of those that are in none."""
+        slots = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if parameter in slots:
+                self.slots[parameter] = slots[parameter]
+            else:
+                self.replicated.add(parameter)
+        own = {slot.bucket for slot in self.slots.values()}
+        self.buckets = [bucket for bucket in buckets if bucket in own]
+        self._known_groups = None
+
+    def has_added_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""
+        return self._groups(optimizer).have_added
+
+    def _groups(self, optimizer: Optimizer) -> "_KnownGroups":
+        """What stands in for the parameters in the groups, looked up again only where groups or slots have changed."""
+        now = [group["params"] for group in optimizer.param_groups]
+        known = self._known_groups
+        # Not `==`, which compares tensors by their elements. A list may have been edited in place.
+        if known is None or not _same(now, known.parameters):
+            stepped = [list(self._stepped(parameters)) for parameters in now]
+            by_bucket: list[dict[GradientBucket | None, list[Tensor]]] = [{} for _ in now]
+            for of_group, found in zip(stepped, by_bucket, strict=True):
+                for bucket, tensor in of_group:
+                    found.setdefault(bucket, []).append(tensor)
+            known = self._known_groups = _KnownGroups(
+                parameters=[list(parameters) for parameters in now],
+                stand_ins=[[tensor for _, tensor in of_group] for of_group in stepped],
+                by_bucket=by_bucket,
+                have_added=any(p not in self.slots and p not in self.replicated for group in now for p in group),
+            )
+        return known
+
+    def _stepped(self, parameters: Iterable[Tensor]) -> "Iterator[tuple[GradientBucket | None, Tensor]]":
+        """What this rank steps for ``parameters``: shards with their buckets, and what every rank steps with None."""
+        for parameter in parameters:
+            slot = self.slots.get(parameter)
+            if slot is None:
+                yield None, parameter
+            elif slot.shard is not None:
+                yield slot.bucket, slot.shard
+
+    @contextmanager
+    def showing_shards(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
+        shown = ShownGroups(optimizer)
+        shown.show(self._groups(optimizer).stand_ins)
+        try:
+            yield
+        finally:
+            shown.restore()
+
+    @property
+    def exposes_gradients(self) -> bool:
+        """Whether ``param.grad`` of the full parameters holds the mean gradients, so that torch's functions apply."""
+        return self.reducer.exposes_gradients
+
+    def finish_gradients(self) -> None:
+        """Waits until the shards' gradients are the mean over all ranks. Collective."""
+        self.reducer.finish(self.buckets)
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        original_step: Callable[..., Any],
+        closure: Callable[[], Any] | None,
+        arguments: dict[str, Any],
+    ) -> Any:
+        """Steps the shards, all-gathers the parameters. Collective: one all-gather per bucket that may have moved.
+
+        Args:
+            optimizer: The optimizer that this is of.
+            original_step: ``step`` of its class, bound to it.
+            closure: Evaluated while ``param_groups`` hold the full parameters, or None.
+            arguments: Further arguments of the original.
+
+        Returns:
+            What the original returns.
+        """
+        parts: list[_Part] = []
+        groups = ShownGroups(optimizer)
+
+        def evaluate() -> Any:
+            # The closure's forward, backward, clipping and hooks are the user's: they see the full parameters.
+            groups.restore()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            parts.extend(self._parts(self._make_ready(optimizer)))
+            groups.show(parts[0].stand_ins, parts[0].name)
+            return loss
+
+        with without_step_hooks(optimizer):
+            try:
+                if closure is None:
+                    evaluate()
+                    result = original_step(**arguments)
+                else:
+                    groups.show(self._groups(optimizer).stand_ins)
+                    once = OneEvaluation(evaluate, self.optimizer_class.__name__)
+                    result = original_step(**arguments, closure=once)
+                    if not parts:
+                        # It has stepped without asking for gradients.
+                        parts.append(_Part(self._stepped_buckets(), []))
+                groups.restore()
+                self._send(parts[0])
+                for part in parts[1:]:
+                    groups.show(part.stand_ins, part.name)
+                    original_step(**arguments)
+                    groups.restore()
+                    self._send(part)
+            finally:
+                groups.restore()
+        self.gatherer.finish_prompt()
+        return result
+
+    def _parts(self, known: "_KnownGroups") -> list["_Part"]:
+        """What is stepped one after the other, so that the first is in flight while the next steps.
+
+        The next forward reads parameters in the reverse order of their gradients. An optimizer that is not known to
+        step each element alone steps once: it may count its steps, or do something once per step.
+        """
+        # The last gradients to be ready belong to the parameters that the next forward reads first.
+        buckets = self._stepped_buckets()[::-1]
+        if self.optimizer_class not in ELEMENTWISE_OPTIMIZERS or len(buckets) < 2:
+            return [_Part(buckets, known.stand_ins)]
+        stepped: list[tuple[list[ParameterBucket], list[GradientBucket | None]]] = [
+            (together, [*together]) for together in _worth_a_call(buckets)
+        ]
+        if any(None in by_bucket for by_bucket in known.by_bucket):
+            stepped.append(([], [None]))
+        return [
+            _Part(sent, [[one for key in keys for one in by_bucket.get(key, [])] for by_bucket in known.by_bucket])
+            for sent, keys in stepped
+        ]
+
+    def _send(self, part: "_Part") -> None:
+        for bucket in part.buckets:
+            bucket.publish_master_weights()
+            self.gatherer.launch(bucket)
+
+    def _make_ready(self, optimizer: Optimizer) -> "_KnownGroups":
+        """Brings gradients and parameters to the shards; returns what is to be stepped."""
+        known = self._groups(optimizer)
+        self.gatherer.finish()
+        if known.have_added:
+            before = len(self.buckets)
+            self.adopt_added_parameters()
+            self.reducer.reduce_left_over(self.buckets[before:])
+            known = self._groups(optimizer)
+        self.finish_gradients()
+        for bucket in self.buckets:
+            # What the user has written into parameters since the last step (clamped, swapped, loaded) is what steps.
+            bucket.copy_in_rebound()
+            bucket.refresh_master_weights()
+        return known
+
+    def _stepped_buckets(self) -> list[ParameterBucket]:
+        """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""
+        if self.exposes_gradients or self.optimizer_class not in ELEMENTWISE_OPTIMIZERS:
+            # A user may have set a gradient, and an unknown optimizer may move parameters without one.
+            return self.buckets
+        return [bucket for bucket in self.buckets if bucket.has_gradients]
+
+
+_SMALLEST_STEP = 2**20
+"""Bytes of shards that are worth a call of an optimizer: shards shrink with the number of ranks, a call does not."""
+
+_CALLS_ON_GPU = 8
+"""A call takes the host as long as a GPU steps a hundred megabytes."""
+
+
+def _worth_a_call(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBucket]]:
+    """Neighbours that are stepped by one call, so that the number of calls goes by the bytes that a rank steps."""
+    sizes = [bucket.layout.numel * bucket.layout.itemsize // bucket.layout.world_size for bucket in buckets]
+    on_gpu = any(bucket.device.type != "cpu" for bucket in buckets)
+    smallest = max(_SMALLEST_STEP, -(-sum(sizes) // _CALLS_ON_GPU) if on_gpu else 0)
+    together: list[list[ParameterBucket]] = []
+    room = 0
+    for bucket, size in zip(buckets, sizes, strict=True):
+        if room > 0:
+            together[-1].append(bucket)
+        else:
+            together.append([bucket])
+            room = smallest
+        room -= size
+    return together
+
+
+class _Part(NamedTuple):
+    """Buckets that are stepped by one call, and what each of the optimizer's groups holds of them."""
+
+    buckets: list[ParameterBucket]
+    stand_ins: list[list[Tensor]]
+
+    @property
+    def name(self) -> str:
+        """For a trace."""
+        return f"zero1_custom: step bucket {', '.join([str(bucket.index) for bucket in self.buckets])}"
+
+
+class _KnownGroups(NamedTuple):
+    """What was found out about the parameters that an optimizer's groups held when they were last looked at.
+
+    Attributes:
+        parameters: Of each group.
+        stand_ins: What this rank steps for them, of each group.
+        by_bucket: The same by bucket, of each group.
+        have_added: Whether any of the parameters has no place yet.
+    """
+
+    parameters: list[list[Tensor]]
+    stand_ins: list[list[Tensor]]
+    by_bucket: list[dict[GradientBucket | None, list[Tensor]]]
+    have_added: bool
+
+
+def _same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether both hold the same objects in the same order."""
+    if list(map(len, groups)) != list(map(len, others)):
+        return False
+    return all(map(is_, chain.from_iterable(groups), chain.from_iterable(others)))
+
+
+def _of_class(optimizer: Optimizer, name: str) -> Any:
+    """What ``optimizer`` would find without methods of its own; a test's mock, which is not bound, among it."""
+    found = next(vars(base)[name] for base in type(optimizer).__mro__ if name in vars(base))
+    return found.__get__(optimizer) if hasattr(found, "__get__") else found
+
+
+def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+    """Steps this rank's shards by the class's ``step``, and gathers the parameters. Collective.
+
+    The closure (forward, backward and clipping) is evaluated when the class asks for it, on the full parameters.
+    """
+    sharding = sharding_of(self)
+    original = _of_class(self, "step")
+    if sharding.attached:
+        return sharding.step(self, original, closure, arguments)
+    # Its training has ended: it goes on as an ordinary optimizer.
+    unsharded = unshard(self)
+    self.load_state_dict(unsharded)  # type: ignore[arg-type]
+    with without_step_hooks(self):
+        return original(**arguments) if closure is None else original(closure=closure, **arguments)
+
+
+def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Zeroes the full parameters' gradients and the reduced ones of the shards. Arguments are the class's."""
+    _of_class(self, "zero_grad")(*args, **kwargs)
+    sharding = sharding_of(self)
+    if sharding.attached:
+        set_to_none = bool(kwargs.get("set_to_none", args[0] if args else True))
+        sharding.reducer.zero(set(sharding.slots.values()), set_to_none)
+
+
+def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
+    """Adds the group and buckets its parameters. Collective: all ranks add the same group."""
+    _of_class(self, "add_param_group")(param_group)
+    sharding = sharding_of(self)
+    if sharding.attached:
+        sharding.adopt_added_parameters()
+
+
+def _state_dict(self: Optimizer) -> dict[str, Any]:
+    """The unsharded state on every rank, in torch's own format and on the host. Collective."""
+    return replicated_state_dict(self)
+
+
+def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads unsharded state in torch's format, of which this rank keeps its shards; see :func:`load_sharded`."""
+    load_sharded(self, state_dict, _of_class(self, "load_state_dict"))
+
+
+def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
+    """Copies and pickles are ordinary optimizers without state: this rank has only a part of it."""
+    return _make_copy, (type(self), self.defaults, self.param_groups)
+
+
+_FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
+    "zero_grad": _zero_grad,
+    "add_param_group": _add_param_group,
+    "state_dict": _state_dict,
+    "load_state_dict": _load_state_dict,
+}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "step": stepping_by(_steps_shards),
+    "__reduce_ex__": _reduce_ex,
+}
+_METHODS = {**_FOR_WRAPPERS, **_OTHERS}
+METHODS: frozenset[str] = frozenset(_METHODS)
+"""The methods that a sharded optimizer has on the instance."""
+
+
+def shard_optimizer(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
+    """Puts the methods on an optimizer that :func:`decide_sharding` wants sharded.
+
+    Args:
+        optimizer: The optimizer.
+        sharding: What it is to know of its sharding, which finds its buckets later.
+    """
+    vars(optimizer)["_sharding"] = sharding
+    _bind_methods(optimizer)
+
+
+def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
+    """Has a wrapper that inherits the optimizer's class use the sharded optimizer's methods, but for ``step``."""
+    if is_sharded(optimizer):
+        methods = sharding_of(optimizer).methods
+        vars(wrapper).update({name: methods[name] for name in _FOR_WRAPPERS})
+
+
+def _bind_methods(optimizer: Optimizer) -> None:
+    sharding = sharding_of(optimizer)
+    sharding.methods = {name: _bound(name, optimizer) for name in _METHODS}
+    # Only a scheduler's wrapper can be there: what a user has replaced is not sharded.
+    sharding.wrapped_step = vars(optimizer).get("step")
+    if sharding.wrapped_step is not None:
+        mark_as_wrapped(sharding.methods["step"].__func__)
+    # Not by `setattr`, which a class may have overridden.
+    vars(optimizer).update(sharding.methods)
+    sharding.guard = optimizer.register_step_pre_hook(refuse_step_of_class)
+
+
+def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
+    """A method with the signature of the class's; and that one for who still has it after the sharding has ended."""
+
+    @functools.wraps(getattr(type(optimizer), name))
+    def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return _METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
+
+    return types.MethodType(method, optimizer)
+
+
+def _refuse_without_state(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before the step of a copy: one that keeps no state would not find it missing."""
+    len(optimizer.state)
+
+
+def _make_copy(cls: type[Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+    optimizer: Optimizer = cls.__new__(cls)
+    optimizer.__setstate__({"defaults": defaults, "param_groups": groups, "state": {}})
+    optimizer.state = StateLeftOut()
+    optimizer.register_step_pre_hook(_refuse_without_state)
+    return optimizer
+
+
+def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
+    """Undoes the sharding of an earlier training, if there was one, and leaves the state empty. Collective.
+
+    Returns:
+        The optimizer's unsharded state, in host memory, to be loaded; or None where it had not been sharded.
+    """
+    if not is_sharded(optimizer):
+        return None
+    state_dict = optimizer.state_dict()
+    optimizer.state = defaultdict(dict)
+    own, sharding = vars(optimizer), sharding_of(optimizer)
+    for name, method in sharding.methods.items():
+        # A scheduler or the user may have wrapped it since.
+        if own.get(name) is method:
+            del own[name]
+    if sharding.wrapped_step is not None:
+        own.setdefault("step", sharding.wrapped_step)
+    sharding.guard.remove()
+    del own["_sharding"]
+    return state_dict

@@ -1,0 +1,66 @@
+"""What was sharded, in numbers to show to the user."""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.torch_compat import without_step_hooks
+
+
+class Replicated(NamedTuple):
+    """An optimizer that is not sharded: why, and what would be."""
+
+    optimizer: str
+    reason: str
+    remedy: str
+
+
+class ShardingSummary(NamedTuple):
+    """What was sharded, for a line to the user."""
+
+    parameters: int
+    parameter_bytes: int
+    owned_bytes: int
+    world_size: int
+    copies: int
+    """How many groups of ranks hold all of the state."""
+    state_bytes: tuple[int, int] | None
+    """Optimizer state unsharded and on this rank; None if it is unknown before the first step."""
+    master_bytes: int
+    """Master weights on this rank."""
+    replicated: tuple[Replicated, ...]
+
+
+def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
+    """How much state an element-wise optimizer keeps, found by letting one like it step a small parameter.
+
+    Returns:
+        Bytes of state per byte of parameters (AdamW: 2), averaged over groups; None if it is unknown.
+    """
+    cls = type(optimizer)
+    if cls not in ELEMENTWISE_OPTIMIZERS or not inspect.isfunction(inspect.unwrap(cls.step)):
+        # What somebody has put in the place of torch's function may count its calls.
+        return None
+    known = inspect.signature(cls).parameters
+    state_bytes = parameter_bytes = 0
+    for group in optimizer.param_groups:
+        probe = nn.Parameter(torch.zeros(1024))
+        probe.grad = torch.zeros_like(probe)
+        options = {key: value for key, value in group.items() if key in known and key != "params"}
+        try:
+            twin = cls([probe], **{**options, "capturable": False} if "capturable" in known else options)
+            # Hooks that a user has registered for all optimizers are not meant for this one.
+            with without_step_hooks(twin):
+                twin.step()
+        except Exception:
+            # Settings that only work on the user's device, such as a learning rate in a CUDA tensor.
+            return None
+        entries = [entry for entry in twin.state[probe].values() if isinstance(entry, Tensor)]
+        size = sum(parameter.numel() * parameter.element_size() for parameter in group["params"])
+        parameter_bytes += size
+        state_bytes += size * sum(entry.nbytes for entry in entries if entry.shape == probe.shape) // probe.nbytes
+    return state_bytes / parameter_bytes if parameter_bytes else 0.0

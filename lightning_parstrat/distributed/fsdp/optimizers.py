@@ -1,0 +1,140 @@
+"""Optimizers of sharded modules: which step shards as they step whole parameters, and those that step whole ones.
+
+Muon and Adafactor look at whole parameters. Every rank then steps them whole, one at a time, and keeps its shards of
+the result. Between steps nothing is whole: the groups and the state hold shards, as those of any other optimizer do.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.comm.agreement import any_rank
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.engine.shardability import check_supported, steps_shards_as_whole
+from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
+from lightning_parstrat.distributed.engine.stepping import (
+    ShownGroups,
+    needs_closure,
+    refuse_step_of_class,
+    stepping_by,
+)
+from lightning_parstrat.distributed.fsdp.held_parameters import HeldParameter
+from lightning_parstrat.distributed.fsdp.state import fits_parameter, shard_like
+from lightning_parstrat.distributed.gradients.local_tensors import local
+from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
+
+STEPPED_WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
+"""torch's optimizers whose update of an element looks at others. Exact classes: a subclass may differ."""
+
+
+def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> None:
+    """Has those in :data:`STEPPED_WHOLE` step whole parameters, and refuses what cannot step shards. Collective.
+
+    Takes milliseconds for each that is none of torch's element-wise ones: a copy steps a few small parameters, whole
+    and sharded, and both must end alike.
+
+    Args:
+        optimizers: Those of a sharded module.
+        control: Agrees on what ranks have found.
+
+    Raises:
+        ValueError: One of them cannot be used; the message says which, why, and what can.
+    """
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(isinstance(parameter, HeldParameter) for parameter in parameters):
+            raise ValueError(
+                f"{type(optimizer).__name__} was made of parameters that have been replaced by sharded ones since."
+                " Make it in `configure_optimizers`, of `self.parameters()`."
+            )
+        mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
+        check_supported(optimizer)
+        if mesh is None or type(optimizer) in ELEMENTWISE_OPTIMIZERS:
+            continue
+        if type(optimizer) in STEPPED_WHOLE:
+            if getattr(vars(optimizer).get("step"), "__func__", None) is not _step:
+                optimizer.register_step_pre_hook(refuse_step_of_class)
+                vars(optimizer)["step"] = types.MethodType(_step, optimizer)
+            continue
+        reason = _reason_against(optimizer, mesh)
+        if any_rank(reason is not None, control):
+            raise ValueError(
+                f"{type(optimizer).__name__} cannot step sharded parameters: {reason or 'it failed on another rank'}."
+                " Use one that moves each element by itself, such as torch.optim.AdamW, or strategy='zero1_custom',"
+                " which leaves each matrix whole on one rank."
+            )
+
+
+def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
+    if needs_closure(optimizer):
+        return "its `step` needs a closure, and looks at all parameters as one vector"
+    alike, error = steps_shards_as_whole(optimizer, mesh)
+    if alike:
+        return None
+    if alike is not None:
+        return "on small ones it went otherwise than with whole parameters"
+    return f"trying it on small ones failed ({error})" if error else "its `step` moved nothing when it was tried"
+
+
+def _steps_whole(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
+    """Gathers parameters, gradients and what the state has of their shape, and steps. Collective."""
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    step = types.MethodType(type(optimizer).step, optimizer)
+    with without_step_hooks(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in list(group["params"]):
+                if parameter.grad is not None:
+                    with _shown_whole(optimizer, parameter):
+                        step(**arguments)
+    return loss
+
+
+_step = stepping_by(_steps_whole)
+mark_as_wrapped(_step)
+
+
+@contextmanager
+def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
+    """Within it an optimizer's groups and state hold one parameter, whole, and no other. Collective at its beginning.
+
+    One that is no DTensor is shown as it is.
+    """
+    shown = parameter
+    if isinstance(parameter, DTensor):
+        shown = nn.Parameter(_whole(parameter))
+        shown.grad = _whole(parameter.grad)
+        _move_state(optimizer, parameter, shown, _whole)
+    groups = ShownGroups(optimizer)
+    groups.show([[shown for one in group["params"] if one is parameter] for group in optimizer.param_groups])
+    try:
+        yield
+    finally:
+        groups.restore()
+        if shown is not parameter:
+            with torch.no_grad():
+                local(parameter).copy_(local(shard_like(shown, parameter)))
+
+            def cut(value: Any) -> Any:
+                return shard_like(value, parameter) if fits_parameter(value, parameter) else value
+
+            _move_state(optimizer, shown, parameter, cut)
+
+
+@torch.no_grad()
+def _move_state(optimizer: Optimizer, old: Tensor, new: Tensor, convert: Callable[[Any], Any]) -> None:
+    if old in optimizer.state:
+        optimizer.state[new] = {key: convert(value) for key, value in optimizer.state.pop(old).items()}
+
+
+def _whole(value: Any) -> Any:
+    return cast(Any, value.detach()).full_tensor() if isinstance(value, DTensor) else value

@@ -1,0 +1,234 @@
+"""Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.digests import digest
+from lightning_parstrat.core.tensor_trees import leaves, replace_leaves
+from lightning_parstrat.distributed.comm.agreement import all_have_same
+from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.engine.state import OwnPart
+
+
+def gather(value: Any, keep: bool) -> Any:
+    """A tensor as a whole, on the host, where it is kept; what is no sharded tensor, as it is.
+
+    Collective for sharded tensors: one all-gather, and the memory of the whole tensor until it is on the host.
+
+    Args:
+        value: Anything.
+        keep: Whether this rank wants it.
+
+    Returns:
+        The whole tensor, or None where it is not kept.
+    """
+    if not isinstance(value, DTensor):
+        # A copy, as the others are: a file's tensors do not change while it is written.
+        is_here = isinstance(value, Tensor) and not value.is_meta
+        return value.detach().cpu().clone() if is_here and keep else value
+    whole = cast(DTensor, value.detach()).full_tensor()
+    return whole.cpu() if keep else None
+
+
+def holds_shards(value: object) -> bool:
+    """Whether it is a sharded tensor, or a module that has some."""
+    if isinstance(value, nn.Module):
+        return any(isinstance(parameter, DTensor) for parameter in value.parameters())
+    return isinstance(value, DTensor)
+
+
+@torch.no_grad()
+def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
+
+    A rank that keeps nothing never has more than one whole tensor. Tied parameters are gathered once, and stay tied.
+
+    Args:
+        module: Sharded by FSDP2.
+        keep: Whether this rank wants it.
+    """
+    tied = dict(module.named_parameters(remove_duplicate=False))
+    gathered: dict[int, Any] = {}
+    whole: dict[str, Any] = {}
+    for name, value in module.state_dict().items():
+        number = id(tied.get(name, value))
+        if number not in gathered:
+            gathered[number] = gather(value, keep)
+        if keep:
+            whole[name] = gathered[number]
+    return whole
+
+
+@torch.no_grad()
+def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """An optimizer's state in torch's own format with whole tensors on the host; without any where it is not kept.
+
+    Collective; as :func:`gather_module_state`. What stands for tensors, on the meta device, stays.
+
+    Args:
+        saved: What ``state_dict`` of an optimizer of a sharded module returns.
+        keep: Whether this rank wants it.
+    """
+    # In one order on all ranks, whichever rank made which state first: by number, as torch counts parameters.
+    numbers = sorted(saved["state"], key=lambda key: (isinstance(key, str), key))
+    state = {number: saved["state"][number] for number in numbers}
+    for number, entries in state.items():
+        if isinstance(entries, dict):
+            state[number] = {key: entries[key] for key in sorted(entries, key=str)}
+    whole = replace_leaves(state, functools.partial(gather, keep=keep))
+    # What is saved has its entries in the order of the optimizer's, as a checkpoint of `ddp` has.
+    for number, entries in whole.items():
+        if isinstance(entries, dict):
+            whole[number] = {key: entries[key] for key in saved["state"][number]}
+    return {**saved, "state": whole if keep else {}}
+
+
+@torch.no_grad()
+def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
+    """A copy of a tree in which sharded tensors are whole, on the host, where it is kept. Collective.
+
+    Args:
+        tree: With sharded tensors in the same places on all ranks.
+        keep: Whether this rank wants it; elsewhere they are None.
+        control: Compares these places: one small reduction.
+
+    Raises:
+        ValueError: Ranks have sharded tensors in different places; raised on all of them.
+    """
+    names = [leaf.name for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
+    if not all_have_same(digest(names), control):
+        raise ValueError(
+            "A hook has put shards of parameters into the checkpoint on some ranks only, or in other places. Put them"
+            " in on all ranks, or `full_tensor()` of them, which all ranks call."
+        )
+
+    @functools.cache
+    def whole(tensor: Tensor) -> Any:
+        return gather(tensor, keep) if isinstance(tensor, DTensor) else tensor
+
+    return replace_leaves(tree, whole)
+
+
+def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded as a parameter is; of one that stays whole, a copy. Not collective.
+
+    Args:
+        value: The whole tensor, or this rank's part of it.
+        parameter: Of the whole tensor's shape.
+    """
+    if isinstance(value, OwnPart):
+        return _with_own_part(value.elements, parameter)
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value.clone()
+    whole = value.to(parameter.device)
+    # Every rank has the whole: nothing is sent. A copy, so that what is not this rank's can go.
+    part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return _with_own_part(part.to_local().clone(), parameter)
+
+
+def _with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        raise AssertionError("a part was given of a parameter that is not sharded")
+    return DTensor.from_local(
+        elements.view(parameter.to_local().shape).to(parameter.device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+@torch.no_grad()
+def shard_copy(copy: nn.Module, module: nn.Module) -> None:
+    """Gives a copy of a module shards where the module has them, of rank 0's values. Collective.
+
+    Parameters that are one stay one. The copy then keeps weights, and cannot be called. A scatter for each of them.
+
+    Args:
+        copy: Copied before the module was sharded; what is sharded already stays.
+        module: Sharded by FSDP2.
+    """
+    shards: dict[Tensor, nn.Parameter] = {}
+    for name, part in copy.named_modules():
+        sharded = dict(module.get_submodule(name).named_parameters(recurse=False))
+        for own, whole in list(part.named_parameters(recurse=False)):
+            parameter = sharded[own]
+            if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+                continue
+            if whole not in shards:
+                scattered = distribute_tensor(
+                    whole.detach().to(parameter.device), parameter.device_mesh, parameter.placements
+                )
+                shard = _with_own_part(scattered.to_local().clone(), parameter)
+                shards[whole] = nn.Parameter(shard, whole.requires_grad)
+            setattr(part, own, shards[whole])
+
+
+def let_whole_states_be_loaded(module: nn.Module) -> None:
+    """Has ``load_state_dict`` of a module, and of those below it, take whole tensors where they have shards.
+
+    Each rank keeps its part, so all ranks must load the same. Nothing is sent. Neither this nor loading is collective.
+
+    Args:
+        module: Its parameters are sharded, and FSDP2 has hooks of its own in it by now.
+    """
+    for part in module.modules():
+        if part not in _LOADS_WHOLE:
+            _LOADS_WHOLE.add(part)
+            part.register_load_state_dict_pre_hook(_take_own_parts)  # type: ignore[no-untyped-call]
+
+
+_LOADS_WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def _take_own_parts(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not fits_parameter(value, parameter):
+            # What has another shape torch refuses.
+            continue
+        if metadata.get("assign_to_params_buffers"):
+            raise ValueError(
+                f"`load_state_dict(..., assign=True)` would replace a shard by a whole tensor,"
+                f" {prefix + name!r}. Leave `assign=True` out: values are then copied into the shards."
+            )
+        state[prefix + name] = shard_like(cast(Tensor, value), parameter)
+
+
+def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of whole tensors, or of this rank's parts, with this rank's parts of what has its parameter's shape.
+
+    Not collective. What stays whole is copied.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    identifiers = [identifier for group in state["param_groups"] for identifier in group["params"]]
+    by_identifier = dict(zip(identifiers, parameters, strict=False))
+    sharded = {}
+    for identifier, entries in state["state"].items():
+        parameter = by_identifier.get(identifier)
+        if parameter is None or not isinstance(entries, Mapping):
+            sharded[identifier] = replace_leaves(entries, torch.clone)
+            continue
+        sharded[identifier] = {
+            key: shard_like(v, parameter) if fits_parameter(v, parameter) else replace_leaves(v, torch.clone)
+            for key, v in entries.items()
+        }
+    return {**state, "state": sharded}
+
+
+def fits_parameter(value: Any, parameter: Tensor) -> bool:
+    """Whether it is cut as its parameter is: a tensor of its shape, or this rank's part of one."""
+    if isinstance(value, OwnPart):
+        return True
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -1,0 +1,160 @@
+"""Which modules are gathered together: repeated blocks each by itself, and with the root what is left."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_parstrat.distributed.engine.shardability import sharing_memory
+from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
+
+MIN_NUM_PARAMS = 100_000
+"""Smaller blocks stay with the root: a collective of their own would cost more than their memory."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, each_child: bool) -> list[nn.Module]:
+    """The modules below ``module`` whose parameters are gathered, used and freed together; inner ones come first.
+
+    Without ``wrap`` these are blocks: modules of one class beside each other in a container. A module is left to its
+    parent where any of its parameters is registered elsewhere, too (tied weights), or where it has no ``forward``. What
+    a user has sharded by ``fully_shard`` stays as it is. Not collective; the same on all ranks that have the same
+    module.
+
+    Args:
+        module: The root, which is not among them.
+        wrap: Names of classes (their bases count) to take instead of blocks; empty for blocks.
+        min_num_params: The smallest number of parameters of a block.
+        each_child: Whether what is left of the root's own children is a unit of each, too, so that only parameters of
+            the root itself are left to it.
+
+    Raises:
+        ValueError: No module is of a class in ``wrap``.
+    """
+    if wrap:
+        chosen = {m for m in module.modules() if m is not module and _class_names(m) & set(wrap)}
+        known = {name for m in chosen for name in _class_names(m)}
+        if missing := sorted(set(wrap) - known):
+            raise ValueError(
+                f"Invalid wrap: {missing}. No module within {type(module).__name__} is of such a class; print it to"
+                " see their names."
+            )
+    else:
+        chosen = {m for m in _blocks(module) if _numel(m) >= min_num_params}
+    if each_child:
+        chosen |= set(_callable_children(module))
+    registrations = _registrations(module)
+    alone = {m for m in chosen if _holds_all_it_has(m, registrations)}
+    return [m for m in _children_first(module) if m in alone and not isinstance(m, FSDPModule)]
+
+
+def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tensor]:
+    """Parameters that FSDP2 cannot shard, or could not without a change: they stay whole on every rank.
+
+    Those without a dimension or an element, complex ones and those that have no gradients; those whose memory is not
+    contiguous, or that share it; names that DDP is to ignore; and in a unit of several dtypes all but those of the
+    commonest one. Not collective.
+
+    Args:
+        module: The root.
+        units: Of :func:`find_units`.
+    """
+    ignored = names_ignored_by_ddp(module)
+    named = [(name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    whole: set[Tensor] = {p for name, p in named if name in ignored or not _can_be_sharded(p)}
+    whole |= sharing_memory([*(p for _, p in named), *module.buffers()]) & {p for _, p in named}
+    taken: set[Tensor] = set()
+    for unit in (*units, module):
+        own = [p for p in unit.parameters() if p not in taken and p not in whole and not isinstance(p, DTensor)]
+        taken.update(own)
+        sizes: Counter[object] = Counter()
+        for parameter in own:
+            sizes[parameter.dtype] += parameter.numel()
+        common = sizes.most_common(1)
+        whole |= {p for p in own if p.dtype != common[0][0]}
+    return whole
+
+
+def rounded_by_autocast(module: nn.Module) -> set[Tensor]:
+    """Parameters in fp32 that autocast rounds to 16 bits each time that they are used: those of linear layers and such.
+
+    Layers count if their ``forward`` is torch's own, and parameters if no other module has them. Not collective.
+    """
+    rounded: set[Tensor] = set()
+    others: set[Tensor] = set()
+    for part in module.modules():
+        is_torchs = "forward" not in vars(part) and type(part).forward in _ROUNDED_BY_AUTOCAST
+        for name, parameter in part.named_parameters(recurse=False):
+            (rounded if is_torchs and name in _ROUNDED_NAMES else others).add(parameter)
+    return {parameter for parameter in rounded - others if parameter.dtype == torch.float32}
+
+
+_ROUNDED_NAMES = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
+"""Parameters of other names are what hooks make weights of, such as norms of weights."""
+
+_ROUNDED_BY_AUTOCAST = {
+    layer.forward
+    for layer in (
+        nn.Linear,
+        nn.Conv1d,
+        nn.Conv2d,
+        nn.Conv3d,
+        nn.ConvTranspose1d,
+        nn.ConvTranspose2d,
+        nn.ConvTranspose3d,
+        nn.MultiheadAttention,
+    )
+}
+
+
+def _can_be_sharded(parameter: Tensor) -> bool:
+    has_elements = parameter.dim() > 0 and parameter.numel() > 0
+    return has_elements and parameter.is_floating_point() and parameter.is_contiguous()
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__} - {"Module", "object"}
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    kinds = Counter(type(child) for child in children) if isinstance(module, _CONTAINERS) else Counter()
+    for child in children:
+        if kinds[type(child)] > 1 and _is_callable(child):
+            yield child
+        else:
+            yield from _blocks(child)
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if _is_callable(child):
+            yield child
+        else:
+            yield from _callable_children(child)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and next(module.parameters(), None) is not None
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _registrations(module: nn.Module) -> Counter[Tensor]:
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _holds_all_it_has(module: nn.Module, registrations: Counter[Tensor]) -> bool:
+    inside = _registrations(module)
+    return bool(inside) and all(registrations[parameter] == count for parameter, count in inside.items())
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    # Modules come before those they hold.
+    return list(module.modules())[:0:-1]

@@ -1,0 +1,170 @@
+"""Sharded modules as plain ones: with whole parameters for a while, or as deep copies, which FSDP2 refuses."""
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lightning_parstrat.core.wording import listed
+from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded, shard_like
+from lightning_parstrat.distributed.gradients.local_tensors import local
+
+_ADDED: set[str] = set()
+"""Names of attributes that modules have for being sharded."""
+
+_HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
+_WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
+
+
+class _Registration(NamedTuple):
+    """Where a sharded parameter is registered."""
+
+    owner: nn.Module
+    own_name: str
+    name: str
+    parameter: DTensor
+
+
+@contextmanager
+def shown_whole(module: nn.Module) -> Iterator[None]:
+    """Within it a module is a plain one with whole parameters, in the dtype that they are kept in.
+
+    Collective at its beginning: an all-gather of each parameter. Within it nothing is sent. When it ends, each rank
+    copies its part of each parameter into its shard.
+
+    Args:
+        module: Sharded by FSDP2; it must not be within a step.
+
+    Raises:
+        ValueError: When it ends: a parameter is gone, or has another shape or dtype.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+    registrations = [
+        _Registration(owner, own_name, f"{prefix}.{own_name}".lstrip("."), parameter)
+        for prefix, owner in module.named_modules()
+        for own_name, parameter in owner.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    ]
+    shown: dict[Tensor, nn.Parameter] = {}
+    ended: list[bool] = []
+    for one in registrations:
+        if one.parameter not in shown:
+            shown[one.parameter] = _whole(one, ended)
+    with _plain(module):
+        try:
+            for one in registrations:
+                setattr(one.owner, one.own_name, shown[one.parameter])
+            yield
+        finally:
+            ended.append(True)
+            _restore(registrations)
+
+
+def _whole(registration: _Registration, ended: Sequence[bool]) -> nn.Parameter:
+    parameter = registration.parameter
+    whole = nn.Parameter(cast(DTensor, parameter.detach()).full_tensor(), parameter.requires_grad)
+    vars(whole).update(vars(parameter))
+
+    def refuse(_: Tensor) -> None:
+        if ended:
+            raise RuntimeError(
+                f"A backward came to {registration.name!r} as `full_parameters()` had shown it, whose gradient no"
+                " optimizer would see. Compute the loss outside of it."
+            )
+
+    if whole.requires_grad:
+        whole.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+    return whole
+
+
+@torch.no_grad()
+def _restore(registrations: Sequence[_Registration]) -> None:
+    written: dict[DTensor, nn.Parameter | None] = {}
+    lost = []
+    for owner, own_name, name, parameter in registrations:
+        now = dict(owner.named_parameters(recurse=False)).get(own_name)
+        first = written.setdefault(parameter, now)
+        fits = now is not None and now.shape == parameter.shape and now.dtype == parameter.dtype
+        if not fits or (first is not now and not torch.equal(cast(Tensor, first), cast(Tensor, now))):
+            lost.append(name)
+        setattr(owner, own_name, parameter)
+    if lost:
+        raise ValueError(
+            f"Within `full_parameters()` {listed(lost)} got another shape or dtype, or another value than what it is"
+            " tied to, or was removed. The shards are as they were before. Change a copy of the module instead, or of"
+            " its `state_dict()`."
+        )
+    for parameter, now in written.items():
+        value = cast(nn.Parameter, now)
+        local(parameter).copy_(local(shard_like(value.detach(), parameter)))
+        parameter.requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def _plain(module: nn.Module) -> Iterator[None]:
+    """Within it a module and all below it are of their own classes, without what sharding them has put into them.
+
+    Parameters stay as they are. Nothing is gathered: a module can be called if its parameters are whole.
+    """
+    with ExitStack() as undo:
+        for part in list(module.modules()):
+            own = vars(part)
+            if isinstance(part, FSDPModule):
+                undo.callback(setattr, part, "__class__", type(part))
+                own_class: Any = next(cls for cls in type(part).__mro__ if not issubclass(cls, FSDPModule))
+                part.__class__ = own_class
+            undo.callback(own.update, {name: own.pop(name) for name in _ADDED & own.keys()})
+            for hooks in [own[name] for name in _HOOKS if isinstance(own.get(name), dict)]:
+                undo.callback(_restore_hooks, hooks, dict(hooks))
+                for number in [number for number, hook in hooks.items() if _shards(hook)]:
+                    del hooks[number]
+        yield
+
+
+def _shards(hook: Any) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_WHO_SHARDS)
+
+
+def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
+    # In their order, beside what was registered or removed meanwhile.
+    now = dict(hooks)
+    hooks.clear()
+    hooks.update({number: hook for number, hook in before.items() if number in now or _shards(hook)})
+    hooks.update(now)
+
+
+def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
+    """Has ``copy.deepcopy`` of modules give ones of their own class that hold shards, as the originals do.
+
+    A copy gathers nothing: it cannot be called. Neither this nor copying is collective. Only these objects can be
+    copied; FSDP2 refuses all others of their classes.
+
+    Args:
+        modules: Sharded by FSDP2.
+        added: Names of attributes that they have for being sharded, which copies have not.
+    """
+    _ADDED.update(added, {"__deepcopy__"})
+    for module in modules:
+        vars(module)["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
+
+
+def _copy(original: "weakref.ref[nn.Module]", memo: dict[int, Any]) -> nn.Module:
+    module = cast(nn.Module, original())
+    for parameter in module.parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and id(gradient) not in memo:
+            # One that lies behind others in a buffer torch would copy by memory that a DTensor has not.
+            memo[id(gradient)] = gradient.clone()
+    with _plain(module):
+        twin = copy.deepcopy(module, memo)
+    let_whole_states_be_loaded(twin)
+    return twin

@@ -1,0 +1,292 @@
+"""Methods on the instance: same object, class and groups for everyone; and what copies and later steps make of it."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.distributed.engine.stepping import _worth_a_call, is_sharded
+from lightning_parstrat.distributed.engine.summary import state_bytes_per_parameter_byte
+from tests.comparing import assert_same
+from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
+from tests.pool import RankPool
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(5, 4)
+
+
+def loss_of(module: nn.Module) -> Tensor:
+    return module(torch.ones(2, 5)).pow(2).sum()
+
+
+def stepped_in_full(module: nn.Module, before: list[Tensor]) -> bool:
+    """Whether every element moved, on every rank: those this rank owns and those it gathered."""
+    return all(bool((now != then).all()) for now, then in zip(module.parameters(), before, strict=True))
+
+
+def snapshot(module: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+class GuardsAttributes(torch.optim.SGD):
+    """Gets no public attributes but torch's own, and has none beside them."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name in ("defaults", "state", "param_groups") or name.startswith("_")
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class HasSlots(torch.optim.SGD):
+    __slots__ = ("extra",)
+
+
+class StepsInParts(torch.optim.SGD):
+    """As SAM does: a step of other methods of its own, which zero gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        super().step()
+        self.zero_grad()
+        return loss
+
+
+def left_as_it_was() -> None:
+    for make in (torch.optim.SGD, GuardsAttributes, HasSlots, StepsInParts):
+        module = linear()
+        optimizer = make(module.parameters(), lr=0.1, momentum=0.9)
+        cls, names = type(optimizer), set(vars(optimizer))
+        hooks = dict(optimizer._optimizer_step_pre_hooks)
+        parameters, groups = list(module.parameters()), optimizer.param_groups
+        engine = make_engine(module, optimizer)
+        assert type(optimizer) is optimizer.__class__ is cls and optimizer.param_groups is groups
+        assert [id(one) for one in module.parameters()] == [id(one) for one in parameters]
+        assert [id(one) for one in groups[0]["params"]] == [id(one) for one in parameters]
+        before = snapshot(module)
+        backward(engine, loss_of(module))
+        optimizer.step()
+        assert stepped_in_full(module, before) and is_sharded(optimizer) and type(optimizer) is cls
+        engine.close()
+        optimizer.step()
+        # What schedulers ask for may stay.
+        assert set(vars(optimizer)) - {"_opt_called"} == names and type(optimizer) is cls
+        assert optimizer._optimizer_step_pre_hooks == hooks
+
+
+def test_an_optimizer_is_left_as_it_was(pool: RankPool) -> None:
+    pool.run(2, left_as_it_was)
+
+
+def around_the_sharding(afterwards: bool) -> list[str]:
+    """Steps by the class, by a method kept from before, and by what is found when the method was taken away."""
+    module = linear()
+    optimizer = sgd(module.parameters())
+    kept = optimizer.step
+    engine = make_engine(module, optimizer)
+    backward(engine, loss_of(module))
+    if afterwards:
+        engine.close()
+    messages = []
+    for step in (lambda: torch.optim.SGD.step(optimizer), kept, lambda: optimizer.step()):
+        with pytest.raises(RuntimeError) as caught:
+            step()
+        messages.append(str(caught.value))
+        vars(optimizer).pop("step", None)
+    return messages
+
+
+def test_a_step_around_the_sharding_is_refused(pool: RankPool) -> None:
+    for afterwards in (False, True):
+        for messages in pool.run(2, around_the_sharding, afterwards):
+            assert all("Call `optimizer.step()`, not `SGD.step(optimizer)`" in message for message in messages)
+
+
+def test_the_size_of_the_state_is_known_before() -> None:
+    known: list[tuple[Callable[[Any], Optimizer], float | None]] = [
+        (lambda p: torch.optim.AdamW(p), 2.0),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True, fused=True), 3.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0.0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1.0),
+        (lambda p: torch.optim.Adagrad(p), 1.0),
+        (lambda p: torch.optim.Adafactor(p), None),
+        # torch refuses the probe's settings; a line in a log must not end a training.
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), capturable=True, foreach=True), None),
+    ]
+    for make, expected in known:
+        assert state_bytes_per_parameter_byte(make(linear().parameters())) == expected
+
+
+class Sized(NamedTuple):
+    """What is looked at of a bucket to find out how many are stepped by one call."""
+
+    layout: BucketLayout
+    device: torch.device
+
+
+def test_calls_go_by_the_bytes_of_shards_and_are_few_on_a_gpu() -> None:
+    for mib, device, calls in (
+        ([0.25] * 8, "cpu", 2),
+        ([2.0] * 20, "cpu", 20),
+        ([2.0] * 20, "cuda", 7),
+        ([0.25] * 8, "cuda", 2),
+        ([100.0, 0.5, 0.5], "cuda", 2),
+    ):
+        # Shards of half of that.
+        buckets = [
+            Sized(BucketLayout((), range(0, int(size * 2**21) + 1, int(size * 2**20)), 1), torch.device(device))
+            for size in mib
+        ]
+        together = _worth_a_call(cast(Any, buckets))
+        assert len(together) == calls
+        assert [bucket for group in together for bucket in group] == buckets
+
+
+# Copies, and what comes after a training: beside an optimizer of a single process.
+
+
+def net() -> nn.Sequential:
+    """More than one stride, so that there are several kinds of shards."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 5, 3).to(memory_format=torch.channels_last), nn.Flatten(), nn.Linear(20, 7))
+
+
+# The same on all ranks: the twin is a single process's.
+image_loss = partial(squared_error, shape=(3, 2, 4, 4), target=0.1)
+
+
+def scheduled(parameters: Any) -> Optimizer:
+    """A scheduler's wrapper of `step` does not come along, as with torch's own copies."""
+    optimizer = sgd(parameters)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+OPTIMIZERS: list[Callable[[Any], Optimizer]] = [adamw, sgd, adagrad, adafactor, scheduled]
+
+
+class Pair(NamedTuple):
+    """A sharded optimizer and one of a single process, in the middle of the same training."""
+
+    engine: Any
+    module: nn.Module
+    optimizer: Optimizer
+    twin: nn.Module
+    twins: Optimizer
+
+    def step(self, number: int, sharded: bool = True) -> None:
+        for one in (self.optimizer, self.twins):
+            one.zero_grad()
+        if sharded:
+            backward(self.engine, image_loss(self.module, number))
+        else:
+            image_loss(self.module, number).backward()
+        image_loss(self.twin, number).backward()
+        for one in (self.optimizer, self.twins):
+            one.step()
+
+    def check(self) -> None:
+        close(list(self.module.parameters()), list(self.twin.parameters()))
+        close(self.optimizer.state_dict(), self.twins.state_dict())
+
+
+def close(actual: Any, expected: Any) -> None:
+    assert_same(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def in_the_middle(make: Callable[[Any], Optimizer], steps: int = 2) -> Pair:
+    module, twin = net(), net()
+    optimizer, twins = make(module.parameters()), make(twin.parameters())
+    pair = Pair(make_engine(module, optimizer, bucket_cap_mb=3e-4), module, optimizer, twin, twins)
+    for number in range(steps):
+        pair.step(number)
+    return pair
+
+
+def by_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def by_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def copies() -> None:
+    for number, make in enumerate(OPTIMIZERS):
+        pair = in_the_middle(make)
+        copied_by = (copy.deepcopy, by_pickle, by_file, copy.deepcopy, copy.deepcopy)[number]
+        copied, copied_twin = copied_by(pair.optimizer), copied_by(pair.twins)
+        assert type(copied) is type(pair.twins) and not is_sharded(copied)
+        for step in range(2):
+            for group, same in zip(copied.param_groups, copied_twin.param_groups, strict=True):
+                close({**group}, {**same})
+                for parameter, other in zip(group["params"], same["params"], strict=True):
+                    parameter.grad = other.grad = torch.full_like(other, 0.1 + step)
+            if step == 0:
+                for read in (copied.step, copied.state_dict, lambda one=copied: copy.deepcopy(one)):
+                    with pytest.raises(RuntimeError, match="copy of a sharded one, without its state"):
+                        read()
+                copied.load_state_dict(pair.optimizer.state_dict())
+            copied.step()
+            copied_twin.step()
+        close(copied.state_dict(), copied_twin.state_dict())
+        # The original has noticed nothing of it.
+        pair.step(2)
+        pair.check()
+
+
+def test_a_copy_needs_its_state_and_goes_on_by_itself(pool: RankPool) -> None:
+    pool.run(2, copies)
+
+
+def after_a_training(makers: list[Callable[[Any], Optimizer]]) -> None:
+    """Hooks run once and see full parameters, groups can be added, closures run, and methods that were kept go on."""
+    for make in makers:
+        pair = in_the_middle(make)
+        kept = pair.optimizer.zero_grad, pair.optimizer.state_dict
+        schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in (pair.optimizer, pair.twins)]
+        seen: list[list[int]] = [[], []]
+        for opt, log in zip((pair.optimizer, pair.twins), seen, strict=True):
+            for register in (opt.register_step_pre_hook, opt.register_step_post_hook):
+                register(lambda o, *_, log=log: log.append(sum(p.numel() for g in o.param_groups for p in g["params"])))
+        pair.step(2)
+        pair.engine.close()
+        for module, opt in ((pair.module, pair.optimizer), (pair.twin, pair.twins)):
+            module.extra = nn.Parameter(torch.ones(3))
+            opt.add_param_group({"params": [module.extra], "lr": 0.01})
+        pair.step(3, sharded=False)
+        for scheduler in schedulers:
+            scheduler.step()
+        for module, opt in ((pair.module, pair.optimizer), (pair.twin, pair.twins)):
+
+            def closure(module: Any = module, opt: Optimizer = opt) -> Tensor:
+                opt.zero_grad()
+                loss = image_loss(module, 4) + module.extra.sum()
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+        pair.check()
+        assert seen[0] == seen[1] and len(seen[0]) == 6 and type(pair.optimizer) is type(pair.twins)
+        kept[0]()
+        assert all(parameter.grad is None for parameter in pair.module.parameters())
+        assert_same(kept[1](), pair.optimizer.state_dict())
+
+
+def test_an_optimizer_goes_on_as_an_ordinary_one_after_its_training(pool: RankPool) -> None:
+    for world_size, makers in ((2, OPTIMIZERS), (1, [adamw]), (3, [adafactor])):
+        pool.run(world_size, after_a_training, makers)

@@ -1,0 +1,138 @@
+"""Plans of the buckets: made once, in the reverse order of registration, or taken up from an earlier training."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.policy import ShardingPolicy
+from lightning_parstrat.distributed.comm.process_groups import process_groups
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from tests.comparing import distance
+from tests.distributed.engines import backward, make_engine
+from tests.pool import RankPool
+
+STEPS = 4
+CAP = 3e-4
+
+
+class Shuffled(nn.Module):
+    """Registered in another order than it is used in; one layer is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.third = nn.Linear(9, 4)
+        self.unused = nn.Linear(3, 3)
+        self.first = nn.Linear(7, 33)
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.second = nn.Linear(33, 9, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.third(torch.tanh(self.second(torch.tanh(self.first(inputs))))) * self.scale
+
+
+def adamw(module: nn.Module) -> list[Optimizer]:
+    return [torch.optim.AdamW(module.parameters(), lr=0.03, weight_decay=0.1)]
+
+
+def muon(module: nn.Module) -> list[Optimizer]:
+    matrices = [p for p in module.parameters() if p.ndim == 2]
+    others = [p for p in module.parameters() if p.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
+
+
+MAKERS = {maker.__name__: maker for maker in (adamw, muon)}
+
+
+def train(maker: str, cap: float, kept: list[list[str]]) -> tuple[list[Tensor], list[list[str]], list[list[str]]]:
+    """The parameters, and the plans before and after."""
+    torch.manual_seed(0)
+    module = Shuffled()
+    optimizers = MAKERS[maker](module)
+    policy = ShardingPolicy(bucket_cap_mb=cap)
+    engine = ShardedDataParallel(module, optimizers, policy, process_groups(), plan=kept)
+    before, addresses = engine.plan, [parameter.data_ptr() for parameter in module.parameters()]
+    for step in range(STEPS):
+        inputs = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(engine, module(inputs).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+    engine.gatherer.finish()
+    assert [parameter.data_ptr() for parameter in module.parameters()] == addresses
+    after = engine.plan
+    engine.close()
+    return [parameter.detach().clone() for parameter in module.parameters()], before, after
+
+
+def test_buckets_are_in_the_reverse_order_of_registration_and_stay(pool: RankPool) -> None:
+    """Also where buckets of matrices that stay uncut and of all else leave in one order."""
+    names = [name for name, _ in Shuffled().named_parameters()]
+    for maker in MAKERS:
+        for _, before, after in pool.run(2, train, maker, 1e-6, []):
+            assert before == after == [[name] for name in reversed(names)]
+
+
+OTHER = [["scale", "second.weight"], ["first.weight"], ["first.bias", "third.weight", "third.bias"]]
+OTHER += [["unused.weight", "unused.bias", "frozen.weight", "frozen.bias"]]
+OF_ANOTHER_MODULE = [["0.weight"], ["0.bias"]]
+
+
+def test_a_kept_plan_is_taken_up_where_it_fits(pool: RankPool) -> None:
+    (expected, own, _), *_ = pool.run(2, train, "adamw", CAP, [])
+    assert len(own) > 1 and own != OTHER
+    for kept, plan in ((OTHER, OTHER), (own, own), (OF_ANOTHER_MODULE, own), (OTHER[1:], own)):
+        for parameters, before, after in pool.run(2, train, "adamw", CAP, kept):
+            assert [sorted(bucket) for bucket in before] == [sorted(bucket) for bucket in plan]
+            assert before == after and distance(parameters, expected) <= 1e-6
+
+
+class Graph(nn.Module):
+    """A frozen adjacency matrix of a layout that has no size in bytes, beside what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adjacency = nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(2, 2))
+
+
+def names_beside_a_frozen_sparse_matrix() -> None:
+    module = Graph()
+    assert make_engine(module, torch.optim.SGD([module.weight]), bucket_cap_mb="auto").plan == [["weight"]]
+
+
+def test_what_is_frozen_does_not_count_for_the_size_of_buckets(pool: RankPool) -> None:
+    pool.run(1, names_beside_a_frozen_sparse_matrix)
+
+
+def a_cut_parameter_is_added_to_an_optimizer_of_matrices() -> None:
+    module = Shuffled()
+    optimizers = torch.optim.AdamW(module.first.parameters()), torch.optim.Adafactor(module.third.parameters())
+    engine = make_engine(module, *optimizers)
+    optimizers[1].param_groups[0]["params"].append(module.first.weight)
+    with pytest.raises(ValueError, match=r"shape \(33, 7\) was added to Adafactor, which steps whole parameters"):
+        engine.prepare_backward(module(torch.ones(5, 7)).sum())
+
+
+def test_an_optimizer_of_matrices_gets_none_that_is_cut(pool: RankPool) -> None:
+    pool.run(2, a_cut_parameter_is_added_to_an_optimizer_of_matrices)
+
+
+def captured() -> None:
+    """Does to a module what ``torch.cuda.make_graphed_callables`` does, but for the graph."""
+    module = Shuffled()
+    forward = module.second.forward
+
+    def graphed(*inputs: Tensor) -> Tensor:
+        return forward(*inputs)
+
+    graphed.__module__ = torch.cuda.graphs.make_graphed_callables.__module__
+    module.second.forward = graphed
+    with pytest.raises(ValueError, match="on_train_start"):
+        make_engine(module, *adamw(module))
+
+
+def test_a_captured_graph_is_refused_whose_parameters_would_move(pool: RankPool) -> None:
+    pool.run(1, captured)

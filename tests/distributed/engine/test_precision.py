@@ -1,0 +1,423 @@
+"""Dtypes of parameters, wires and shards: what is rounded is rounded once, and all else is done in fp32, as by hand."""
+
+import copy
+import io
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS
+from tests.comparing import assert_same, distance
+from tests.distributed.engines import (
+    adafactor,
+    adagrad,
+    adamw,
+    backward,
+    clip_gradients_by_norm,
+    make_engine,
+    perceptron,
+    sgd,
+    squared_error,
+)
+from tests.pool import RankPool
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+Make = Callable[[Any], Optimizer]
+# Rounding in fp32; in 16 bits it would be a thousand times as much.
+CLOSE = {"rtol": 2e-5, "atol": 1e-6}
+
+
+class Row(NamedTuple):
+    """A training, and what is done to it: ``policy`` are the strategy's arguments."""
+
+    make: Make
+    dtype: torch.dtype = FP32
+    policy: dict[str, Any] = {}  # noqa: RUF012  (never changed)
+    clip: float | None = None
+    exposed: bool = False
+
+
+WHOLE, NO_MASTERS, EACH, ONE = (
+    {"partition": "parameter"},
+    {"master_weights": False},
+    {"bucket_cap_mb": 1e-6},
+    {"bucket_cap_mb": 1.0},
+)
+AWAY, HOME = {"reduce_dtype": "bf16"}, {"gather_dtype": "bf16"}
+ROWS = {
+    "masters of bf16": Row(adamw, BF16),
+    "masters of fp16, whole parameters": Row(adamw, FP16, WHOLE),
+    "masters of whole parameters, clipped": Row(adamw, BF16, WHOLE, clip=0.05),
+    "masters of fp16, clipped": Row(sgd, FP16, clip=0.05),
+    "one bucket, masters asked for": Row(sgd, BF16, {**ONE, "master_weights": True}),
+    "a matrix at a time": Row(adafactor, FP16),
+    "state that is there before its shards": Row(adagrad, BF16),
+    "no masters": Row(adamw, BF16, NO_MASTERS),
+    "no masters, whole parameters": Row(adamw, FP16, {**NO_MASTERS, **WHOLE}),
+    "no masters, sgd": Row(sgd, FP16, NO_MASTERS),
+    "no masters, a matrix at a time": Row(adafactor, BF16, NO_MASTERS),
+    "narrow away": Row(adamw, FP32, {**AWAY, **EACH}),
+    "narrow away, shown": Row(adamw, FP32, {**AWAY, **ONE}, exposed=True),
+    "narrow home": Row(adamw, FP32, {**HOME, **ONE}),
+    "narrow both ways": Row(adamw, FP32, {**AWAY, **HOME, **EACH}),
+}
+
+
+class ByHand:
+    """The row in one process on all ranks' data: its parameters as ranks see them, and what is stepped."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self.module = perceptron(row.dtype)
+        self.parameters = list(self.module.parameters())
+        self.narrow = row.policy.get("master_weights") is False
+        kept_in = row.dtype if self.narrow else FP32
+        self.masters = [nn.Parameter(one.detach().to(kept_in, copy=True)) for one in self.parameters]
+        self.optimizer = row.make(self.masters)
+
+    def step(self, first: int, ranks: int) -> None:
+        for master, gradient in zip(self.masters, self.mean_gradients(first, ranks), strict=True):
+            master.grad = gradient
+        if self.row.clip is not None:
+            nn.utils.clip_grad_norm_(self.masters, self.row.clip)
+        self.optimizer.step()
+        wire = BF16 if "gather_dtype" in self.row.policy else self.row.dtype
+        with torch.no_grad():
+            for parameter, master in zip(self.parameters, self.masters, strict=True):
+                parameter.copy_(master.to(wire))
+
+    def mean_gradients(self, first: int, ranks: int) -> list[Tensor]:
+        """Summed in the masters' dtype; of fp16 each is divided before, as its sum might overflow."""
+        total: list[Tensor] = []
+        for rank in range(ranks):
+            gradients = torch.autograd.grad(squared_error(self.module, first + rank), self.parameters)
+            if self.row.dtype == FP16:
+                gradients = tuple(one * (1 / ranks) for one in gradients)
+            if "reduce_dtype" in self.row.policy:
+                gradients = tuple(one.bfloat16() for one in gradients)
+            wide = [one.to(master.dtype) for one, master in zip(gradients, self.masters, strict=True)]
+            total = [one + other for one, other in zip(total, wide, strict=True)] if total else wide
+        return total if self.row.dtype == FP16 else [gradient * (1 / ranks) for gradient in total]
+
+
+def step(engine: Any, module: nn.Module, optimizer: Optimizer, first: int, clip: float | None = None) -> None:
+    optimizer.zero_grad()
+    backward(engine, squared_error(module, first + dist.get_rank()))
+    if clip is not None:
+        clip_gradients_by_norm(optimizer, clip)
+    optimizer.step()
+
+
+def masters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Whole, by position. Collective."""
+    masters = optimizer.state_dict()[MASTER_WEIGHTS]
+    assert all(master.dtype == FP32 for master in masters.values())
+    return [masters[index] for index in sorted(masters)]
+
+
+def train_as_by_hand(row: Row) -> None:
+    module, reference = perceptron(row.dtype), ByHand(row)
+    optimizer = row.make(module.parameters())
+    engine = make_engine(module, optimizer, **row.policy)
+    engine.expose_gradients(row.exposed)
+    for number in range(4):
+        step(engine, module, optimizer, 10 * number, row.clip)
+        reference.step(10 * number, dist.get_world_size())
+    engine.gatherer.finish()
+    # Without masters at most the last bits: vectorised and plain arithmetic may round differently.
+    close = {"rtol": 2 * torch.finfo(row.dtype).eps, "atol": 1e-4} if reference.narrow else CLOSE
+    saved = optimizer.state_dict()
+    has_masters = not reference.narrow and (row.dtype != FP32 or "gather_dtype" in row.policy)
+    assert (MASTER_WEIGHTS in saved) == has_masters
+    if has_masters:
+        masters = masters_of(optimizer)
+        assert_same(masters, reference.masters, **close)
+        wire = BF16 if "gather_dtype" in row.policy else row.dtype
+        assert_same(list(module.parameters()), [one.to(wire).to(row.dtype) for one in masters])
+        assert not any(torch.equal(one, one.to(wire).float()) for one in masters)
+    else:
+        assert_same(list(module.parameters()), reference.parameters, **close)
+    for index, master in enumerate(reference.masters):
+        expected = reference.optimizer.state[master]
+        assert saved["state"][index].keys() == expected.keys()
+        for key, value in expected.items():
+            assert saved["state"][index][key].dtype == value.dtype
+            if not reference.narrow:
+                assert_same(saved["state"][index][key], value, rtol=1e-4, atol=1e-6)
+
+
+def rows_train_as_by_hand(names: list[str]) -> None:
+    for name in names:
+        try:
+            train_as_by_hand(ROWS[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_trains_as_by_hand(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, rows_train_as_by_hand, list(ROWS))
+
+
+def test_every_rounding_would_be_seen() -> None:
+    ends = {}
+    for name in ("narrow away", "narrow home", "masters of bf16", "no masters"):
+        for policy in (ROWS[name].policy, {}):
+            hand = ByHand(ROWS[name]._replace(policy=policy))
+            for number in range(4):
+                hand.step(10 * number, 2)
+            ends[name, bool(policy)] = hand.parameters
+    for name in ("narrow away", "narrow home"):
+        assert distance(ends[name, True], ends[name, False]) > 1e-4
+    assert distance(ends["no masters", True], ends["masters of bf16", False]) > 1e-3
+
+
+def small_updates(dtype: torch.dtype, policy: dict[str, Any]) -> tuple[float, float]:
+    """After 64 steps, each a 32nd of what would change a weight of 1."""
+    module = nn.Linear(7, 3, bias=False).to(dtype)
+    nn.init.ones_(module.weight)
+    spacing = torch.finfo(dtype).eps
+    optimizer = torch.optim.SGD(module.parameters(), lr=spacing / 64)
+    engine = make_engine(module, optimizer, **policy)
+    for _ in range(64):
+        optimizer.zero_grad()
+        backward(engine, module.weight.sum())
+        optimizer.step()
+    assert module.weight.unique().numel() == 1
+    return module.weight[0, 0].item(), 1 - spacing
+
+
+def test_updates_too_small_for_16_bits_add_up(pool: RankPool) -> None:
+    for dtype, policy, world_size in ((BF16, {}, 2), (FP16, WHOLE, 1)):
+        assert all(actual == expected for actual, expected in pool.run(world_size, small_updates, dtype, policy))
+        assert all(actual == 1.0 for actual, _ in pool.run(world_size, small_updates, dtype, {**policy, **NO_MASTERS}))
+
+
+def clamp(module: nn.Module) -> None:
+    module[0].weight.data.clamp_(-0.1, 0.1)
+
+
+def copy_into(module: nn.Module) -> None:
+    with torch.no_grad():
+        module[2].bias[1:3].copy_(torch.tensor([0.25, -3.0]))
+
+
+def replace(module: nn.Module) -> None:
+    module[2].weight.data = module[2].weight.data.flip(0) * 2
+
+
+def transpose(module: nn.Module) -> None:
+    """The same values, and other strides."""
+    module[0].weight.data = module[0].weight.data.t().contiguous().t()
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict({key: value * 0.5 for key, value in module.state_dict().items()})
+
+
+def zero(module: nn.Module) -> None:
+    """Negative zeros where weights were negative."""
+    for parameter in module.parameters():
+        parameter.data.mul_(0)
+
+
+CHANGES = [clamp, copy_into, replace, transpose, load, zero]
+
+
+def changed_between_steps(change: Callable[[nn.Module], None], dtype: torch.dtype, policy: dict[str, Any]) -> None:
+    module = perceptron(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    engine = make_engine(module, optimizer, **policy)
+    for number in range(3):
+        step(engine, module, optimizer, 10 * number)
+    masters = masters_of(optimizer)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    # There is something to lose: most masters are not what they round to.
+    assert sum(int((m != p).sum()) for m, p in zip(masters, before, strict=True)) > 100
+    change(module)
+    after = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer.zero_grad()
+    backward(engine, 0 * squared_error(module, 0))
+    optimizer.step()
+    engine.gatherer.finish()
+    for master, old, then, now in zip(masters_of(optimizer), masters, before, after, strict=True):
+        assert torch.equal(master, torch.where(then == now, old, now.float()))
+    wire = BF16 if "gather_dtype" in policy else dtype
+    assert_same(list(module.parameters()), [one.to(wire).to(dtype) for one in after])
+
+
+def all_changes(policies: list[tuple[torch.dtype, dict[str, Any]]]) -> None:
+    for number, change in enumerate(CHANGES):
+        changed_between_steps(change, *policies[number % len(policies)])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_changed_from_outside_are_taken_over_and_others_keep_their_bits(
+    pool: RankPool, world_size: int
+) -> None:
+    policies: list[tuple[torch.dtype, dict[str, Any]]] = [(BF16, {}), (BF16, WHOLE), (FP32, HOME)]
+    pool.run(world_size, all_changes, policies[:: 1 if world_size < 3 else -1])
+
+
+Saved = tuple[dict[str, Tensor], bytes]
+# The same samples for any number of ranks: each rank's gradient is of the mean over its part.
+STEPS_BEFORE, STEPS_AFTER = (0, 1, 2), (3, 4)
+
+
+def save(row: Row, closed: bool) -> Saved:
+    module = perceptron(row.dtype)
+    optimizer = row.make(module.parameters())
+    engine = make_engine(module, optimizer, **row.policy)
+    for number in STEPS_BEFORE:
+        optimizer.zero_grad()
+        backward(engine, squared_error(module, number))
+        optimizer.step()
+    if closed:
+        engine.close()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return {key: value.clone() for key, value in module.state_dict().items()}, file.getvalue()
+
+
+def read(saved: bytes) -> dict[str, Any]:
+    # What Lightning and torch read by default holds nothing but tensors and plain values.
+    return torch.load(io.BytesIO(saved), weights_only=True)
+
+
+def go_on(row: Row, saved: Saved) -> list[Tensor]:
+    torch.manual_seed(5)
+    module = nn.Sequential(*(copy.deepcopy(layer) for layer in perceptron(row.dtype)))
+    optimizer = row.make(module.parameters())
+    engine = make_engine(module, optimizer, **row.policy)
+    module.load_state_dict(saved[0])
+    optimizer.load_state_dict(read(saved[1]))
+    assert_same(optimizer.state_dict(), read(saved[1]))
+    for number in STEPS_AFTER:
+        optimizer.zero_grad()
+        backward(engine, squared_error(module, number))
+        optimizer.step()
+    return masters_of(optimizer)
+
+
+SAVED: list[tuple[Row, dict[str, Any], bool]] = [
+    (Row(adamw, BF16), WHOLE, False),
+    (Row(adafactor, BF16), {}, True),
+    # What was not rounded for the way home.
+    (Row(adamw, FP32, HOME), HOME, False),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), [(1, 2), (2, 3), (3, 1)])
+def test_saved_master_weights_keep_their_bits(pool: RankPool, source: int, target: int) -> None:
+    for row, policy, closed in SAVED:
+        saved = pool.run(source, save, row, closed)
+        assert all(one[1] == saved[0][1] for one in saved)
+        for master, parameter in zip(read(saved[0][1])[MASTER_WEIGHTS].values(), saved[0][0].values(), strict=True):
+            assert torch.equal(master.to(BF16), parameter.to(BF16)) and not torch.equal(master, parameter.float())
+        reference = ByHand(row)
+        for number in (*STEPS_BEFORE, *STEPS_AFTER):
+            reference.step(number, 1)
+        for found in pool.run(target, go_on, row._replace(policy=policy), saved[0]):
+            assert_same(found, reference.masters, **CLOSE)
+
+
+NARROW = Row(adamw, BF16)
+
+
+def loaded_by_ours(saved: Saved) -> None:
+    module = perceptron(BF16)
+    module.load_state_dict(saved[0])
+    optimizer = adamw(module.parameters())
+    engine = make_engine(module, optimizer)
+    # State of another strategy: masters begin at the parameters.
+    optimizer.load_state_dict({key: value for key, value in read(saved[1]).items() if key != MASTER_WEIGHTS})
+    assert_same(masters_of(optimizer), [parameter.detach().float() for parameter in module.parameters()])
+    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == FP32
+    # Weights that are not what the loaded masters round to: someone has replaced them on purpose.
+    optimizer = torch.optim.SGD((module := perceptron(BF16)).parameters(), lr=0.1)
+    engine = make_engine(module, optimizer)
+    masters = read(saved[1])[MASTER_WEIGHTS]
+    optimizer.load_state_dict({**optimizer.state_dict(), MASTER_WEIGHTS: masters})
+    module.load_state_dict({**saved[0], "2.bias": saved[0]["2.bias"] + 1})
+    optimizer.zero_grad()
+    backward(engine, 0 * squared_error(module, 0))
+    optimizer.step()
+    for index, (master, name) in enumerate(zip(masters_of(optimizer), saved[0], strict=True)):
+        assert torch.equal(master, (saved[0][name] + 1).float() if name == "2.bias" else masters[index])
+
+
+def test_masters_begin_at_loaded_weights_that_differ_from_them(pool: RankPool) -> None:
+    saved = pool.run(2, save, NARROW, False)[0]
+    pool.run(2, loaded_by_ours, saved)
+    # Other strategies pass over them.
+    optimizer = adamw(perceptron(BF16).parameters())
+    optimizer.load_state_dict(read(saved[1]))
+    assert all(state["exp_avg"].dtype == BF16 for state in optimizer.state.values())
+
+
+def trained_again() -> None:
+    module, reference = perceptron(BF16), ByHand(NARROW)
+    optimizer = adamw(module.parameters())
+    for first in (0, 50):
+        engine = make_engine(module, optimizer, bucket_cap_mb=1e-6 if first else 1.0)
+        for number in range(first, first + 30, 10):
+            step(engine, module, optimizer, number)
+            reference.step(number, dist.get_world_size())
+        engine.close()
+        assert_same(masters_of(optimizer), reference.masters, **CLOSE)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_second_training_goes_on_with_the_masters_of_the_first(pool: RankPool, world_size: int) -> None:
+    pool.run(world_size, trained_again)
+
+
+def sums_that_overflow() -> list[float]:
+    module = nn.Linear(16, 16, bias=False).half()
+    engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=1e-6), master_weights=False)
+    backward(engine, (module.weight * 40_000).sum())
+    engine.reducer.finish(engine.buckets)
+    owned = [slot.shard for bucket in engine.buckets for slot in bucket.slots if slot.shard is not None]
+    return [number for shard in owned for number in shard.grad.reshape(-1).tolist()]
+
+
+def test_a_mean_in_float16_is_found_where_the_sum_is_too_large(pool: RankPool) -> None:
+    # 40,000 fits, and twice as much does not.
+    for gradients in pool.run(2, sums_that_overflow):
+        assert gradients and set(gradients) == {40_000.0}
+
+
+def read_in_another_thread() -> bool:
+    """Whether a thread that reads a parameter while another one brings its bucket home sees what was gathered."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    engine = make_engine(module, optimizer, bucket_cap_mb=1.0, gather_dtype="bf16")
+    (bucket,) = engine.buckets
+    taken, finish_gather = threading.Event(), bucket.finish_gather
+
+    def finish_gather_slowly(buffer: Tensor) -> None:
+        taken.set()
+        time.sleep(0.2)
+        finish_gather(buffer)
+
+    bucket.finish_gather = finish_gather_slowly  # type: ignore[method-assign]
+    backward(engine, module(torch.ones(2, 4)).sum())
+    optimizer.step()
+    thread = threading.Thread(target=lambda: module[0].weight.sum())
+    thread.start()
+    assert taken.wait(20)
+    meanwhile = [parameter.detach().clone() for parameter in module[1].parameters()]
+    thread.join()
+    return all(map(torch.equal, meanwhile, module[1].parameters()))
+
+
+def test_a_thread_that_reads_while_parameters_are_taken_home_waits_for_them(pool: RankPool) -> None:
+    assert pool.run(2, read_in_another_thread) == [True, True]

@@ -1,0 +1,545 @@
+"""What is sharded, how, and what every rank keeps whole instead: decided without others, by trying an optimizer out."""
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.core.policy import PartitionChoice
+from lightning_parstrat.core.update_cost import elementwise, newton_schulz
+from lightning_parstrat.distributed.engine.planning import trained_outside
+from lightning_parstrat.distributed.engine.shardability import (
+    decide_sharding,
+    replicated_parameters,
+    steps_parameters_alone,
+    update_cost,
+)
+from tests.distributed.engines import sgd
+from tests.strategies.odd_optimizers import (
+    ClosureTwice,
+    GloballyScaled,
+    HasModes,
+    KeepsItsOwnList,
+    NeedsTheLoss,
+    OddOptimizer,
+    replaced_step,
+)
+from tests.torch_versions import is_before
+
+
+def parameters() -> list[nn.Parameter]:
+    """Matrices, a kernel, vectors and a scalar, beyond what the probe keeps of a dimension."""
+    torch.manual_seed(0)
+    shapes = [(12, 20), (20,), (4, 3, 3, 3), (9,), (7, 30), ()]
+    return [nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+
+def matrices() -> list[nn.Parameter]:
+    return [parameter for parameter in parameters() if parameter.ndim == 2]
+
+
+class Own(Optimizer):
+    """Base: plain descent; what is special is said by the classes below."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def each(self, group: dict[str, Any] | None = None) -> list[Tensor]:
+        groups = self.param_groups if group is None else [group]
+        return [parameter for one in groups for parameter in one["params"] if parameter.grad is not None]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for parameter in self.each():
+            parameter -= 0.1 * self.direction(parameter)
+        return loss
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        assert parameter.grad is not None
+        return parameter.grad
+
+
+def norm(optimizer: Own, group: dict[str, Any] | None = None) -> Tensor:
+    return torch.stack([one.grad.norm() for one in optimizer.each(group)]).norm()
+
+
+class Moves(Own):
+    """Steps each parameter by what a function says, which gets the optimizer and the parameter."""
+
+    def __init__(self, params: Iterable[Any], by: Callable[[Any, Tensor], Tensor], lr: float | Tensor = 0.1) -> None:
+        super().__init__(params)
+        self.by = by
+        self.param_groups[0]["lr"] = lr
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        return self.by(self, parameter)
+
+
+def by_norm_of_its_group(optimizer: Own, parameter: Tensor) -> Tensor:
+    (group,) = [one for one in optimizer.param_groups if any(parameter is member for member in one["params"])]
+    return parameter.grad / norm(optimizer, group)
+
+
+def by_its_rate(optimizer: Own, parameter: Tensor) -> Tensor:
+    """As long as the learning rate says, and all gradients together."""
+    return parameter.grad / norm(optimizer) * optimizer.param_groups[0]["lr"]
+
+
+def by_its_position(optimizer: Own, parameter: Tensor) -> Tensor:
+    (position,) = [number for number, one in enumerate(optimizer.each()) if one is parameter]
+    return parameter.grad * (1 + position)
+
+
+def by_large_shapes(optimizer: Own, parameter: Tensor) -> Tensor:
+    if parameter.ndim == 2 and parameter.shape[1] < 20:
+        raise ValueError("too small")
+    return parameter.grad
+
+
+class RunningDistance(Own):
+    """A number of its own that grows with what all parameters did before, as D-adaptation's estimate."""
+
+    distance = 1.0
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        self.distance += parameter.grad.abs().sum().item()
+        return parameter.grad * self.distance
+
+
+class NormOfAParameter(Own):
+    """LARS in outline: a parameter alone, but not an element."""
+
+    def direction(self, parameter: Tensor) -> Tensor:
+        return parameter.grad / parameter.grad.norm()
+
+
+class Momentum(Own):
+    def direction(self, parameter: Tensor) -> Tensor:
+        state = self.state[parameter]
+        state["momentum"] = 0.9 * state.get("momentum", 0) + parameter.grad
+        return state["momentum"]
+
+
+class LoadsItsState(Momentum):
+    """Takes a state dict to hold all parameters that it has: true of shards, too."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                self.state[parameter]["momentum"] = state_dict["state"][number]["momentum"].clone()
+
+
+class MixesWhatItLoads(Momentum):
+    """Loading puts the same into all parameters."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        mean = torch.stack([state["momentum"].mean() for state in self.state.values()]).mean()
+        for parameter, state in self.state.items():
+            state["momentum"] = torch.full_like(parameter, mean.item())
+
+
+class Uncopyable(Own):
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params)
+        self.generator = (number for number in range(3))
+
+
+class MyAdam(torch.optim.Adam):
+    """Might do anything, and does what Adam does."""
+
+
+class NeedsItsClosure(torch.optim.SGD):
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        closure()
+        return super().step()
+
+
+class SavesMore(Momentum):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": 1}
+
+
+class LooksAhead(Momentum):
+    """As sharpness-aware ones do: the closure must bring the gradient of another place."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        places = [parameter.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=0.05 / norm.item())
+            parameter.grad = None
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for parameter, place in zip(parameters, places, strict=True):
+            parameter.copy_(place)
+        return loss if any(parameter.grad is None for parameter in parameters) else super().step()
+
+
+def replaced_zero_grad(parameters: Any) -> Optimizer:
+    optimizer = sgd(parameters)
+    optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    return optimizer
+
+
+class HasAProperty(Momentum):
+    @property
+    def zero_grad(self) -> Any:  # type: ignore[override]
+        return super().zero_grad
+
+
+class Delegates(Optimizer):
+    """Wraps another optimizer, and is none itself but by name."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = sgd(parameters)
+        self.defaults, self.state, self.param_groups = self.base.defaults, self.base.state, self.base.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step(closure)
+
+
+def torchs(cls: Any, **arguments: Any) -> Callable[[], Optimizer]:
+    return lambda: cls(parameters(), **arguments)
+
+
+def moves(by: Callable[[Any, Tensor], Tensor], **arguments: Any) -> Callable[[], Optimizer]:
+    return lambda: Moves(parameters(), by, **arguments)
+
+
+def own(cls: Any) -> Callable[[], Optimizer]:
+    return lambda: cls(parameters())
+
+
+def narrow(make: Callable[..., Optimizer], dtype: torch.dtype) -> Callable[[], Optimizer]:
+    return lambda: make([nn.Parameter(parameter.detach().to(dtype)) for parameter in parameters()])
+
+
+def in_groups(cls: Any) -> Optimizer:
+    return cls([{"params": parameters()[:3], "lr": 0.2}, {"params": parameters()[3:]}])
+
+
+def unlike_parameters() -> Optimizer:
+    """Complex, integer, empty, in half precision, and without a gradient."""
+    return Momentum(
+        [
+            nn.Parameter(torch.randn(3, 4, dtype=torch.complex64)),
+            nn.Parameter(torch.arange(5), requires_grad=False),
+            nn.Parameter(torch.zeros(0, 3)),
+            nn.Parameter(torch.randn(9, 9, dtype=torch.bfloat16)),
+            nn.Parameter(torch.randn(4), requires_grad=False),
+            nn.Parameter(torch.randn(12, 5).t()),
+        ]
+    )
+
+
+def scheduled(optimizer: Optimizer) -> Optimizer:
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
+
+
+class Asked(NamedTuple):
+    """An optimizer, and how it is treated by default: after it was tried, unless it is torch's and element-wise.
+
+    ``partition`` is None where every rank steps all of it, for a reason with these words.
+    """
+
+    make: Callable[[], Any]
+    partition: str | None
+    words: str = ""
+
+
+def by_element(make: Callable[[], Any]) -> Asked:
+    return Asked(make, "element")
+
+
+def by_parameter(make: Callable[[], Any]) -> Asked:
+    return Asked(make, "parameter")
+
+
+def depends(make: Callable[[], Any]) -> Asked:
+    return Asked(make, None, "depends on the others")
+
+
+def untold(make: Callable[[], Any], words: str = "trying it on a copy failed") -> Asked:
+    return Asked(make, None, words)
+
+
+ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+CASES: dict[str, Asked] = {
+    **{name: by_element(torchs(getattr(torch.optim, name), lr=0.1)) for name in ELEMENTWISE},
+    "Adam in groups": by_element(lambda: in_groups(torch.optim.Adam)),
+    "Adam, fused": by_element(torchs(torch.optim.Adam, fused=True, amsgrad=True)),
+    "RMSprop, all of it": by_element(torchs(torch.optim.RMSprop, momentum=0.9, centered=True)),
+    "AdamW, scheduled": by_element(lambda: scheduled(torch.optim.AdamW(parameters()))),
+    "Adafactor": by_parameter(torchs(torch.optim.Adafactor)),
+    "Adafactor, scheduled": by_parameter(lambda: scheduled(torch.optim.Adafactor(parameters()))),
+    # A matrix is all that it takes.
+    "Muon": by_parameter(lambda: torch.optim.Muon(matrices())),
+    # A subclass may do anything, so that its parameters are not cut unless it is asked for.
+    "a subclass": by_parameter(own(MyAdam)),
+    "plain": by_parameter(own(Own)),
+    "momentum": by_parameter(own(Momentum)),
+    "momentum in groups": by_parameter(lambda: in_groups(Momentum)),
+    "unlike parameters": by_parameter(unlike_parameters),
+    "one parameter": by_parameter(lambda: Own(parameters()[:1])),
+    # A rank that owns nothing would raise in training as well.
+    "one parameter, and needs one": untold(lambda: GloballyScaled(parameters()[:1])),
+    "uses the loss": by_parameter(own(NeedsTheLoss)),
+    "nothing but an empty parameter": by_parameter(lambda: Own([nn.Parameter(torch.zeros(0))])),
+    "norm of a parameter": by_parameter(own(NormOfAParameter)),
+    "loads its state": by_parameter(own(LoadsItsState)),
+    "mixes what it loads": depends(own(MixesWhatItLoads)),
+    "global norm": depends(own(GloballyScaled)),
+    "global norm, scheduled": depends(lambda: scheduled(GloballyScaled(parameters()))),
+    "global clip": depends(
+        # It acts only where the whole gradient is long: most of the trial's steps would not show it.
+        moves(lambda optimizer, one: one.grad * (1000 / norm(optimizer)).clamp(max=1))
+    ),
+    "norm of a group": depends(lambda: in_groups(partial(Moves, by=by_norm_of_its_group))),
+    "running distance": depends(own(RunningDistance)),
+    # The other one comes first, or last.
+    "running distance over two": depends(lambda: RunningDistance(parameters()[:2])),
+    "state by position": depends(moves(by_its_position)),
+    "its own list": depends(own(KeepsItsOwnList)),
+    "noise": depends(moves(lambda _, one: one.grad + torch.randn_like(one))),
+    "Python's noise": depends(moves(lambda _, one: one.grad * random.random())),
+    "closure twice": untold(own(ClosureTwice), "closure more than once"),
+    # A warm-up starts at nothing, or next to it, and what does not move would look alone.
+    **{
+        f"{name}, learning rate {lr}": kind
+        for lr in (0.0, 1e-9, torch.tensor(0.0))
+        for name, kind in (
+            ("by its rate", depends(moves(by_its_rate, lr=lr))),
+            ("Adafactor", by_parameter(torchs(torch.optim.Adafactor, lr=lr))),
+        )
+    },
+    # So would what is lost in rounding; and overflow would look like others' doing.
+    **{
+        f"{name}, {dtype}": kind(narrow(make, dtype))
+        for dtype in (torch.bfloat16, torch.float16)
+        for name, make, kind in (
+            ("global norm", GloballyScaled, depends),
+            ("by its rate", partial(Moves, by=by_its_rate, lr=1e-4), depends),
+            ("Adafactor", torch.optim.Adafactor, by_parameter),
+            ("a subclass", partial(MyAdam, lr=1e-5), by_parameter),
+        )
+    },
+    "never moves": untold(moves(lambda _, one: torch.zeros_like(one)), "moved nothing"),
+    "moves when it has a second gradient": untold(own(LooksAhead), "moved nothing"),
+    "uncopyable": untold(own(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
+    "large shapes": untold(moves(by_large_shapes)),
+}
+
+
+def check(name: str, optimizer: Any, choice: PartitionChoice, partition: str | None, words: str) -> None:
+    decision = decide_sharding(optimizer, choice)
+    assert decision.partition == partition, name
+    assert words in decision.reason and bool(decision.reason) is bool(decision.remedy) is (partition is None), name
+    # Only what cannot be tried may be promised; and what a promise says stands beside it.
+    may_promise = "trying it" in decision.reason
+    assert ("partition='parameter'" in decision.remedy) is ("SAM" in decision.remedy) is may_promise, name
+
+
+def test_what_is_tried_is_found_out_and_treated_so() -> None:
+    for name, case in CASES.items():
+        check(name, case.make(), "auto", case.partition, case.words)
+        # Before 2.13 Adagrad had its state when it was made, and only then: a copy with other parameters has none.
+        if case.partition == "element" and not (name == "Adagrad" and is_before("2.13")):
+            assert steps_parameters_alone(case.make()).alike is True, name
+
+
+def test_a_promise_is_taken_where_sharding_can_keep_it() -> None:
+    for name in ELEMENTWISE:
+        check(name, CASES[name].make(), "element", "element", "")
+        check(name, CASES[name].make(), "parameter", "parameter", "")
+    # That of its user, who knows better.
+    for name in ("global norm", "uncopyable"):
+        check(name, CASES[name].make(), "parameter", "parameter", "")
+    # No promise helps where sharding has no way to keep it.
+    for make, words in (
+        (OddOptimizer, "no torch.optim.Optimizer"),
+        (replaced_step, "`step` was replaced"),
+        (replaced_zero_grad, "`zero_grad` was replaced"),
+        (HasAProperty, "`zero_grad` was replaced"),
+        (Delegates, "does not call `Optimizer.__init__`"),
+        (HasModes, "`train` and `eval`"),
+        (torch.optim.LBFGS, "needs a closure"),
+        (partial(NeedsItsClosure, lr=0.1), "needs a closure"),
+        (SavesMore, "`state_dict` of its own"),
+    ):
+        for choice in ("auto", "element", "parameter"):
+            check(words, make(parameters()), choice, None, words)
+
+
+def test_refusals_say_what_to_do() -> None:
+    refused: list[tuple[Any, PartitionChoice, list[str]]] = [
+        (torch.optim.SparseAdam, "auto", ["SparseAdam", "sparse=False", "'ddp'"]),
+        (torch.optim.Adafactor, "element", ["partition='element'", "Adafactor", "partition='auto'", "'parameter'"]),
+        # A subclass of Adam may do anything.
+        (MyAdam, "element", ["partition='element'", "MyAdam", "as AdamW does"]),
+    ]
+    for cls, choice, words in refused:
+        with pytest.raises(ValueError) as caught:
+            decide_sharding(cls(parameters()), choice)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+class NotToBeCopied:
+    """Stands for the module, trainer or file that a user's hook may belong to, and for large state."""
+
+    def __init__(self) -> None:
+        self.called = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "NotToBeCopied":
+        raise AssertionError("a hook's owner was copied")
+
+    def hook(self, *_: Any) -> None:
+        self.called += 1
+
+
+def test_hooks_are_not_called_and_neither_they_nor_state_are_copied() -> None:
+    for cls in (Momentum, LoadsItsState):
+        owner = NotToBeCopied()
+        optimizer = scheduled(cls(parameters()))
+        # Its state may fill most of a device's memory.
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum"] = owner
+        for event in ("step", "state_dict", "load_state_dict"):
+            for when in ("pre", "post"):
+                getattr(optimizer, f"register_{event}_{when}_hook")(owner.hook)
+        assert steps_parameters_alone(optimizer).alike is True
+        assert owner.called == 0
+
+
+def test_many_and_large_parameters_take_no_longer_and_no_memory() -> None:
+    optimizer = torch.optim.Adafactor([nn.Parameter(torch.zeros(3, 5)) for _ in range(3000)])
+    # What a first call imports is not what many parameters cost; nor is what other programs have held it up.
+    steps_parameters_alone(torch.optim.Adafactor([nn.Parameter(torch.zeros(3, 5))]))
+    start = time.thread_time()
+    assert steps_parameters_alone(optimizer).alike is True
+    assert time.thread_time() - start < 2.0
+    # Expanded: what is asked for is no memory, which a copy would need: 16 TiB of it.
+    huge = nn.Parameter(torch.zeros(1, 1).expand(2**21, 2**21))
+    assert steps_parameters_alone(Momentum([huge, *parameters()])).alike is True
+
+
+class Plain(nn.Module):
+    """A tied weight, a frozen one and a buffer: nothing that would not move into a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.register_buffer("counter", torch.zeros(3))
+
+
+def shared(module: Any) -> None:
+    """Another parameter over the same memory."""
+    module.other = nn.Parameter(module.first.weight.data)
+
+
+def partly_shared(module: Any) -> None:
+    """Three over one storage; the last has a part of its own, and one lies in the middle of another."""
+    storage = torch.zeros(100)
+    module.long, module.inner = nn.Parameter(storage[:80]), nn.Parameter(storage[10:20])
+    module.last, module.beside = nn.Parameter(storage[70:90].view(4, 5)), nn.Parameter(storage[90:])
+
+
+def interleaved(module: Any) -> None:
+    """Every other element each, of the same memory: neither is dense, and both could be moved."""
+    storage = torch.zeros(20)
+    module.even, module.odd = nn.Parameter(storage[::2]), nn.Parameter(storage[1::2])
+
+
+def adjacent(module: Any) -> None:
+    """One storage, as a user's own flat buffer, but no element twice."""
+    storage = torch.zeros(20)
+    module.low, module.high = nn.Parameter(storage[:10]), nn.Parameter(storage[10:])
+
+
+def ignored(module: Any) -> None:
+    module._ddp_params_and_buffers_to_ignore = ("second.bias", "counter", "first.unknown")
+
+
+def integers(module: Any) -> None:
+    module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    module.flags = nn.Parameter(torch.ones(4, dtype=torch.bool), requires_grad=False)
+    module.waves = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+def plain_and(change: Callable[[Any], object]) -> Plain:
+    module = Plain()
+    change(module)
+    return module
+
+
+def test_parameters_that_cannot_move_are_kept_whole() -> None:
+    for change, names in (
+        (str, set()),
+        (adjacent, set()),
+        (shared, {"first.weight", "other"}),
+        (partly_shared, {"long", "inner", "last"}),
+        (lambda module: module.register_buffer("view", module.second.bias.data[2:3]), {"second.bias"}),
+        # Their extents overlap though their elements do not: told apart by extents alone, which is safe.
+        (interleaved, {"even", "odd"}),
+        (ignored, {"second.bias"}),
+        (integers, {"counts", "flags"}),
+    ):
+        module = plain_and(change)
+        assert names_of(module, replicated_parameters(module, [sgd(module.parameters())])) == names
+
+
+def names_of(module: nn.Module, parameters: set[Tensor]) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter in parameters}
+
+
+def test_what_is_kept_whole_depends_on_the_optimizers() -> None:
+    module = plain_and(shared)
+    assert names_of(module, replicated_parameters(module, [sgd(module.first.parameters())])) == {"first.weight"}
+    for optimizers in ([sgd([module.frozen])], []):
+        assert replicated_parameters(module, optimizers) == set()
+    # A parameter outside of the module may share its memory; one in two optimizers is one.
+    module = Plain()
+    outside = nn.Parameter(module.first.bias.data)
+    both = [sgd(module.parameters()), sgd(module.first.parameters())]
+    assert replicated_parameters(module, both) == set()
+    assert replicated_parameters(module, [*both, sgd([outside])]) == {module.first.bias, outside}
+
+
+def test_what_is_trained_outside_of_sharded_optimizers() -> None:
+    # Which parameters get gradients without being sharded, where `first` alone is.
+    for change, names in (
+        (str, {"second.bias", "frozen", "empty"}),
+        (ignored, {"frozen", "empty"}),
+        (integers, {"second.bias", "frozen", "empty", "waves"}),
+        (shared, {"second.bias", "frozen", "empty", "other"}),
+    ):
+        module = plain_and(change)
+        found = trained_outside(module, dict.fromkeys(module.first.parameters(), (0,)))
+        assert names_of(module, set(found)) == names and len(found) == len(names)
+
+
+def test_the_cost_of_an_update_is_its_elements_but_for_muon() -> None:
+    wide, tall, small = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 32), (32, 8), (4, 4)))
+    muon = torch.optim.Muon([{"params": [wide, tall]}, {"params": [small], "ns_steps": 2}], ns_steps=5)
+    assert update_cost(muon, wide) == update_cost(muon, tall) == newton_schulz((8, 32), 5)
+    assert update_cost(muon, small) == newton_schulz((4, 4), 2) < newton_schulz((4, 4), 5)
+    # Twice the elements, but the shorter side rules.
+    square = nn.Parameter(torch.zeros(16, 16))
+    muon.add_param_group({"params": [square]})
+    assert update_cost(muon, square) > update_cost(muon, wide)
+    for optimizer in (sgd([wide]), torch.optim.Adafactor([wide])):
+        assert update_cost(optimizer, wide) == elementwise(256)

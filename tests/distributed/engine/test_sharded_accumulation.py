@@ -1,0 +1,294 @@
+"""Micro-batches that are reduced one by one come to what one process makes of all of them."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from tests.comparing import distance
+from tests.distributed.engines import Log, adamw, backward, log_reductions, make_engine, sgd, squared_error
+from tests.pool import RankPool
+
+loss_of = partial(squared_error, shape=(3, 6))
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).to(dtype)
+
+
+class Routed(nn.Module):
+    """Each rank uses its own expert in each micro-batch; one expert nobody uses, one is outside every optimizer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.trunk = nn.Linear(6, 6)
+        self.outside = nn.Linear(6, 6)
+        self.to(dtype)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.outside(self.experts[int(inputs[0, 0].abs() * 10) % 4](self.trunk(inputs)))
+
+    def sharded(self) -> list[nn.Parameter]:
+        return [*self.experts.parameters(), *self.trunk.parameters()]
+
+
+def parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    return module.sharded() if isinstance(module, Routed) else list(module.parameters())
+
+
+def sharded_engine(module: nn.Module, optimizer: Optimizer, in_shards: bool = True, **policy: Any) -> Any:
+    engine = make_engine(module, optimizer, **policy)
+    engine.accumulate_in_shards(in_shards)
+    return engine
+
+
+def window(engine: ShardedDataParallel, losses: Sequence[Callable[[], Tensor]], scale: float | None = None) -> None:
+    """Runs backwards; the last one's gradients come with those of the others."""
+    *first, last = losses
+    with engine.no_sync():
+        for loss in first:
+            backward(engine, loss())
+    final = last()
+    engine.prepare_backward(final, None if scale is None else lambda: scale)
+    final.backward()
+
+
+def events_of_a_window(micro_batches: int, in_shards: bool) -> tuple[Log, tuple[int, int, int]]:
+    """What was launched and waited for; and buckets, gathers and messages."""
+    module = layers()
+    optimizer = sgd(module.parameters())
+    engine = sharded_engine(module, optimizer, in_shards)
+    log: Log = []
+    log_reductions(engine, log)
+    # The gradient of the input's first layer is the last thing backward computes.
+    module[0].weight.register_post_accumulate_grad_hook(lambda _: log.append(("last gradient", 0)))
+
+    def loss(number: int) -> Tensor:
+        log.append(("forward", number))
+        return loss_of(module, number)
+
+    messages = engine.reducer.control.traffic.small_reductions
+    window(engine, [partial(loss, number) for number in range(micro_batches)])
+    log.append(("forward", micro_batches))
+    before = engine.gatherer.collectives.traffic.all_gathers
+    optimizer.step()
+    engine.gatherer.finish()
+    gathers = engine.gatherer.collectives.traffic.all_gathers - before
+    return log, (len(engine.buckets), gathers, engine.reducer.control.traffic.small_reductions - messages)
+
+
+def test_every_bucket_leaves_in_its_order_while_backward_runs_and_none_is_waited_for(pool: RankPool) -> None:
+    for micro_batches, in_shards in ((3, True), (3, False), (1, False)):
+        sending = micro_batches if in_shards else 1
+        for log, (buckets, gathers, messages) in pool.run(2, events_of_a_window, micro_batches, in_shards):
+            launched = [number for event, number in log if event == "launch reduce"]
+            assert launched == list(range(sending * buckets)) and gathers == buckets == 8 and messages == sending
+            begins = [log.index(("forward", number)) for number in range(micro_batches + 1)]
+            for start, stop in list(pairwise(begins))[-sending:]:
+                names = [event for event, _ in log[start:stop]]
+                first_launch = names.index("launch reduce")
+                # All but the last bucket are on their way before the last gradient is there, and none was waited for.
+                assert names[: names.index("last gradient")].count("launch reduce") >= buckets - 1
+                assert names[first_launch:].count("launch reduce") == buckets
+                assert "wait reduce" not in names[first_launch:]
+    # Without accumulation both are the same.
+    assert pool.run(2, events_of_a_window, 1, True) == pool.run(2, events_of_a_window, 1, False)
+
+
+# Short windows, also of one micro-batch, with scales as tokens or an epoch's end make them.
+WINDOWS = [(3, None), (4, 0.3), (1, None), (2, 1 / 3), (3, 0.0), (3, 0.7)]
+
+
+def trained(make: Callable[..., nn.Module], make_optimizer: Any, in_shards: bool) -> list[Tensor]:
+    module = make(torch.float64)
+    optimizer = make_optimizer(parameters_of(module))
+    engine = sharded_engine(module, optimizer, in_shards, bucket_cap_mb=2e-4)
+    for step, (length, scale) in enumerate(WINDOWS):
+        optimizer.zero_grad(set_to_none=step % 3 != 1)
+        module.zero_grad()
+        first = 100 * step + 10 * dist.get_rank()
+        window(engine, [partial(loss_of, module, number) for number in range(first, first + length)], scale)
+        optimizer.step()
+        step_outside(module)
+    engine.gatherer.finish()
+    engine.close()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def step_outside(module: nn.Module) -> None:
+    if isinstance(module, Routed):
+        for parameter in module.outside.parameters():
+            assert parameter.grad is not None
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+def by_hand(make: Callable[..., nn.Module], make_optimizer: Any, ranks: int) -> list[Tensor]:
+    """In one process: the sum of all ranks' micro-batches, times the scale."""
+    module = make(torch.float64)
+    optimizer = make_optimizer(parameters_of(module))
+    for step, (length, scale) in enumerate(WINDOWS):
+        optimizer.zero_grad(set_to_none=step % 3 != 1)
+        if isinstance(module, Routed):
+            module.outside.zero_grad()
+        for rank in range(ranks):
+            for number in range(length):
+                loss_of(module, 100 * step + 10 * rank + number).backward()
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad *= 1 / ranks if scale is None else scale
+        optimizer.step()
+        step_outside(module)
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_windows_equal_those_of_one_process(pool: RankPool, world_size: int) -> None:
+    for make, make_optimizer in ((layers, adamw), (Routed, sgd)):
+        expected = by_hand(make, make_optimizer, world_size)
+        for in_shards in (True, False):
+            assert distance(pool.run(world_size, trained, make, make_optimizer, in_shards)[0], expected) <= 1e-12
+        # It has trained.
+        assert distance(expected, list(make().parameters())) > 1e-2
+
+
+def small_numbers(dtype: torch.dtype, masters: Any, zeroed_in_place: bool) -> tuple[list[float], torch.dtype]:
+    """A large gradient, then many that are lost in 16 bits each by itself."""
+    module = nn.Linear(256, 1, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = sharded_engine(module, optimizer, master_weights=masters)
+    if zeroed_in_place:
+        window(engine, [lambda: module(torch.ones(1, 256, dtype=dtype)).sum()] * 2)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    inputs = [torch.full((1, 256), value, dtype=dtype) for value in (1.0, *[2.0**-11] * 64)]
+    window(engine, [lambda one=one: module(one).sum() for one in inputs])
+    engine.reducer.finish(engine.buckets)
+    shards = [slot.shard.grad for bucket in engine.buckets for slot in bucket.slots if slot.shard is not None]
+    return [number for shard in shards for number in shard.float().reshape(-1).tolist()], shards[0].dtype
+
+
+def test_16_bits_add_up_in_32(pool: RankPool) -> None:
+    for dtype, masters, zeroed_in_place in ((torch.bfloat16, "auto", False), (torch.float16, False, True)):
+        for numbers, kept_in in pool.run(2, small_numbers, dtype, masters, zeroed_in_place):
+            assert numbers == [1.0 + 2.0**-5] * 128
+            assert kept_in == (torch.float32 if masters == "auto" else dtype)
+
+
+def after_an_abandoned_window(how: str, in_shards: bool) -> list[Tensor]:
+    module = layers(torch.float64)
+    optimizer = sgd(module.parameters())
+    engine = sharded_engine(module, optimizer, in_shards)
+    rank = dist.get_rank()
+    with engine.no_sync():
+        backward(engine, loss_of(module, rank))
+        if how == "zeroed":
+            optimizer.zero_grad()
+        elif how == "zeroed in place":
+            optimizer.zero_grad(set_to_none=False)
+        elif how == "left over":
+            # Steps what its micro-batches have left, without a last one.
+            engine.collect_unannounced_gradients(True)
+            backward(engine, loss_of(module, 10 + rank))
+            optimizer.step()
+            optimizer.zero_grad()
+        elif how == "unannounced":
+            (loss_of(module, 20 + rank) * 0.5).backward()
+        elif how == "given back":
+            engine.give_back_accumulated()
+            assert all(parameter.grad is not None for parameter in module.parameters())
+        else:
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
+    window(engine, [lambda: loss_of(module, 30 + rank), lambda: loss_of(module, 40 + rank)], 0.4)
+    optimizer.step()
+    engine.gatherer.finish()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_a_window_in_whose_middle_something_happens(pool: RankPool) -> None:
+    for how in ("zeroed", "zeroed in place", "left over", "unannounced", "given back", "a parameter more"):
+        full = pool.run(2, after_an_abandoned_window, how, False)
+        assert distance(pool.run(2, after_an_abandoned_window, how, True), full) <= 1e-12, how
+
+
+def looks_in_the_middle(factor: float) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What ``full_gradients()`` shows in a window, and at its end, where it was changed; and what it should."""
+    module = layers(torch.float64)
+    engine = sharded_engine(module, sgd(module.parameters()))
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    with engine.no_sync():
+        backward(engine, loss_of(module, rank))
+        with engine.full_gradients():
+            shown = [parameter.grad.clone() for parameter in module.parameters()]
+            for parameter in module.parameters():
+                parameter.grad.mul_(factor)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    backward(engine, loss_of(module, 10 + rank))
+    with engine.full_gradients():
+        ended = [parameter.grad.clone() for parameter in module.parameters()]
+    expected = []
+    for offset in (0, 10):
+        module.zero_grad()
+        (sum(loss_of(module, offset + one) for one in ranks) / len(ranks)).backward()
+        expected.append([parameter.grad.clone() for parameter in module.parameters()])
+    middle, end = expected
+    return shown, ended, [*middle, *(factor * one + other for one, other in zip(middle, end, strict=True))]
+
+
+def test_what_was_accumulated_can_be_looked_at_and_changed(pool: RankPool) -> None:
+    for shown, ended, expected in pool.run(2, looks_in_the_middle, -0.5):
+        assert distance([*shown, *ended], expected) <= 1e-12
+
+
+def at_random(seed: int, in_shards: bool) -> list[Tensor]:
+    """The same operations on all ranks, drawn from one generator."""
+    draw = random.Random(seed)
+    module = Routed(torch.float64)
+    first, second = module.sharded()[:6], module.sharded()[6:]
+    optimizers = [sgd(first), adamw(second)]
+    engine = make_engine(
+        module,
+        *optimizers,
+        bucket_cap_mb=draw.choice([1e-6, 4e-4, 1.0]),
+        max_inflight_buckets=draw.choice([None, 1]),
+        partition=draw.choice(["element", "parameter"]),
+    )
+    engine.collect_unannounced_gradients(True)
+    engine.accumulate_in_shards(in_shards)
+    for step in range(8):
+        if draw.random() < 0.2:
+            module.trunk.requires_grad_(draw.random() < 0.5)
+        for number in range(draw.randrange(4)):
+            with engine.no_sync():
+                backward(engine, loss_of(module, 100 * step + 10 * number + dist.get_rank()))
+            if draw.random() < 0.1:
+                draw.choice(optimizers).zero_grad(set_to_none=draw.random() < 0.5)
+        # Alike where something of an earlier window may be left: as in manual optimization.
+        if draw.random() < 0.8:
+            backward(engine, loss_of(module, 100 * step + 90 + dist.get_rank()))
+        for optimizer in draw.sample(optimizers, draw.choice([1, 2])):
+            optimizer.step()
+            if draw.random() < 0.8:
+                optimizer.zero_grad(set_to_none=draw.random() < 0.5)
+    engine.gatherer.finish()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def random_differences(seeds: range) -> list[float]:
+    return [distance(at_random(seed, True), at_random(seed, False)) for seed in seeds]
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_windows_at_random(pool: RankPool, seeds: range) -> None:
+    for differences in pool.run(3, random_differences, seeds):
+        assert max(differences) <= 1e-9, differences

@@ -1,0 +1,183 @@
+"""The state of a sharded optimizer: by parameter while it is kept by shard, and whole on the rank that saves it."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parstrat.distributed.engine import state
+from lightning_parstrat.distributed.engine.state import StateByShard, gather_state_dict
+from tests.comparing import assert_same
+from tests.distributed.engines import backward, make_engine, sgd
+from tests.pool import RankPool
+
+WIDTH = 48
+
+
+def train(sharded: bool, change: Callable[[Any], None]) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Linear(WIDTH, 1))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    engine = make_engine(module, optimizer, bucket_cap_mb=1e-2) if sharded else None
+    for _ in range(2):
+        loss = module(torch.ones(2, WIDTH)).pow(2).mean()
+        if engine is None:
+            loss.backward()
+        else:
+            backward(engine, loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    change(optimizer)
+    return optimizer, engine
+
+
+def first(optimizer: Any, number: int) -> Any:
+    return optimizer.param_groups[0]["params"][number]
+
+
+def alike(optimizer: Any) -> None:
+    """All parameters have the same entries, and have made as many steps."""
+
+
+def steps_differ(optimizer: Any) -> None:
+    for number in (1, 4):
+        state = optimizer.state.get(first(optimizer, number))
+        if state:
+            state["step"] += 5
+
+
+def one_without(optimizer: Any) -> None:
+    optimizer.state.pop(first(optimizer, 2), None)
+
+
+def nested(optimizer: Any) -> None:
+    state = optimizer.state.get(first(optimizer, 0))
+    if state:
+        state["kept"] = {"numbers": [torch.arange(3.0), 7], "word": "as it was"}
+
+
+CHANGES = (alike, steps_differ, one_without, nested)
+
+
+def gathered(change: Callable[[Any], None], on_all: bool) -> Any:
+    """The state, and how often ranks have described what they have."""
+    optimizer, _ = train(True, change)
+    with mock.patch.object(state, "gather_object", wraps=state.gather_object) as described:
+        return gather_state_dict(optimizer, on_all), described.call_count
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_it_is_the_state_of_one_process(pool: RankPool, world_size: int) -> None:
+    for change in CHANGES:
+        single, _ = train(False, change)
+        results = pool.run(world_size, gathered, change, False)
+        assert_same(results[0][0]["state"], single.state_dict()["state"], rtol=1e-5, atol=1e-6)
+        assert all(found["state"] == {} for found, _ in results[1:])
+        # Nobody describes what all parameters of a bucket have alike; a bucket of the nested state holds nothing else.
+        several = change in (steps_differ, one_without)
+        assert [described for _, described in results] == [int(several)] * world_size, change
+        if world_size == 3 and change is steps_differ:
+            for found, _ in pool.run(3, gathered, change, True):
+                assert_same(found, results[0][0])
+
+
+def kept_by_one_rank() -> Any:
+    optimizer, engine = train(True, alike)
+    slot = engine.slots[first(optimizer, 0)]
+    if dist.get_rank() == 1 and slot.shard is not None:
+        optimizer.state[slot.shard]["own"] = torch.ones_like(slot.shard)
+    elements = slot.elements_of(1)
+    return gather_state_dict(optimizer)["state"], elements.start, elements.stop
+
+
+def test_an_entry_of_one_rank_alone_is_zero_elsewhere(pool: RankPool) -> None:
+    for world_size in (2, 3, 4):
+        state, start, stop = pool.run(world_size, kept_by_one_rank)[0]
+        own = state[0]["own"].flatten()
+        expected = torch.zeros_like(own)
+        expected[start:stop] = 1
+        assert stop > start and torch.equal(own, expected)
+        assert "own" not in state[1]
+
+
+def two_steps() -> tuple[nn.Linear, torch.optim.Optimizer, Any]:
+    torch.manual_seed(0)
+    module = nn.Linear(5, 7)
+    optimizer = sgd(module.parameters())
+    engine = make_engine(module, optimizer)
+    for _ in range(2):
+        backward(engine, module(torch.ones(2, 5)).pow(2).mean())
+        optimizer.step()
+    return module, optimizer, engine
+
+
+def read_and_written() -> list[int]:
+    """How many elements of the momentum this rank finds by parameters, as it has stepped and as it was loaded."""
+    module, optimizer, engine = two_steps()
+    elements = []
+    for _ in range(2):
+        assert isinstance(optimizer.state, StateByShard)
+        elements.append(0)
+        for parameter in module.parameters():
+            shard = engine.slots[parameter].shard
+            assert (parameter in optimizer.state) == (shard is not None)
+            assert optimizer.state.get(parameter) is (None if shard is None else optimizer.state[shard])
+            if shard is None:
+                assert optimizer.state[parameter] == {} and parameter not in optimizer.state
+            else:
+                assert optimizer.state[parameter] is optimizer.state[shard]
+                elements[-1] += optimizer.state[parameter]["momentum_buffer"].numel()
+        optimizer.load_state_dict(optimizer.state_dict())
+    # What is written by parameter is what is saved.
+    whole = torch.arange(35.0).view(7, 5)
+    optimizer.state[module.weight] = {"momentum_buffer": whole, "note": "kept"}
+    optimizer.state.pop(module.bias, None)
+    assert module.bias not in optimizer.state
+    if module.weight in optimizer.state:
+        assert optimizer.state[module.weight]["note"] == "kept"
+    saved = optimizer.state_dict()["state"]
+    assert list(saved) == [0] and torch.equal(saved[0]["momentum_buffer"], whole)
+    if module.weight in optimizer.state:
+        del optimizer.state[module.weight]
+    assert optimizer.state_dict()["state"] == {}
+    return elements
+
+
+def state_of_a_parameter_that_is_added() -> float:
+    module, optimizer, engine = two_steps()
+    late = nn.Parameter(torch.ones(6))
+    optimizer.state[late] = {"momentum_buffer": torch.arange(6.0)}
+    optimizer.param_groups[0]["params"].append(late)
+    backward(engine, module(torch.ones(2, 5)).pow(2).mean() + 0 * late.sum())
+    optimizer.step()
+    torch.testing.assert_close(late.detach(), 1 - 0.1 * 0.9 * torch.arange(6.0))
+    return float(optimizer.state_dict()["state"][2]["momentum_buffer"].sum())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_parts_of_all_ranks_make_the_whole(pool: RankPool, world_size: int) -> None:
+    found = pool.run(world_size, read_and_written)
+    assert [sum(elements) for elements in zip(*found, strict=True)] == [5 * 7 + 7] * 2
+    # What was there before a parameter was sharded is sharded with it.
+    assert pool.run(world_size, state_of_a_parameter_that_is_added) == [pytest.approx(0.9 * 15)] * world_size
+
+
+def asked_with_hooks() -> tuple[list[str], Any]:
+    _, optimizer, _ = two_steps()
+    seen: list[str] = []
+
+    def change(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append(f"after {[tuple(state['momentum_buffer'].shape) for state in state_dict['state'].values()]}")
+        return {**state_dict, "note": len(seen)}
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+    optimizer.register_state_dict_post_hook(change)
+    return seen, optimizer.state_dict()["note"]
+
+
+def test_hooks_of_a_state_dict_run_once_and_see_unsharded_state(pool: RankPool) -> None:
+    assert pool.run(2, asked_with_hooks) == [(["before", "after [(7, 5), (7,)]"], 2)] * 2
