@@ -197,7 +197,7 @@ BREACHES = [
     ("core/a.py", "import torch\nrank = torch.distributed.get_rank()", "core must not know of torch.distributed"),
     ("distributed/a.py", "from pytorch_lightning import Trainer", "distributed must not know of pytorch_lightning"),
     ("strategies/a.py", "import_module('lightning_parstrat.cli')", "cli lies above strategies"),
-    ("distributed/comm/a.py", "from ..zero1 import engine", "comm may import"),
+    ("distributed/comm/a.py", "from ..engine import engine", "comm may import"),
     ("distributed/cellar/a.py", "from ..comm import x", "cellar is not one of the rooms"),
     ("distributed/durable_files.py", "from .comm import x", "durable_files is there for all rooms"),
     ("attic/a.py", "import math", "attic is not one of the floors"),
@@ -205,7 +205,7 @@ BREACHES = [
 ]
 POINTING_DOWN = [
     ("core/a.py", "import math, torch\nfrom . import layout\nfrom lightning_parstrat import _version"),
-    ("distributed/gradients/a.py", "from ..zero1.optimizer import x\nfrom ..comm import y\nfrom . import b"),
+    ("distributed/gradients/a.py", "from ..engine.optimizer import x\nfrom ..comm import y\nfrom . import b"),
     ("strategies/checkpoint/a.py", "from ..launch.faults import x\nfrom ..lightning_compat import unwrapped"),
     ("_autoload.py", "import sys\ndef f():\n    from lightning_parstrat.strategies.registry import g"),
 ]
