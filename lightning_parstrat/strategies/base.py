@@ -1,4 +1,4 @@
-"""What all strategies have: parts, and the order in which Lightning's calls reach them."""
+"""The base of all strategies: the parts of a strategy, and the order in which Lightning's calls reach them."""
 
 import sys
 from abc import abstractmethod
@@ -47,48 +47,49 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class ComposedStrategy(DDPStrategy):
-    """DDP made of parts: exact accumulation and clipping, durable checkpoints, preemption, and ranks that are named.
+    """DDP made of parts: exact accumulation and clipping, durable checkpoints, preemption, and missing ranks by name.
 
     Args:
-        checkpoint_format: ``"full"`` writes what ``ddp`` would: one file, from rank 0, which any strategy reads.
-            ``"sharded"`` writes a folder, each rank its part, without gathering anything; this package's strategies
-            read it at any world size, and ``lightning-parstrat consolidate`` turns it into a full one. All nodes must
-            see the folder. ``checkpoint_io`` is not used for it.
-        async_save: Whether training goes on as soon as each rank has copied its part to host memory, while a thread
-            writes the sharded checkpoint. At most one save is in progress; the next save, and the end of training,
-            wait for it.
+        checkpoint_format: The layout of a checkpoint: ``"full"`` or ``"sharded"``. ``"full"`` writes what ``ddp``
+            would: one file, from rank 0, which any strategy reads. ``"sharded"`` writes a folder, each rank its part,
+            without a gather. This package's strategies read the folder at any world size.
+            ``lightning-parstrat consolidate`` turns it into a full checkpoint. All nodes must see the folder.
+            ``checkpoint_io`` is not used for it.
+        async_save: Whether a thread writes the sharded checkpoint while training continues. Training waits until each
+            rank has copied its part to host memory. At most one save is in progress. The next save, and the end of
+            training, wait for it.
         exact_evaluation: Whether validation and test see each sample once. Lightning's sampler gives all ranks equally
-            many: where their number does not divide the samples, some come twice, and metrics count them twice.
-            ``True`` leaves these out, so that metrics are those of one process; a rank may then have one sample less
-            than another. Off by default, as under ``ddp``.
-        partial_window: ``"exact"`` takes the mean over the micro-batches that there are where the end of an epoch cuts
-            an accumulation window short; ``"lightning"`` divides by ``accumulate_grad_batches`` all the same, as
-            stock Lightning does, so that such a step is too small.
-        clip_scope: ``"optimizer"`` clips by the norm of the gradients of the optimizer that steps; ``"global"`` by that
-            of all optimizers' gradients together.
+            many samples. If the number of ranks does not divide the samples, some are repeated, and metrics count them
+            twice. ``True`` leaves the repeated ones out, so that metrics are those of one process. A rank may then have
+            one sample less than another. Off by default, as under ``ddp``.
+        partial_window: What divides the gradients of a short accumulation window at the end of an epoch.
+            ``"exact"`` takes the mean over the window's micro-batches. ``"lightning"`` divides by
+            ``accumulate_grad_batches``, as stock Lightning does, so that such a step is too small.
+        clip_scope: Whose gradients the clipping norm covers. ``"optimizer"`` takes the gradients of the optimizer that
+            steps, ``"global"`` those of all optimizers together.
         norm_type: p of the norm that clips, a positive number or ``inf``.
-        nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same;
-            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks; ``"raise"`` ends
-            the training on all ranks. For both the host has to wait in every step.
-        warn_after_seconds: After how many seconds in which it makes no progress a rank that waits for others says so,
-            in one line: in which call or hook, and which ranks have not come and where those are. ``None`` says nothing
-            before the ``timeout``.
+        nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same.
+            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks. ``"raise"`` ends
+            the training on all ranks. ``"skip"`` and ``"raise"`` make the host wait in every step.
+        warn_after_seconds: After how many seconds without progress a rank that waits for others logs one line. The
+            line names the call or hook that waits, the missing ranks, and the call that each of them is in. ``None``
+            logs nothing before the ``timeout``.
         **kwargs: Arguments of the base class.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message lists the allowed ones.
     """
 
     @property
     @abstractmethod
     def flag(self) -> str:
-        """The name it is registered under, with which messages begin."""
+        """The name that the strategy is registered under. Messages begin with it."""
 
     _takes_shards: ClassVar[bool] = False
-    """Whether a module may come with parameters in shards."""
+    """Whether a module's parameters may already be in shards."""
 
     _of_one_training: ClassVar[frozenset[str]] = frozenset()
-    """Attributes that belong to one training and its ranks, and are None outside of it: they are not copied."""
+    """Attributes that belong to one training and its ranks. They are None outside of it, and are not copied."""
 
     def __init__(
         self,
@@ -126,9 +127,9 @@ class ComposedStrategy(DDPStrategy):
             self._accumulation,
             Preemption(self, self._ranks, points, self.wait_for_saves),
         ]
-        """In the order in which their hooks are called; at the end, in the reverse order."""
+        """Hooks are called in this order. At the end they are called in the reverse order."""
 
-    # What a strategy may do otherwise.
+    # What a strategy may override.
 
     def _make_training_state(self) -> TrainingState:
         """The state of the module and the optimizers, for checkpoints."""
@@ -139,20 +140,23 @@ class ComposedStrategy(DDPStrategy):
         return self._training_module.parameters()
 
     def _end_backward(self, ends_window: bool) -> None:
-        """Brings what a window's backward has left as the mean over ranks to the mean over the window. Collective."""
+        """Turns the mean over ranks that a window's backward has left into the mean over the window. Collective."""
 
     def _reduce_local_gradients(self) -> None:
-        """Sends what backwards have left in ``param.grad``, where it takes more than backward to do so. Collective."""
+        """Sends the gradients that backwards have left in ``param.grad``. Collective.
+
+        Some strategies send them in the backward, and need not do anything here.
+        """
 
     def _before_step(self) -> None:
         """Runs between the closure and the optimizer's step."""
 
     def _module_called(self) -> str:
-        """The submodule that is being called, if it is known. Any thread."""
+        """The submodule that is being called, if it is known. Any thread may ask."""
         return ""
 
     def _entries(self) -> dict[str, Any]:
-        """What this package keeps in a checkpoint."""
+        """The entries of this package in a checkpoint."""
         return {key: value for part in self._parts for key, value in part.entries().items()}
 
     # What users may call.
@@ -161,25 +165,25 @@ class ComposedStrategy(DDPStrategy):
     def grad_norm(self) -> Tensor | None:
         """The norm of the last step's gradients before clipping, over all ranks: a 0-d tensor, equal on all of them.
 
-        None where nobody has asked for it: clipping by norm does, :class:`~lightning_parstrat.GradNormMonitor` does,
-        and so do ``nonfinite_grads="skip"`` and ``"raise"``.
+        It is measured for clipping by norm, for :class:`~lightning_parstrat.GradNormMonitor`, and for
+        ``nonfinite_grads="skip"`` and ``"raise"``. Otherwise it is None.
         """
         return self._accumulation.grad_norm
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps of this training were left out, the same on all ranks.
+        """How many steps of this training were skipped, the same on all ranks.
 
-        Because gradients were not finite (``nonfinite_grads="skip"``), because the loss scale of 16-mixed was too
-        large, or because no micro-batch had any weight. Fused optimizers in 16-mixed leave steps out on the device;
-        this waits for it.
+        A step is skipped for one of three reasons. Gradients were not finite (``nonfinite_grads="skip"``). The loss
+        scale of 16-mixed was too large. No micro-batch had any weight. Fused optimizers in 16-mixed skip steps on the
+        device, and this property waits for the device.
         """
         return self._accumulation.skipped_steps
 
     def on_gradient_norm(self, listener: Callable[[GradientNorm], None]) -> None:
         """Calls ``listener`` with the norm of every step of the next training, after the step.
 
-        Call it before every training, in a callback's ``setup``. The norm is measured for that, clipping or not.
+        Call it before every training, in a callback's ``setup``. The norm is then measured, with clipping or without.
         """
         self._accumulation.on_gradient_norm(listener)
 
@@ -187,7 +191,7 @@ class ComposedStrategy(DDPStrategy):
         """Returns when no checkpoint is being written. If one is, all ranks must call it.
 
         Raises:
-            CheckpointNotSavedError: It could not be written.
+            CheckpointNotSavedError: The checkpoint could not be written.
             MissingRanksError: Ranks have not written their part.
         """
         self._checkpoints.wait_for_saves()
@@ -202,7 +206,7 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def __repr__(self) -> str:
-        """Says whose Trainer takes it: Lightning shows this where it refuses what is no strategy of its own."""
+        """Names the Trainer that takes this strategy. Lightning shows this text if it refuses a foreign strategy."""
         own = DDPStrategy.__module__.partition(".strategies.")[0]
         (other,) = PACKAGES.keys() - {own}
         name = next(cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(f"{PACKAGES[own]}."))
@@ -211,12 +215,12 @@ class ComposedStrategy(DDPStrategy):
 
     @classmethod
     def known_arguments(cls) -> list[str]:
-        """The names of all arguments it takes, those of its base classes and of what it wraps the module in as well."""
+        """The names of all arguments: those of the class, of its base classes, and of the wrapper around the module."""
         return arguments_of((*cls.__mro__, DistributedDataParallel))
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """For programs that copy or pickle a trainer: what knows process groups stays where it is."""
+        """Leaves out process groups and their users, for programs that copy or pickle a trainer."""
         state: dict[str, Any] = super().__getstate__()
         return {name: None if name in self._of_one_training else value for name, value in state.items()}
 
@@ -229,7 +233,7 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        """Looks at what torchelastic has started, before anything depends on the number of ranks.
+        """Looks at the ranks that torchelastic has started, before anything depends on the number of ranks.
 
         The Trainer calls this within ``Trainer()``, once the numbers of nodes and devices are known.
         """
@@ -243,10 +247,10 @@ class ComposedStrategy(DDPStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Among how many ranks a sampler splits the data, and which of them this rank is."""
+        """The number of ranks that a sampler splits the data among, and the number of this rank."""
         kwargs = super().distributed_sampler_kwargs
         if started_ranks(self.cluster_environment) is not None:
-            # Lightning multiplies the nodes by this node's devices, which is wrong where nodes have different numbers.
+            # Lightning multiplies the nodes by this node's devices. Nodes may have different numbers of devices.
             kwargs["num_replicas"] = self.world_size
         return kwargs
 
@@ -257,10 +261,10 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Sets up what Lightning does, of a module that is whole. Collective.
+        """Sets up the module as Lightning does, after a check that the module is whole. Collective.
 
         Raises:
-            ValueError: Its parameters are in shards.
+            ValueError: The module's parameters are in shards.
         """
         if not self._takes_shards:
             check_whole(self._training_module, self.flag)
@@ -277,7 +281,7 @@ class ComposedStrategy(DDPStrategy):
     def setup_precision_plugin(self) -> None:
         """Begins a fit. Collective.
 
-        Done here rather than when the plugin is set, so that what is pickled for spawned processes is the user's.
+        The plugin is replaced here, and not when it is set: spawned processes must get the user's plugin by pickle.
         """
         if self._training_module.trainer.state.fn == TrainerFn.FITTING:
             for part in self._parts:
@@ -286,8 +290,8 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Prepares a loader, of training as of evaluation. Collective."""
-        # It may be what stands for a loader of the epoch before: modules may give the same loaders again.
+        """Prepares a loader of training or evaluation. Collective."""
+        # A module may return the same loaders in every epoch. Then this is the stand-in of the epoch before.
         dataloader = super().process_dataloader(users_own(dataloader))
         for part in self._parts:
             dataloader = part.process_dataloader(dataloader)
@@ -297,7 +301,7 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Begins to train."""
+        """Begins the training."""
         super().on_train_start()
         for part in self._parts:
             part.on_train_start()
@@ -310,7 +314,7 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Runs the user's training step, and keeps the weight that it gives its loss."""
+        """Runs the user's training step, and keeps the weight of its loss."""
         output = super().training_step(*args, **kwargs)
         self._accumulation.note_output(output)
         return output
@@ -318,7 +322,7 @@ class ComposedStrategy(DDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it, gradients accumulate locally and nothing is sent."""
+        """Within it, gradients accumulate locally. No gradient is sent."""
         with self._accumulation.block(), super().block_backward_sync():
             yield
 
@@ -330,14 +334,14 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Ends the backward, where a precision plugin of the user's has left that out."""
+        """Ends the backward, if a precision plugin of the user's has not done so."""
         if not self._accumulation.backward_has_ended:
             self._accumulation.end_backward()
         super().post_backward(closure_loss)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs what of the closure is left, clips and steps; or leaves the step out, on all ranks."""
+        """Runs the rest of the closure, clips and steps. Or skips the step on all ranks."""
         return self._accumulation.step(super().optimizer_step, optimizer, closure, *args, **kwargs)
 
     @override
@@ -345,7 +349,7 @@ class ComposedStrategy(DDPStrategy):
         """Reduces a tensor over all ranks. Collective. The mean of integers is a floating-point number."""
         is_whole = isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex())
         if is_whole and isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"):
-            # Lightning divides means by the mean number of samples, which it would cut off to an integer.
+            # Lightning divides for a mean, and casts the quotient to the tensor's dtype: here, to an integer.
             tensor = tensor.float()
         return super().reduce(tensor, group, reduce_op)
 
@@ -365,14 +369,14 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Says which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
+        """Logs which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
         super().on_exception(exception)
         for part in self._parts:
             part.on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        """Gives back what was the user's. Not collective after an exception."""
+        """Restores the user's objects. Not collective after an exception."""
         for part in reversed(self._parts):
             part.teardown()
         super().teardown()
@@ -382,7 +386,7 @@ class ComposedStrategy(DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin for writing and reading files; by default :class:`DurableCheckpointIO`."""
+        """The user's plugin for writing and reading files. The default is :class:`DurableCheckpointIO`."""
         if self._checkpoint_io is None:
             self._checkpoint_io = DurableCheckpointIO()
         elif lacks_inner_io(self._checkpoint_io):
@@ -395,29 +399,29 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state; of a sharded module, on rank 0's host. Collective."""
+        """The module's state. The state of a sharded module is on rank 0's host. Collective."""
         return self._checkpoints.module_state(super().lightning_module_state_dict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The unsharded state on rank 0's host in torch's own format; elsewhere the groups alone. Collective."""
+        """The unsharded state in torch's own format, on rank 0's host. Other ranks get the groups alone. Collective."""
         return self._checkpoints.optimizer_state(super().optimizer_state, optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Saves on all ranks or on none. Collective, except after an exception on some ranks only.
+        """Saves on all ranks or on none. Collective, unless an exception came on some ranks only.
 
         Raises:
             CheckpointNotSavedError: Another rank could not write.
-            MissingRanksError: Ranks did not take part; checkpoints that were saved before are unchanged.
+            MissingRanksError: Ranks did not take part. Earlier checkpoints are unchanged.
         """
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, except at the end of a save that some ranks did not take part in."""
+        """Waits for all ranks. Skipped at the end of a save that some ranks did not take part in."""
         # Lightning ends every save with a barrier.
         if not self._checkpoints.leaves_out_barrier(args):
             super().barrier(*args, **kwargs)
@@ -429,11 +433,11 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or none.
+        """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or all raise.
 
         Raises:
-            MisconfigurationException: It is not a checkpoint, is damaged or newer, a rank cannot read it, or another
-                Slurm job has saved it for itself.
+            MisconfigurationException: It is not a checkpoint, or it is damaged, or a newer version has written it. Or
+                a rank cannot read it, or another Slurm job has saved it for its own requeue.
         """
         checkpoint = self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
         for part in self._parts:
@@ -442,9 +446,9 @@ class ComposedStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Gives each optimizer its state, of which each rank keeps its part.
+        """Gives each optimizer its state. Each rank keeps its part.
 
         Raises:
-            ValueError: The state belongs to other optimizers or other parameters; the message says which.
+            ValueError: The state belongs to other optimizers or other parameters. The message names them.
         """
         self._checkpoints.load_optimizers(checkpoint)

@@ -1,4 +1,4 @@
-"""``ddp_tuned``: torch DDP that tries sizes of buckets."""
+"""``ddp_tuned``: torch DDP with a measured choice of bucket sizes."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -28,38 +28,38 @@ from lightning_parstrat.strategies.base import ComposedStrategy
 
 
 class TunedDDPStrategy(ComposedStrategy):
-    """Trains with torch's DistributedDataParallel, whose size of buckets is found by trying.
+    """Trains with torch's DistributedDataParallel, and finds the fastest size of buckets by measuring.
 
-    Buckets hold the gradients themselves, which saves one copy of them.
+    Gradients are views into the buckets, which saves one copy of them.
 
-    Results are those of ``ddp``: to the last bit on two ranks; on more, up to the order in which a sum is rounded. In
-    "bf16-true" clipped by norm they are better: the norm is taken in fp32. And parameters that are frozen, unfrozen,
-    added or removed in training are averaged as they should be, which ``ddp`` does not do. Ranks that train different
-    ones end with an error. It takes a message of 16 bytes per step.
+    On two ranks, results equal those of ``ddp`` to the last bit. On more ranks, they differ by the order in which sums
+    are rounded. In "bf16-true" with clipping by norm they are better, because the norm is taken in fp32. Parameters may
+    be frozen, unfrozen, added or removed in training: they are averaged correctly, which ``ddp`` does not do. If ranks
+    train different parameters, the training raises. That takes a message of 16 bytes per step.
 
     Args:
-        bucket_cap_mb: How large buckets are. ``"auto"`` tries sizes during the first steps, in turns with torch's
-            default, and keeps the fastest; :attr:`tuning_report` says what was found. A number of MiB (2**20 bytes) is
-            the size of all buckets, a list has one for each, in the order in which torch makes
-            them: that of sending, and the reverse of it with ``find_unused_parameters``.
-        tune_steps: How many steps are measured to compare two sizes, half of them at a time. It takes about six times
-            as many.
-        tune_tolerance: The smallest gain, as a share of a forward and backward, for which buckets are changed.
-        plan_cache: A folder for what was found, from which later trainings of the same kind begin, after a short
-            trial. By default nothing is kept.
-        comm_hook: ``"bf16"`` and ``"fp16"`` halve what gradients take on the wire. Unlike in Lightning they are
-            registered on every device, and so is a ``ddp_comm_hook``.
+        bucket_cap_mb: The size of buckets. ``"auto"`` tries sizes during the first steps, alternating with torch's
+            default, and keeps the fastest. :attr:`tuning_report` has the result. A number of MiB (2**20 bytes) is the
+            size of all buckets. A list has one size for each bucket, in the order in which torch makes them. That is
+            the order of sending, or with ``find_unused_parameters`` the reverse of it.
+        tune_steps: How many steps are measured to compare two sizes. Half of them run with each size. The tuning takes
+            about six times as many.
+        tune_tolerance: The smallest gain for which buckets are changed. It is a share of a forward and backward.
+        plan_cache: A folder that keeps the results of tuning. Later trainings of the same kind begin with the kept
+            result, after a short trial. By default nothing is kept.
+        comm_hook: A compression of gradients on the network: ``"bf16"`` and ``"fp16"`` halve the bytes. Unlike in
+            Lightning, it is registered on every device, and so is a ``ddp_comm_hook``.
         gradient_as_bucket_view: Whether ``param.grad`` is a view into DDP's bucket, which saves one copy of all
             gradients. torch's own default is False.
-        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
-            suits the device.
+        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``. The default is the
+            backend that suits the device.
         timeout: How long a collective may take before the run ends with an error.
         start_method: How the processes are launched.
         **kwargs: Every further argument of :class:`~lightning.pytorch.strategies.DDPStrategy` and of
             :class:`~torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message lists the allowed ones.
     """
 
     flag = "ddp_tuned"
@@ -86,7 +86,7 @@ class TunedDDPStrategy(ComposedStrategy):
         self._plan_cache = plan_cache
         _check_comm_hook(comm_hook, kwargs)
         if kwargs.get("bucket_cap_mb_list") is None:
-            # A command line gives every argument.
+            # A command line passes every argument, also those at None.
             kwargs.pop("bucket_cap_mb_list", None)
         elif bucket_cap_mb != "auto":
             raise ValueError(
@@ -110,16 +110,16 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @property
     def tuning_report(self) -> TuningReport | None:
-        """What the tuning of this training, or else of the last, has found; None if it did not come to an end.
+        """The result of tuning in this training, or else in the last. None if the tuning did not end.
 
-        The log has one line of it; ``print(strategy.tuning_report)`` shows the rest.
+        The log has one line of it. ``print(strategy.tuning_report)`` shows the rest.
         """
         return self._report
 
     @override
     def configure_ddp(self) -> None:
-        """Wraps the module, and begins to tune."""
-        # Only now: until then these are what the strategy was given, for whoever asks.
+        """Wraps the module, and begins the tuning."""
+        # Not in `__init__`: until here `_ddp_kwargs` shows the arguments that the user has given.
         self._ddp_kwargs["gradient_as_bucket_view"] = self._gradient_as_bucket_view
         super().configure_ddp()
         connect_for_sums(self._ddp.process_group, self.root_device)
@@ -129,7 +129,7 @@ class TunedDDPStrategy(ComposedStrategy):
         self._begin_with_reducer()
 
     def _begin_with_reducer(self) -> None:
-        # Lightning sends a static graph's first gradients by itself, once in a reducer's life.
+        # Lightning sends a static graph's first gradients itself, once in a reducer's life.
         self._pl_static_graph_delay_done = False
         self._report = None
         self._stop_tuning()
@@ -149,7 +149,7 @@ class TunedDDPStrategy(ComposedStrategy):
             )
 
     def _reason_not_to_tune(self) -> str | None:
-        """Why buckets are left alone though they were to be tuned, if they are."""
+        """The reason why the buckets are not tuned although ``"auto"`` asks for it. None if they are tuned."""
         if self._tuning.bucket_cap_mb != "auto" or self.world_size == 1:
             return None
         if self._has_hooks_of_users:
@@ -158,7 +158,7 @@ class TunedDDPStrategy(ComposedStrategy):
             return "static_graph and manual optimization do not go together with other buckets than the first"
         if is_compiled(self._training_module):
             return "torch.compile has cut the graph where the default's buckets end"
-        # The sum of two numbers does not depend on who adds them.
+        # The sum of two numbers does not depend on their order.
         if torch.are_deterministic_algorithms_enabled() and self.world_size > 2:
             return "deterministic algorithms were asked for, and with more than two ranks buckets decide how sums round"
         if "bucket_cap_mb_list" in self._ddp_kwargs:
@@ -166,14 +166,14 @@ class TunedDDPStrategy(ComposedStrategy):
         return None
 
     def _file_of(self, folder: str | Path) -> Path:
-        """The file of all trainings of this kind: of all that a size depends on."""
+        """The file of all trainings of this kind. The name depends on everything that the best size depends on."""
         cuda, arguments = self.root_device.type == "cuda", self._ddp_kwargs
         kind = (
             [
                 (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
                 for name, parameter in self._training_module.named_parameters()
             ],
-            # Of what has an address in what it shows of itself, the kind.
+            # The `repr` of other values may have an address: the name of their type stands for them.
             [(k, v if isinstance(v, (int, float, str)) else type(v).__name__) for k, v in sorted(arguments.items())],
             self._comm_hook,
             str(self.precision_plugin.precision),
@@ -196,11 +196,11 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @property
     def _has_hooks_of_users(self) -> bool:
-        """Whether the user's own code sends gradients, which may keep something of each bucket."""
+        """Whether the user's own code sends gradients. Such code may keep something of each bucket."""
         return self._users_hook is not None or self._ddp_kwargs.get("param_to_hook_all_reduce") is not None
 
     def _wrap(self, size: int | None) -> DistributedDataParallel:
-        """Wraps the module once more, in buckets of so many bytes. Not collective."""
+        """Wraps the module again, in buckets of ``size`` bytes. Not collective."""
         arguments = {**self._ddp_kwargs, "init_sync": False}
         if size is not None:
             arguments["bucket_cap_mb"] = size / 2**20
@@ -211,7 +211,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def _register_ddp_hooks(self) -> None:
-        """Registers communication hooks on every device; Lightning leaves them out on CPUs without a word."""
+        """Registers communication hooks on every device. Lightning leaves them out on CPUs, without a warning."""
         if self._comm_hook is not None:
             register_comm_hook(self._ddp, self._comm_hook)
         elif self._users_hook is not None:
@@ -220,9 +220,9 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Changes buckets between steps, where it is time for that, then runs the user's training step."""
-        # At the begin of a window: a reducer knows what was used in it. But a static graph's must send in its first
-        # backward.
+        """Changes buckets between steps if a change is due, then runs the user's training step."""
+        # At the begin of a window, because a reducer records the parameters used in it. A static graph's reducer must
+        # send in its first backward.
         if not (self._accumulation.accumulates and self._ddp.static_graph):
             self._follow_trained_parameters()
             if self._tuner is not None:
@@ -237,8 +237,8 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Looks at the clock, and at what is trained by now."""
-        # Outside of `fit` a step may run a backward by hand; there is no wrapper then.
+        """Reads the clock, and compares the trained parameters."""
+        # Outside of `fit` a step may run a backward by hand, and the module has no wrapper.
         sends = (
             self._trained is not None and not self._accumulation.accumulates and self._ddp.require_backward_grad_sync
         )
@@ -250,7 +250,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def _end_backward(self, ends_window: bool) -> None:
-        """Multiplies all gradients where their mean over ranks is not the window's: one pass, in those steps alone."""
+        """Multiplies all gradients if their mean over ranks is not the window's: one pass, in those steps alone."""
         if not ends_window:
             return
         if self._tuner is not None:
@@ -264,10 +264,10 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Compares what the ranks have trained in the last step.
+        """Compares which parameters the ranks have trained in the last step.
 
         Raises:
-            DifferentParametersError: Not the same parameters.
+            DifferentParametersError: The ranks have trained different parameters.
         """
         super().on_train_end()
         if self._trained is not None:
@@ -275,7 +275,7 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def teardown(self) -> None:
-        """Stops tuning, however far it has come."""
+        """Stops the tuning, finished or not."""
         self._stop_tuning()
         if self._trained is not None:
             self._trained.close()
@@ -291,11 +291,11 @@ class TunedDDPStrategy(ComposedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Says of parameters that were not used which they are, and what finds them under this strategy."""
+        """Names the parameters that were not used, and the flag of this strategy that finds them."""
         if _waits_for_unused(exception):
             unused = [] if self._trained is None else self._trained.names_without_gradient()
             said = self._advice_on_unused(unused) if self._accumulation.backward_has_ended else _AFTER_AN_EXCEPTION
-            # Before Lightning, which would name a flag that is not this strategy's.
+            # Before Lightning's text, which would name a flag of another strategy.
             exception.args = (said, *exception.args[1:])
         super().on_exception(exception)
 
@@ -315,7 +315,7 @@ _AFTER_AN_EXCEPTION = (
 
 
 def _waits_for_unused(exception: BaseException) -> bool:
-    """Whether it is torch's error in the forward after a backward that has not reached all parameters."""
+    """Whether torch raised it in a forward because the backward before has not reached all parameters."""
     said = exception.args[0] if exception.args else None
     return isinstance(said, str) and "Expected to have finished reduction in the prior iteration" in said
 
@@ -329,7 +329,7 @@ def _check_comm_hook(comm_hook: CommHook, kwargs: Mapping[str, Any]) -> None:
 
 
 def _bucket_arguments(bucket_cap_mb: CapsInMiB) -> dict[str, Any]:
-    """The arguments of DDP by which it makes buckets of these sizes."""
+    """The arguments by which DDP makes buckets of these sizes."""
     if bucket_cap_mb == "auto":
         return {}
     if isinstance(bucket_cap_mb, (list, tuple)):

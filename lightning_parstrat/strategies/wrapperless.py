@@ -1,4 +1,4 @@
-"""What DDP's wrapper does for a module beside its gradients, and what uneven data needs: for strategies without one."""
+"""For strategies without DDP's wrapper: the same buffers on all ranks, and equally many batches."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class EvenBatches(Part):
-    """Lets all ranks draw equally many training batches, so that none waits for one that has ended.
+    """Lets all ranks draw equally many training batches, so that no rank waits for one that has ended.
 
     Args:
-        strategy: The strategy it is a part of.
-        ranks: Its ranks.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
     """
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks) -> None:
@@ -31,7 +31,7 @@ class EvenBatches(Part):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns what stands for a loader that is trained on. Collective."""
+        """Returns the stand-in for a training loader. Collective."""
         if self._ranks.number == 1 or not self._trainer.training:
             return dataloader
         control = make_collectives(self._ranks.groups.control, torch.device("cpu"))
@@ -39,19 +39,19 @@ class EvenBatches(Part):
 
     @override
     def teardown(self) -> None:
-        """Gives the Trainer the user's own data loaders back: it puts them into a `CombinedLoader` of the user's."""
+        """Replaces the stand-ins in the user's `CombinedLoader` by the user's own data loaders."""
         trainer = trainer_of(self._strategy.lightning_module)
         if trainer is not None:
             replace_loaders(trainer, users_own)
 
 
 class Buffers(Part):
-    """Gives all ranks rank 0's buffers whenever DDP would.
+    """Broadcasts rank 0's buffers to all ranks whenever DDP would.
 
     Args:
-        strategy: The strategy it is a part of.
-        ranks: Its ranks.
-        accumulation: Says whether a backward sends gradients.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
+        accumulation: Knows whether a backward sends gradients.
     """
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks, accumulation: Accumulation) -> None:
@@ -59,18 +59,18 @@ class Buffers(Part):
         self._ranks, self._accumulation = ranks, accumulation
         self._are_due = True
         self._exist = False
-        # Lightning leaves out the validation on ranks without a batch: they would miss what others send in it.
+        # Lightning skips the validation on ranks without a batch. They would miss the broadcasts of the other ranks.
         self._validated_by_some = False
 
     def begin(self) -> None:
-        """Begins as DDP does when it wraps a module."""
+        """Resets the state, as DDP does when it wraps a module."""
         self._are_due = True
-        # Of a module that has none when training begins, DDP never broadcasts any.
+        # If a module has no buffers when training begins, DDP never broadcasts any.
         self._exist = next(self._module.buffers(), None) is not None
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Compares how many batches ranks evaluate, where some may have none. Collective then."""
+        """Compares how many batches ranks evaluate, if the module allows ranks without any. Collective then."""
         length = sized_len(dataloader)
         if self._ranks.number > 1 and not self._trainer.training and _allows_empty(self._module) and length is not None:
             most, least = extremes_over_ranks(length, self._ranks.control)
@@ -78,27 +78,28 @@ class Buffers(Part):
         return dataloader
 
     def before_validation_step(self) -> None:
-        """Broadcasts them if they are due, unless some ranks have no batch."""
+        """Broadcasts the buffers if they are due, unless some ranks have no batch."""
         if not self._validated_by_some:
             self.before_step()
 
     def before_step(self) -> None:
-        """Broadcasts them before the first forward, and before one whose predecessor has sent its gradients.
+        """Broadcasts the buffers if they are due.
 
-        DDP takes every training and validation step for a forward, and under manual optimization never sends gradients
-        in its sense.
+        They are due before the first forward, and before a forward that follows a backward with a sending of gradients.
+        DDP takes every training and validation step for a forward. Under manual optimization no backward counts as
+        sending.
         """
         if not self._exist:
             return
         if self._are_due:
-            # Not by the parameters' group, where it would queue behind those that are in flight.
+            # Not by the parameters' group: the broadcast would queue behind parameters in flight.
             broadcast_buffers(self._module, self._ranks.groups.gradients)
         sends = torch.is_grad_enabled() and not self._accumulation.accumulates
         self._are_due = sends and self._module.automatic_optimization
 
     @override
     def on_validation_end(self) -> None:
-        """Takes part in the broadcast that this rank has missed if it had no batch to validate."""
+        """Takes part in the broadcast of a validation that this rank had no batch for."""
         self.before_validation_step()
 
     @override

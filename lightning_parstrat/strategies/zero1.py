@@ -1,4 +1,4 @@
-"""``zero1_custom`` and ``zero2_custom``: DDP's results with the optimizer state sharded over the ranks."""
+"""``zero1_custom`` and ``zero2_custom``: the results of DDP, with the optimizer state sharded over the ranks."""
 
 import logging
 import socket
@@ -45,53 +45,55 @@ log = logging.getLogger(__name__)
 class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains with optimizer state and reduced gradients sharded over the ranks (ZeRO stage 1; 2 on request).
 
-    Results are DDP's; with N ranks each holds 1/N of the optimizer state and steps 1/N of the parameters. As many
-    bytes travel as under DDP. Unused parameters need no flag.
+    Results are DDP's. With N ranks, each holds 1/N of the optimizer state and steps 1/N of the parameters. The ranks
+    send as many bytes as under DDP. Unused parameters need no flag.
 
     Args:
-        bucket_cap_mb: The largest size of a bucket in MiB. Gradients travel as soon as a bucket of them is ready;
-            smaller buckets overlap better, larger ones pay latency less often, which grows with the number of ranks.
-            ``"auto"`` follows from both, and from the model: 8 MiB on a few CPUs, from 64 to 512 on GPUs.
-        partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` leaves each uncut on one rank,
-            which optimizers that look at whole matrices (Muon, Adafactor, Shampoo) need; ``"auto"`` takes ``"element"``
-            for torch's element-wise optimizers and ``"parameter"`` for every other.
-        expose_gradients: Whether ``param.grad`` shows after backward what it would under DDP. ``"auto"`` does so where
-            a hook, a callback or manual optimization may look; it costs memory for all gradients and one more
-            all-gather. ``False`` saves that for those whose hooks do not look; :meth:`full_gradients` then shows
-            gradients on demand.
-        master_weights: Whether each rank keeps an fp32 copy of its shard of parameters in 16 bits ("bf16-true",
-            "16-true") and steps that, so that updates too small for 16 bits are not lost. ``"auto"`` does so wherever
-            there are such parameters; ``False`` steps in 16 bits as ``ddp`` does; ``True`` insists, and is an error
-            where there is nothing to keep.
-        overlap_param_gather: Whether stepped parameters travel while the next batch is loaded and the next forward
-            begins; whoever reads one waits for it. ``False`` has all of them arrive within the step, as it is done
-            anyway where ``torch.compile`` was given the whole module.
+        bucket_cap_mb: The largest size of a bucket in MiB. The ranks send a bucket of gradients as soon as it is ready.
+            Smaller buckets overlap better with backward. Larger ones pay the latency of a collective less often, and
+            that latency grows with the number of ranks. ``"auto"`` follows from the number of ranks, the device and
+            the model: 8 MiB on a few CPUs, from 64 to 512 on GPUs.
+        partition: How parameters are divided over the ranks. ``"element"`` cuts a parameter if the end of a shard lies
+            in it. ``"parameter"`` leaves each uncut on one rank. Optimizers that use whole matrices need that, such as
+            Muon, Adafactor and Shampoo. ``"auto"`` takes ``"element"`` for torch's element-wise optimizers, and
+            ``"parameter"`` for every other.
+        expose_gradients: Whether ``param.grad`` shows the same gradients after backward as under DDP. ``"auto"``
+            exposes them if a hook, a callback or manual optimization may read them. That costs memory for all
+            gradients and one more all-gather. ``False`` saves that, if your hooks do not read gradients.
+            :meth:`full_gradients` then shows gradients on demand.
+        master_weights: Whether each rank steps an fp32 copy of its shard of 16-bit parameters. Such parameters come
+            with "bf16-true" and "16-true". The copy keeps updates that are too small for 16 bits. ``"auto"`` makes the
+            copy if there are such parameters. ``False`` steps in 16 bits, as ``ddp`` does. ``True`` raises if there
+            are no such parameters.
+        overlap_param_gather: Whether ranks send stepped parameters while the next batch is loaded and the next forward
+            begins. Code that reads a parameter waits for it. ``False`` waits for all parameters within the step. That
+            is always done if ``torch.compile`` was given the whole module.
         max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
-            them. Where the wire is slower than backward, gradients queue up to the size of the model; a small number
-            (2 to 4) bounds that, at the price of waiting. Every rank then sends all buckets it is expected to, also
-            those of layers that no rank has used in a step. ``"auto"`` is 4 on GPUs, and no bound on CPUs; ``None`` is
+            them. If the network is slower than backward, queued gradients grow up to the size of the model. A small
+            number (2 to 4) bounds that, at the price of waiting. Every rank then sends all expected buckets, also
+            those of layers that no rank has used in a step. ``"auto"`` is 4 on GPUs, and no bound on CPUs. ``None`` is
             no bound.
-        reduce_dtype: ``"bf16"`` halves what gradients in fp32 take on the wire: each is rounded once and summed in
-            fp32. Off by default. Over Gloo, the sum of a node with several ranks is rounded on its way to other nodes.
-        gather_dtype: ``"bf16"`` halves what parameters in fp32 take on the wire, for modules that compute in bf16
-            anyway ("bf16-mixed"): each rank steps its shard in fp32 and keeps it, the others see it rounded. Off by
-            default.
-        shard_group: Which ranks share one copy of the optimizer state: ``"all"`` of them; ``"node"``, those of each
-            node; a number, so many consecutive ones, which divides the number of ranks. Each group then has all of the
-            state, and an all-reduce of each shard sums the groups' gradients. It pays from some 128 GPUs on, where a
-            ring of all ranks takes longer than computation can hide; with G ranks in a group each holds 1/G of the
-            state.
+        reduce_dtype: The dtype in which fp32 gradients are sent. ``"bf16"`` halves their bytes on the network: each
+            gradient is rounded once, and the sum is taken in fp32. Off by default. Over Gloo, the sum of a node with
+            several ranks is rounded before it is sent to other nodes.
+        gather_dtype: The dtype in which fp32 parameters are sent. ``"bf16"`` halves their bytes on the network. It is
+            for modules that compute in bf16 anyway ("bf16-mixed"). Each rank steps and keeps its shard in fp32. The
+            other ranks see the shard rounded. Off by default.
+        shard_group: Which ranks share one copy of the optimizer state. ``"all"`` is all ranks, ``"node"`` the ranks of
+            each node. A number is that many consecutive ranks, and must divide the number of ranks. Each group has the
+            whole state, and each rank of a group of G holds 1/G of it. An all-reduce of each shard sums the groups'
+            gradients. Groups pay from some 128 GPUs on: there, a ring of all ranks takes longer than computation can
+            hide.
         shard_gradients: Whether gradients accumulated over micro-batches (``accumulate_grad_batches``) are sharded,
-            too (ZeRO stage 2; the flag ``zero2_custom`` sets it): every micro-batch is reduce-scattered, and added up
-            in each rank's shard, in fp32 where gradients have 16 bits. Between micro-batches that takes 4/N bytes per
-            parameter instead of 4, and K micro-batches send gradients K times. Without accumulation it changes nothing.
-            Where your code may look at gradients between micro-batches (see ``expose_gradients``) and in manual
-            optimization, they are kept whole as without it. It is named for what it does, as ``shard_group`` is:
-            ``ZeRO1Strategy(stage=2)`` would contradict itself.
+            too. This is ZeRO stage 2, and the flag ``zero2_custom`` sets it. Every micro-batch is reduce-scattered,
+            and added up in each rank's shard. 16-bit gradients are added up in fp32. Between micro-batches that takes
+            4/N bytes per parameter instead of 4. K micro-batches send gradients K times. Without accumulation the
+            argument changes nothing. If your code may read gradients between micro-batches (see ``expose_gradients``),
+            they are kept whole. The same holds in manual optimization.
         **kwargs: Arguments of the base class.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message lists the allowed ones.
     """
 
     flag = "zero1_custom"
@@ -138,23 +140,23 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Gives all ranks the same module; there is no wrapper around it."""
+        """Gives all ranks the same module. There is no wrapper around it."""
         check_same_module(self._training_module, self._ranks.groups.control)
         broadcast_module(self._training_module, self._ranks.groups.parameters)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Creates the optimizers, and shards them."""
-        # Where there is one already, its hooks must be gone before there are others.
+        # The hooks of an earlier engine must be removed before new hooks are registered.
         self._close_engine()
         super().setup_optimizers(trainer)
         self._shard(self.optimizers)
-        # Lightning's wrappers were made before: once more, with methods of sharded optimizers.
+        # Lightning's wrappers are older than the shards. New wrappers have the methods of sharded optimizers.
         self.optimizers = self.optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers in training. Others that are set in the middle of it are sharded in their turn; collective."""
+        """The optimizers in training. If they are set in the middle of it, new ones are sharded; collective."""
         return self._optimizers
 
     @optimizers.setter
@@ -168,7 +170,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._lightning_optimizers = [wrapped(o, self) for o in optimizers]
 
     def _shard(self, optimizers: list[Optimizer]) -> None:
-        # Namespaces of one machine are different nodes of one name; containers on one node may have different names.
+        # Two containers may have the same host name on different nodes, or different names on one node.
         node = Node(socket.gethostname(), self.node_rank)
         self._engine = ShardedDataParallel(
             self._training_module,
@@ -187,7 +189,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Decides whether gradients are exposed: by now all callbacks and hooks are in place. Says what is sharded."""
+        """Decides whether gradients are exposed, now that all callbacks and hooks exist. Logs what is sharded."""
         super().on_train_start()
         self._in_training = True
         self._meter = StepMeter(self.flag, self.root_device)
@@ -197,13 +199,13 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Reads the clock and the counters where a step has ended."""
+        """Reads the clock and the counters if a step has ended."""
         super().on_train_batch_start(batch, batch_idx)
         self._note_step()
 
     @override
     def on_train_end(self) -> None:
-        """Says what a step took, unless something else was said in this training: two lines are enough."""
+        """Logs the cost of a step, unless this training has logged something else: two lines are enough."""
         super().on_train_end()
         self._note_step()
         line = None if self._meter is None else self._meter.line()
@@ -232,21 +234,21 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
         summary = self._engine.summary()
         line = describe(self.flag, summary, observers if choice == "auto" and exposed else ())
-        # A tuner trains a little before the training.
+        # A tuner runs a short training before the training, and would log the same line twice.
         if line and line != self._announced:
             self._announced = line
             (rank_zero_warn if summary.replicated else rank_zero_info)(line)
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
-        """Lets micro-batches be reduced one by one, unless somebody may look at what has been accumulated."""
+        """Lets micro-batches be reduced one by one, unless a user of gradients may read accumulated ones."""
         if self._engine is None:
             return
         module = self._training_module
         between = [*observers, *observers_between_micro_batches(module, module.trainer.callbacks)]
-        # Where users block the sending of gradients by themselves, nothing is to be sent.
+        # A user who blocks the sending of gradients by hand expects that none is sent.
         between += [] if module.automatic_optimization else ["manual optimization"]
         sharded = self._engine.accumulate_in_shards(not between)
-        # Where nobody was found here: it was asked for, or it is another rank's callback.
+        # No user of gradients on this rank: `expose_gradients=True` asked for it, or another rank's callback.
         unknown = "whoever expose_gradients=True is for" if self._policy.expose_gradients is True else "another rank"
         self._kept_whole_for = [] if sharded else list(dict.fromkeys(between)) or [unknown]
 
@@ -254,9 +256,9 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def full_gradients(self) -> Generator[None, None, None]:
         """Within it ``param.grad`` holds the mean gradients over all ranks, to read or to change.
 
-        Collective: all ranks must enter it, between backward and the optimizer's step. One all-gather per bucket and
-        memory for all gradients while it lasts. Ranks wait for each other first, by some four
-        requests to the process group's store. Where gradients are exposed anyway, it changes nothing.
+        Collective: all ranks must enter it, between backward and the optimizer's step. It takes one all-gather per
+        bucket, and memory for all gradients until it ends. First, ranks wait for each other, by some four requests to
+        the process group's store. If gradients are exposed anyway, it changes nothing.
         """
         if self._engine is None:
             raise MisconfigurationException("`full_gradients()` was called outside of `fit`: there are no gradients.")
@@ -266,7 +268,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it, gradients accumulate: locally, and nothing is sent, or in the shards (``shard_gradients``)."""
+        """Within it, gradients accumulate. They stay local, or are reduced into the shards (``shard_gradients``)."""
         with super().block_backward_sync():
             if self._engine is None:
                 yield
@@ -294,7 +296,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Forgets gradients where Lightning has had the module forget them, which could not reach the shards."""
+        """Zeros the gradients in the shards if Lightning has zeroed those of the module."""
         super().on_validation_start()
         trainer = self._training_module.trainer
         forgotten = not is_overridden("on_validation_model_zero_grad", self._training_module)
@@ -304,14 +306,14 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Gets ready to send gradients while backward runs, or to see in which order they come."""
+        """Prepares to send gradients while backward runs, or to record their order."""
         super().pre_backward(closure_loss)
         if self._engine is None:
             return
         if self._order is None:
             self._engine.prepare_backward(closure_loss, self._accumulation.scale)
         else:
-            # The first backward's gradients stay local: buckets follow their order.
+            # The first backward's gradients stay local. Buckets follow their order.
             self._engine.prepare_local_backward()
             self._order.listen()
 
@@ -330,13 +332,13 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Remembers that other ranks may not get as far as this one's teardown."""
+        """Notes that other ranks may never call this rank's teardown with it."""
         super().on_exception(exception)
         self._failed = True
 
     @override
     def teardown(self) -> None:
-        """Gives the parameters ordinary storage again. Not collective after an exception, which it never hides."""
+        """Gives the parameters ordinary storage again. After an exception it is not collective, and never hides it."""
         try:
             self._close_engine()
         except Exception:
@@ -350,13 +352,13 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _entries(self) -> dict[str, Any]:
-        """With the plan of the buckets: a resumed training sums gradients in the same order."""
+        """Adds the plan of the buckets: a resumed training sums gradients in the same order."""
         plan = {} if self._engine is None else {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
         return {**super()._entries(), **plan}
 
     def _planned_for(self) -> dict[str, Any]:
         policy = self._policy
-        # Not named where it is the default: plans that were kept before there was a choice go on.
+        # The default is left out: plans without the key, which older versions have saved, stay valid.
         grouped = {} if policy.shard_group == "all" else {"shard_group": policy.shard_group}
         return {
             "world_size": self.world_size,
@@ -367,7 +369,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _kept_plan(self) -> list[list[str]]:
         """The buckets of the checkpoint that was loaded.
 
-        A plan made for another world size or other arguments is left: what is asked for now counts.
+        A plan for another world size or other arguments is not used: the current arguments count.
         """
         loaded = self._checkpoints.loaded_entries
         return loaded["bucket_plan"] if loaded.get("planned_for") == self._planned_for() else []

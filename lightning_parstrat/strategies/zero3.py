@@ -1,4 +1,4 @@
-"""``zero3_custom``: DDP's results with parameters, gradients and optimizer state sharded by torch's FSDP2."""
+"""``zero3_custom``: the results of DDP, with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
 import socket
 from collections.abc import Generator, Mapping, Sequence
@@ -52,32 +52,32 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains with parameters, gradients and optimizer state sharded over the ranks (ZeRO stage 3), by torch's FSDP2.
 
-    Results are DDP's; with N ranks each holds 1/N of all three between steps. A unit's parameters are gathered before
-    its forward and its backward and freed after them, so that half as much again travels as under DDP. Unused
-    parameters need no flag. Between steps ``param`` is a :class:`~torch.distributed.tensor.DTensor`, and so is
-    ``param.grad``: what reads them calls ``full_tensor()`` on all ranks.
+    Results are DDP's. With N ranks, each holds 1/N of all three between steps. A unit's parameters are gathered before
+    its forward and its backward, and freed after them. So the ranks send 1.5 times as many bytes as under DDP. Unused
+    parameters need no flag. Between steps, ``param`` and ``param.grad`` are
+    :class:`~torch.distributed.tensor.DTensor`. To read one, call ``full_tensor()`` on all ranks.
 
     Args:
         wrap: Names of classes whose modules are a unit each, such as ``["Block"]``. By default units are found: modules
-            of one class that follow each other in a container. All else is gathered for the whole of
-            ``training_step``, which may then read it as it likes.
-        min_num_params: The smallest number of parameters of a unit that is found; smaller ones stay with the rest.
+            of one class that follow each other in a container. All other parameters are gathered for the whole of
+            ``training_step``, which may read them freely.
+        min_num_params: The smallest number of parameters of a unit that is found. Smaller modules stay with the rest.
         reshard_after_forward: Whether units free their parameters between forward and backward. ``False`` gathers once
             in a step instead of twice, and holds all parameters from forward to backward.
         shard_gradients: Whether every micro-batch is reduce-scattered and accumulated in shards
             (``accumulate_grad_batches``). ``False`` sends gradients once in a step, and keeps them whole on every rank
             until then.
-        reduce_dtype: What gradients travel in. They are summed in fp32. ``"bf16"`` sends half the bytes of fp32
-            gradients. By default gradients travel in their own dtype, and ``"fp32"`` widens those of "bf16-true" before
-            they are sent.
-        gather_dtype: What parameters are gathered and used in. Each rank steps its shard in its own dtype. ``"auto"``
-            gathers the weights of linear and convolution layers in bf16 under "bf16-mixed", where autocast rounds them
-            anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that compute in bf16. None gathers each
-            in its own dtype.
+        reduce_dtype: The dtype in which gradients are sent. They are summed in fp32. ``"bf16"`` sends half the bytes of
+            fp32 gradients. By default gradients are sent in their own dtype. ``"fp32"`` widens the gradients of
+            "bf16-true" before they are sent.
+        gather_dtype: The dtype in which parameters are gathered and used. Each rank steps its shard in its own dtype.
+            Under "bf16-mixed", ``"auto"`` gathers the weights of linear and convolution layers in bf16, because
+            autocast rounds them anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that compute in
+            bf16. None gathers each in its own dtype.
         **kwargs: Arguments of the base class.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message lists the allowed ones.
     """
 
     flag = "zero3_custom"
@@ -119,11 +119,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded after setup: only those of a module on the meta device are.
+        """Whether weights are loaded after setup. Only the weights of a module on the meta device are.
 
         Lightning then asks for the checkpoint without the Trainer's `weights_only`.
         """
-        # Lightning asks before set-up and after it. After it no module is on the meta device.
+        # Lightning asks before set-up and after it. After set-up no module is on the meta device.
         if self._loads_after_setup is not None:
             return self._loads_after_setup
         module = self.lightning_module
@@ -136,12 +136,12 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Shards the module, for evaluation as for training. Collective."""
+        """Shards the module, for evaluation and for training. Collective."""
         self._loads_after_setup = self.restore_checkpoint_after_setup
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
-        # As Lightning does, but for its broadcast of whole parameters.
+        # The same as Lightning's `setup`, without its broadcast of whole parameters.
         if self.accelerator is None or self.model is None:
             raise AssertionError("the strategy was set up before the Trainer has connected it")
         self.accelerator.setup(trainer)
@@ -151,11 +151,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Leaves the module where it is: its units move to the device one by one, as they are sharded."""
+        """Leaves the module on its device. The units move to the rank's device one by one, when they are sharded."""
 
     @override
     def configure_ddp(self) -> None:
-        """Shards the module in place; there is no wrapper around it. Collective."""
+        """Shards the module in place. There is no wrapper around it. Collective."""
         module = self._training_module
         self._close()
         if not is_sharded_module(module):
@@ -191,7 +191,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         return "bf16" if self.precision_plugin.precision == "bf16-mixed" else None
 
     def _make_collectives(self) -> Collectives:
-        """What carries gradients. Collective on GPUs."""
+        """Creates the collectives that send gradients. Collective on GPUs."""
         node, topology = Node(socket.gethostname(), self.node_rank), None
         if self.root_device.type != "cpu" and self.world_size > 1:
             topology = topology_of_ranks(node, self._ranks.control)
@@ -205,7 +205,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Creates the optimizers. Collective.
 
         Raises:
-            ValueError: One of them cannot step sharded parameters, or was made of parameters before these were sharded.
+            ValueError: An optimizer cannot step sharded parameters, or has got the parameters before the sharding.
         """
         super().setup_optimizers(trainer)
         prepare_optimizers(
@@ -219,7 +219,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it, gradients accumulate: in shards, or whole on every rank (``shard_gradients=False``)."""
+        """Within it, gradients accumulate in shards, or whole on every rank (``shard_gradients=False``)."""
         sharded = self._sharded
         keeps_whole = sharded is not None and self.world_size > 1 and not self._policy.shard_gradients
         with super().block_backward_sync():
@@ -234,12 +234,12 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Broadcasts buffers when DDP would, then runs the user's training step on parameters as they are by now."""
+        """Broadcasts buffers when DDP would, then runs the user's training step on the current parameters."""
         self._reshard()
         self._buffers.before_step()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
-            # Other ranks may not take part in what a shard needs of them, and would be waited for.
+            # A shard's backward may be collective, and other ranks may not take part. This rank would wait for them.
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
@@ -249,14 +249,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Takes note of which parameters have no gradient yet."""
+        """Notes which parameters have no gradient yet."""
         super().pre_backward(closure_loss)
         if self._sharded is not None:
             self._sharded.begin_backward()
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs a backward, of which nothing is left if it raises: a program may catch that, and go on. Collective."""
+        """Runs a backward. If it raises, nothing is left of it: a program may catch that and continue. Collective."""
         try:
             return super().backward(*args, **kwargs)
         except BaseException:
@@ -266,13 +266,13 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def _end_backward(self, ends_window: bool) -> None:
-        """Completes the gradients of a window, and brings their mean over ranks to the window's."""
+        """Completes the gradients of a window, and turns their mean over ranks into the window's mean."""
         if ends_window and self._sharded is not None and self._sharded.has_begun:
             self._sharded.end_backward(lambda: self._accumulation.factor_of_mean)
 
     @override
     def _before_step(self) -> None:
-        # What a training step without a backward has left gathered is not what steps.
+        # A training step without a backward leaves parameters gathered. The optimizer steps the shards.
         self._reshard()
 
     @override
@@ -307,7 +307,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Prepares a loader: ranks take the steps of an evaluation together, or raise. Collective."""
+        """Prepares a loader: ranks run the steps of an evaluation together, or raise. Collective."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self._training_module.trainer
         if self._steps is None or evaluated_by(trainer) is None:
@@ -356,7 +356,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads weights; each rank keeps its part of those that are sharded."""
+        """Loads weights. Each rank keeps its part of the sharded ones."""
         self._reshard()
         self._training_module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
@@ -364,22 +364,22 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def full_parameters(self) -> Generator[LightningModule, None, None]:
         """Within it the module is a plain one with whole parameters on every rank: for export, `generate`, or a look.
 
-        Also when the training has ended. All its methods can be called, and within it nothing is sent. What is written
-        to parameters stays: write the same on all ranks, as each keeps its part.
+        It also works after the training. All methods of the module can be called, and no rank sends anything within
+        it. Changes to parameters stay. Write the same changes on all ranks, because each rank keeps its part.
 
-        Collective: all ranks must enter it, between steps. Memory for all parameters while it lasts. Ranks wait for
-        each other first, by some four requests to the process group's store.
+        Collective: all ranks must enter it, between steps. It takes memory for all parameters until it ends. First,
+        ranks wait for each other, by some four requests to the process group's store.
 
         Yields:
             The module.
 
         Raises:
             MisconfigurationException: The ranks are no longer connected.
-            ValueError: When it ends: a parameter is gone, or has another shape or dtype.
+            ValueError: At its end, a parameter is gone, or has another shape or dtype.
         """
         module = self._training_module
         if not is_sharded_module(module):
-            # Before the set-up, and where other processes have trained it.
+            # Before the set-up, or after a training in other processes.
             yield module
             return
         if not known_groups():
@@ -396,7 +396,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Logs what is sharded. If users have hooks before backward, they see parameters as optimizers do."""
+        """Logs what is sharded. If users have hooks before backward, the hooks see the parameters as optimizers do."""
         super().on_train_start()
         if self._sharded is not None:
             module = self._training_module
@@ -411,7 +411,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Looks once more at what hooks have done to parameters. Collective."""
+        """Checks a last time what hooks have done to parameters. Collective."""
         self._check_no_data_assigned()
         super().on_train_end()
 
@@ -438,9 +438,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def teardown(self) -> None:
-        """Takes off what was put into the module, which stays sharded: another training goes on with it.
+        """Takes the engine off the module, which stays sharded. Another training can continue with it.
 
-        Where another process has started the ranks and goes on without them, it gets the whole weights.
+        If another process has started the ranks and continues without them, it gets the whole weights.
         """
         module = self.lightning_module
         returns = self._sharded is not None and returns_weights(self) and not self._ranks.is_interrupted
@@ -454,10 +454,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @contextmanager
     def _left_on_device(self) -> Generator[None, None, None]:
-        """Within it nothing moves the module or the optimizers' state to the host, as Lightning does at the end.
+        """Within it, Lightning does not move the module or the optimizers' state to the host at the end.
 
-        A GPU's ranks could gather nothing there, for a checkpoint or in another training: Lightning's own strategies
-        that shard leave them, too. And torch moves no shard that a graph or a weak reference holds.
+        On the host, a GPU's ranks could gather nothing for a checkpoint or another training. Lightning's own sharding
+        strategies leave both on the device, too. And torch cannot move a shard that a graph or a weak reference holds.
         """
         module, optimizers = self.lightning_module, self._optimizers
         self._optimizers = []
