@@ -1,8 +1,8 @@
 """Parallel training strategies for PyTorch Lightning, chosen by a Trainer flag.
 
-Importing the package registers ``ddp_tuned``, ``zero1_custom``, ``zero2_custom`` and ``zero3_custom``, and imports
-neither torch nor Lightning: the strategy classes, and the callback ``GradNormMonitor``, are loaded when they are first
-used (PEP 562).
+Importing the package registers ``ddp_tuned``, ``zero1_custom``, ``zero2_custom`` and ``zero3_custom``. The import loads
+neither torch nor Lightning. The strategy classes and the callback ``GradNormMonitor`` are loaded on their first use
+(PEP 562).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,14 +1,15 @@
 """Registers the strategies as soon as Lightning's strategies module has been imported, and not before.
 
-``import torch`` loads every entry point of the group ``torch.backends`` (its plugin mechanism) and calls it; this
-package's is :func:`autoload`. It imports neither torch nor Lightning: it leaves a finder on ``sys.meta_path`` that
-registers the names right after Lightning's strategies module has executed. So ``Trainer(strategy="zero1_custom")``
-works in a script that does not mention this package. After Lightning's command line the finder loads the classes,
-which are then known there by their short names. It does so for both packages that Lightning is published as, and
-removes itself after the last of these modules.
+``import torch`` loads and calls every entry point of the group ``torch.backends``, its plugin mechanism. The entry
+point of this package is :func:`autoload`. It imports neither torch nor Lightning. It leaves a finder on
+``sys.meta_path`` that registers the names right after Lightning's strategies module has executed. So
+``Trainer(strategy="zero1_custom")`` works in a script that does not mention this package.
 
-Switches: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` (this package's) or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` (torch's, for all
-plugins); then only ``import lightning_parstrat`` registers the names.
+After Lightning's command line has been imported, the finder loads the classes, so that it knows their short names. The
+finder serves both packages that Lightning is published as. It removes itself after the last of these modules.
+
+Two variables switch it off: ``LIGHTNING_PARSTRAT_AUTOLOAD=0`` for this package, or ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``
+for all plugins of torch. Then only ``import lightning_parstrat`` registers the names.
 """
 
 import os
@@ -25,16 +26,16 @@ from lightning_parstrat._namespaces import PACKAGES, PUBLIC, public_class
 
 _STRATEGIES, _CLI = "strategies", "cli"
 _DEFINED_LATE = {_STRATEGIES: "StrategyRegistry", _CLI: "LightningCLI"}
-"""Of Lightning's modules that are waited for, a name that those lack which are still being imported."""
+"""For each module that the finder waits for: a name that is missing until the module has been imported completely."""
 _SWITCH = "LIGHTNING_PARSTRAT_AUTOLOAD"
-# False only where the user imported this package before torch: when torch loads its plugins, it is in `sys.modules`.
+# False only if the user imported this package before torch. When torch loads its plugins, it is in `sys.modules`.
 _TORCH_CAME_FIRST = "torch" in sys.modules
 
 
 def autoload() -> None:
-    """Entry point that torch calls at the end of ``import torch``; never raises."""
-    # The work is done by importing the package (see `__init__`), which torch did to get at this function. Switched off,
-    # that is taken back, package and all: so a later `import lightning_parstrat` runs `__init__` again, and registers.
+    """Entry point that torch calls at the end of ``import torch``. It never raises."""
+    # The import of the package has registered the names already (see `__init__`). If switched off, remove the finder
+    # and all modules of the package: a later `import lightning_parstrat` runs `__init__` again, and registers.
     if os.environ.get(_SWITCH) == "0" and _TORCH_CAME_FIRST:
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WaitingFinder)]
         package = __name__.partition(".")[0]
@@ -43,9 +44,9 @@ def autoload() -> None:
 
 
 def register_on_import() -> None:
-    """Registers the strategy names now where Lightning is imported already, and else when it is.
+    """Registers the strategy names now if Lightning is imported already, else when it is.
 
-    Called by ``import lightning_parstrat``, hence also by torch's plugin mechanism; calling it again does no harm.
+    ``import lightning_parstrat`` calls it, hence also torch's plugin mechanism. A second call is harmless.
     """
     waiting = set()
     for lightning in PACKAGES:
@@ -56,19 +57,19 @@ def register_on_import() -> None:
             else:
                 waiting.add(f"{lightning}.{last}")
     if waiting and not any(isinstance(finder, _WaitingFinder) for finder in sys.meta_path):
-        # First, since the first finder that knows a module ends the search.
+        # In the first place: the first finder that knows a module ends the search.
         sys.meta_path.insert(0, _WaitingFinder(waiting))
 
 
 def _serve(module: ModuleType) -> None:
-    """Gives a module of Lightning's what it is waited for; a failure is a warning, never an error in user code."""
+    """Registers the strategies, or loads the classes. A failure is a warning, never an error in user code."""
     lightning, _, last = module.__name__.rpartition(".")
     package = PACKAGES[lightning]
     try:
         if last == _STRATEGIES:
             import_module(f"{package}.strategies.registry").register_strategies(module)
         else:
-            # By short names, a command line knows only classes that are loaded.
+            # A command line knows short names of loaded classes only.
             for name in PUBLIC:
                 public_class(package, name)
             import_module("lightning_parstrat.core.argument_names").explain_errors(module.LightningArgumentParser)
@@ -79,7 +80,7 @@ def _serve(module: ModuleType) -> None:
 
 
 class _WaitingFinder(MetaPathFinder):
-    """Wraps the loaders of Lightning's modules, so that something of ours follows their execution."""
+    """Wraps the loaders of Lightning's modules, so that the registration follows their execution."""
 
     def __init__(self, waiting: set[str]) -> None:
         self._waiting = waiting
@@ -89,7 +90,7 @@ class _WaitingFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._waiting:
             return None
-        # A copy: importing may change the list. Without itself: that would recurse.
+        # A copy, because an import may change the list. Not this finder: that would recurse.
         for finder in tuple(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -101,32 +102,32 @@ class _WaitingFinder(MetaPathFinder):
         return None
 
     def stop_waiting_for(self, fullname: str) -> None:
-        """Leaves the module alone from now on; the finder removes itself after the last one."""
+        """Ignores the module from now on. After the last one, the finder removes itself."""
         self._waiting.discard(fullname)
         if not self._waiting and self in sys.meta_path:
             sys.meta_path.remove(self)
 
 
 class _ServingLoader(Loader):
-    """Executes the module as its own loader would, then gives it what it is waited for."""
+    """Executes the module as the module's own loader would, then registers the strategies."""
 
     def __init__(self, loader: Loader, finder: _WaitingFinder) -> None:
         self._loader = loader
         self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
-        # What else it can do: `python -m lightning.pytorch.cli` asks for its code.
+        # The loader's other methods: `python -m lightning.pytorch.cli` calls `get_code`.
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # From here on the module must look as if its own loader had imported it.
+        # From here on, the module must look as if its own loader had imported it.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
-        # An import that fails may be tried again (in a notebook, after installing what was missing).
+        # A failed import may be repeated, for example in a notebook. So the finder waits until an import has worked.
         self._loader.exec_module(module)
         self._finder.stop_waiting_for(module.__name__)
         _serve(module)

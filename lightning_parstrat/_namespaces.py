@@ -1,6 +1,6 @@
-"""Lightning is published as ``lightning.pytorch`` and as ``pytorch_lightning``: which classes of ours serve which.
+"""The two names of Lightning, ``lightning.pytorch`` and ``pytorch_lightning``, and the classes that serve each.
 
-Imported with torch, so nothing here imports torch or Lightning before it is asked to.
+torch's import runs this module, so it imports torch and Lightning in functions only.
 """
 
 import sys
@@ -10,21 +10,21 @@ from typing import Any
 
 LIGHTNING, PYTORCH_LIGHTNING = "lightning.pytorch", "pytorch_lightning"
 PACKAGES = {LIGHTNING: "lightning_parstrat", PYTORCH_LIGHTNING: "lightning_parstrat.pytorch_lightning"}
-"""Of each package of Lightning's, that of ours whose strategies its Trainer takes."""
+"""Each package of Lightning, with the package of ours whose strategies its Trainer accepts."""
 PUBLIC = {
     "GradNormMonitor": "strategies.gradients.grad_norm_monitor",
     "TunedDDPStrategy": "strategies.ddp",
     "ZeRO1Strategy": "strategies.zero1",
     "ZeRO3Strategy": "strategies.zero3",
 }
-"""The public classes, and where each of our packages has its own."""
+"""The public classes, and the module of each within our two packages."""
 
 
 def package_in_use() -> str:
-    """Our package for the Lightning that the program has imported; where it is both or none, for ``lightning``."""
+    """The package of ours for the Lightning that the program has imported. For both or none: that for ``lightning``."""
     if LIGHTNING in sys.modules:
         return PACKAGES[LIGHTNING]
-    # Without this, what a command line of `pytorch_lightning` looks up here would bring the other Lightning in.
+    # Otherwise, a lookup by the command line of `pytorch_lightning` would import the other Lightning.
     only_the_other = PYTORCH_LIGHTNING in sys.modules or find_spec(LIGHTNING.partition(".")[0]) is None
     return PACKAGES[PYTORCH_LIGHTNING if only_the_other else LIGHTNING]
 
@@ -33,7 +33,7 @@ def public_class(package: str, name: str) -> Any:
     """The public class of that name.
 
     Args:
-        package: One of ours.
-        name: One of :data:`PUBLIC`.
+        package: One of our two packages.
+        name: A name of :data:`PUBLIC`.
     """
     return getattr(import_module(f"{package}.{PUBLIC[name]}"), name)

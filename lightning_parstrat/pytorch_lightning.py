@@ -1,8 +1,8 @@
 """The strategies and the callback for programs that import ``pytorch_lightning`` instead of ``lightning``.
 
-Lightning is published under two names: the same source, but other classes, and a Trainer takes no strategy that is
-derived from the other's. So the modules in ``strategies/`` are executed a second time under this package, with other
-names in their imports of Lightning and of each other. Files, lines and cached bytecode are those that are there.
+Lightning is published under two names. Both have the same source, but other classes. A Trainer takes no strategy that
+is derived from the other's. So Python executes the modules in ``strategies/`` a second time under this package. Names
+in their imports of Lightning and of each other are replaced. Files, lines and cached bytecode are the original ones.
 """
 
 import sys
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from lightning_parstrat.strategies import ddp, zero1
     from lightning_parstrat.strategies.gradients import grad_norm_monitor
 
-    # To a type checker they are of both namespaces: they have our arguments, and the Trainer takes them.
+    # To a type checker, the classes belong to both namespaces: they have our arguments, and the Trainer takes them.
     class GradNormMonitor(grad_norm_monitor.GradNormMonitor, callbacks.Callback):  # type: ignore[misc]
-        """As :class:`lightning_parstrat.GradNormMonitor`."""
+        """The same as :class:`lightning_parstrat.GradNormMonitor`."""
 
     class TunedDDPStrategy(ddp.TunedDDPStrategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """As :class:`lightning_parstrat.TunedDDPStrategy`."""
+        """The same as :class:`lightning_parstrat.TunedDDPStrategy`."""
 
     class ZeRO1Strategy(zero1.ZeRO1Strategy, strategies.DDPStrategy):  # type: ignore[misc]
-        """As :class:`lightning_parstrat.ZeRO1Strategy`."""
+        """The same as :class:`lightning_parstrat.ZeRO1Strategy`."""
 
 
 __all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy"]
 
-# A package without a folder: no other finder can find a module in it, and execute it with its names as they are.
+# A package without a folder: no other finder can find a module in it and execute it with the original names.
 __path__: list[str] = []
 
 _ORIGINAL = f"{__package__}.strategies"
@@ -46,10 +46,10 @@ _RENAMED = {
 
 
 def renamed(name: str) -> str:
-    """What a module of Lightning's, or of our strategies', is called in the other namespace; any other name as it is.
+    """The name of a module of Lightning, or of our strategies, in the other namespace. Other names are returned as is.
 
     Args:
-        name: Dotted; what follows a module's name stays.
+        name: A dotted name. The part after a module's name is kept.
     """
     for original, other in _RENAMED.items():
         if name == original or name.startswith(f"{original}."):
@@ -58,7 +58,7 @@ def renamed(name: str) -> str:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module from its file or its cached bytecode, and replaces names in what it imports."""
+    """Loads a module from its file or its cached bytecode, and replaces names in the module's imports."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         code = super().get_code(fullname)
@@ -66,7 +66,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds this package's modules where the original ones are."""
+    """Finds this package's modules in the files of the original ones."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -83,7 +83,7 @@ class _Finder(MetaPathFinder):
 
 
 def _with_renamed_imports(code: CodeType) -> CodeType:
-    # Of all names in bytecode, only those of imported modules have dots.
+    # In bytecode, only the names of imported modules have dots.
     return code.replace(
         co_names=tuple(map(renamed, code.co_names)),
         co_consts=tuple(_with_renamed_imports(one) if isinstance(one, CodeType) else one for one in code.co_consts),

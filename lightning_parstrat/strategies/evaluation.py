@@ -1,7 +1,8 @@
-"""Validation and test without samples that count twice, and evaluations whose every step needs all ranks.
+"""Validation and test without repeated samples, and evaluations whose every step needs all ranks.
 
-Under ``zero1_custom`` and ``ddp_tuned`` an evaluation is that of ``ddp``: ranks may have different numbers of batches,
-and what steps log is combined when a loader ends. Under ``zero3_custom`` all ranks gather parameters in every step.
+Under ``zero1_custom`` and ``ddp_tuned`` an evaluation is the same as under ``ddp``. Ranks may have different numbers of
+batches, and logged values are combined when a loader ends. Under ``zero3_custom`` all ranks gather parameters in every
+step.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from lightning_parstrat.strategies.lightning_compat import call_after_batches, g
 from lightning_parstrat.strategies.parts import Part
 
 _UNKNOWN = 2**60
-"""Stands for the length of a loader that does not know its own: more than any."""
+"""The length of a loader that does not know it: larger than any real length."""
 
 _NO_BATCH = object()
 
@@ -35,7 +36,7 @@ class ExactEvaluation(Part):
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Lets a loader that is evaluated yield no sample twice."""
+        """Lets an evaluation's loader yield no sample twice."""
         is_evaluated = self._strategy.world_size > 1 and evaluated_by(trainer_of(self._module)) is not None
         if is_evaluated and isinstance(dataloader, DataLoader):
             leave_out_padding(dataloader)
@@ -43,20 +44,20 @@ class ExactEvaluation(Part):
 
 
 def evaluated_by(trainer: Trainer | None) -> RunningStage | None:
-    """The evaluation that runs or is being set up; None in training."""
+    """The evaluation that runs or is being set up. None in training."""
     stage = None if trainer is None else trainer.state.stage
     return None if stage == RunningStage.TRAINING else stage
 
 
 def leave_out_padding(dataloader: DataLoader[Any]) -> None:
-    """Has a distributed sampler draw each sample once, on one rank, instead of making ranks equal by repeating some.
+    """Makes a distributed sampler draw each sample once, on one rank. Lightning repeats some to make ranks equal.
 
     Other samplers are left, and so is one that leaves samples out rather than repeat some (``drop_last=True``).
 
     Raises:
-        MisconfigurationException: There are fewer samples than ranks, so that some would have nothing to evaluate.
+        MisconfigurationException: There are fewer samples than ranks, so that some ranks would have none.
     """
-    # Lightning leaves the loader's own where it puts its sampler into a batch sampler of the user's.
+    # If the user has a batch sampler, Lightning puts its sampler into that, and leaves the loader's own sampler.
     found = (dataloader.sampler, getattr(dataloader.batch_sampler, "sampler", None))
     sampler = next((one for one in found if isinstance(one, DistributedSampler)), None)
     if sampler is None or sampler.drop_last:
@@ -68,13 +69,13 @@ def leave_out_padding(dataloader: DataLoader[Any]) -> None:
             f" {sampler.num_replicas} ranks. Evaluate on fewer ranks, or leave exact_evaluation out: then samples are"
             " repeated."
         )
-    # It repeats samples up to the one number, and takes every n-th of them, which must be the other.
+    # `total_size` ends the repetition, and `num_samples` must be the number of every n-th sample up to it.
     sampler.total_size = samples
     sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
 
 
 class _Batches(NamedTuple):
-    """How many batches of a loader this rank takes, and ranks take at most and at least."""
+    """The number of batches of a loader on this rank, and the largest and the smallest number on any rank."""
 
     own: float
     most: float
@@ -82,13 +83,13 @@ class _Batches(NamedTuple):
 
 
 class StepsOfAllRanks:
-    """An evaluation whose every step is collective: what a rank owes to others that have more steps.
+    """Steps of an evaluation in which every step is collective: a rank follows other ranks that have more steps.
 
-    If all ranks know a loader's length, a rank knows its last step, and how many more others have. If some rank does
-    not, ranks ask each other before each batch whether all have one.
+    If all ranks know a loader's length, a rank knows its last step, and how many more steps others have. Otherwise the
+    ranks compare before each batch whether all have one.
 
     Args:
-        control: Compares numbers.
+        control: Compares numbers over ranks.
     """
 
     def __init__(self, control: Collectives) -> None:
@@ -99,7 +100,7 @@ class StepsOfAllRanks:
         self._batches: list[_Batches] = []
 
     def prepared(self, dataloader: Any, trainer: Trainer) -> Any:
-        """The loader, or what stands for it if some rank does not know its length. Collective: 16 bytes.
+        """The loader, or a stand-in for it if some rank does not know its length. Collective: 16 bytes.
 
         Raises:
             MisconfigurationException: Some ranks have a batch and some have none.
@@ -119,11 +120,11 @@ class StepsOfAllRanks:
         """Begins a pass over the loaders. Collective: 16 bytes for each loader of known length.
 
         Args:
-            trainer: Evaluates.
-            at_end: Is called when a loader has no more batches, before anything is made of what was logged.
+            trainer: The Trainer that evaluates.
+            at_end: Called when a loader has no more batches, before its logged values are combined.
 
         Raises:
-            MisconfigurationException: Ranks have different numbers of batches, and no rank can know its last step.
+            MisconfigurationException: Ranks have different numbers of batches, and a rank cannot know its last step.
         """
         self._loop, self._name, numbers = _evaluation_of(trainer)
         self._steps_before = self._loop.batch_progress.current.ready
@@ -142,22 +143,28 @@ class StepsOfAllRanks:
         return _Batches(number, *extremes_over_ranks(int(number), self._control))
 
     def to_follow(self) -> int:
-        """How many more steps of the loader others have, if this rank is in its last one; else 0. Not collective."""
+        """How many more steps of the loader other ranks have, if this rank is in its last one. Else 0. Not collective.
+
+        The count is that of the rank with the most batches.
+        """
         _, batches, is_last = self._place()
         return int(batches.most - batches.own) if is_last else 0
 
     def check_all_have(self, what: str) -> None:
-        """Checks that all ranks have as many steps of the loader as this one, for what nobody can follow.
+        """Checks that all ranks have equally many steps of the loader. Some steps cannot be followed without a batch.
+
+        Args:
+            what: The reason, for the error.
 
         Raises:
-            MisconfigurationException: Some have fewer.
+            MisconfigurationException: Some ranks have fewer steps.
         """
         _, batches, _ = self._place()
         if batches.most != batches.least:
             self._refuse_uneven(what)
 
     def _place(self) -> tuple[int, _Batches, bool]:
-        """Which loader's step is under way, how many batches there are of it, and whether the step is the last."""
+        """The loader of the current step, its numbers of batches, and whether the step is its last one."""
         step = 0 if self._loop is None else self._loop.batch_progress.current.ready - self._steps_before
         for loader, batches in enumerate(self._batches):
             if step <= batches.own:
@@ -171,14 +178,14 @@ class StepsOfAllRanks:
         _refuse(f"The ranks have between {least} and {most} batches of {self._name} {loader}, and {why}")
 
     def end(self) -> None:
-        """Forgets the loaders, and gives Lightning's loop back."""
+        """Forgets the loaders, and restores Lightning's loop."""
         if self._loop is not None:
             give_back_loop(self._loop)
         self._loop, self._batches = None, []
 
 
 class _AskedForEachBatch(StandIn):
-    """Stands for a loader of which some rank does not know the length: ranks ask each other before each batch."""
+    """Stands for a loader whose length some rank does not know. The ranks compare before each batch."""
 
     __slots__ = ("_control", "_limit", "_prefix")
 
@@ -204,7 +211,7 @@ class _AskedForEachBatch(StandIn):
 
     @override
     def __len__(self) -> int:
-        # On no rank, so that all ask for it, or none.
+        # It raises on every rank, so that all ranks compare before each batch, or none does.
         raise TypeError("the data loader of some rank does not know its length")
 
 
@@ -216,7 +223,7 @@ def _refuse(what: str) -> NoReturn:
 
 
 def _evaluation_of(trainer: Trainer) -> tuple[Any, str, list[int | float]]:
-    """The loop of the evaluation that runs, what its loaders are called, and how many batches it takes of each."""
+    """The loop of the evaluation that runs, the name of its loaders, and the number of batches of each."""
     if trainer.state.fn == TrainerFn.PREDICTING:
         return trainer.predict_loop, "predict_dataloader", trainer.num_predict_batches
     if trainer.state.fn == TrainerFn.TESTING:

@@ -11,34 +11,36 @@ _UNUSED = (("", None), ("_find_unused_parameters_false", False), ("_find_unused_
 
 
 def create_tuned_ddp(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.TunedDDPStrategy`, importing it only now."""
+    """Returns a :class:`~lightning_parstrat.TunedDDPStrategy`. The class is imported on the first call."""
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
 
     return TunedDDPStrategy(**init_args)
 
 
 def create_zero1(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.ZeRO1Strategy`, importing it only now."""
+    """Returns a :class:`~lightning_parstrat.ZeRO1Strategy`. The class is imported on the first call."""
     from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
 
     return ZeRO1Strategy(**init_args)
 
 
 def create_zero3(**init_args: Any) -> Any:
-    """Returns a :class:`~lightning_parstrat.ZeRO3Strategy`, importing it only now."""
+    """Returns a :class:`~lightning_parstrat.ZeRO3Strategy`. The class is imported on the first call."""
     from lightning_parstrat.strategies.zero3 import ZeRO3Strategy
 
     return ZeRO3Strategy(**init_args)
 
 
 def register_strategies(module: ModuleType) -> None:
-    """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module; calling it again is harmless.
+    """Registers every name in the ``StrategyRegistry`` of Lightning's strategies module. A second call is harmless.
 
-    The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch: ``ddp_tuned``,
-    ``zero1_custom``, ``zero2_custom`` (the former with ``shard_gradients=True``) and ``zero3_custom``, each with the
-    launcher suffixes ``_spawn``, ``_fork``, ``_notebook``, and each of these with ``_find_unused_parameters_true`` and
-    ``_false``. The latter three always find unused parameters. ``ddp_zero1``, ``ddp_zero2`` and ``ddp_zero3`` are the
-    same, for libraries that know by the name whether to split the data among ranks.
+    The names mirror Lightning's for ``ddp``, so that every user of a ``ddp*`` flag can switch. They are ``ddp_tuned``,
+    ``zero1_custom``, ``zero2_custom`` (``zero1_custom`` with ``shard_gradients=True``) and ``zero3_custom``. Each name
+    also has the launcher suffixes ``_spawn``, ``_fork`` and ``_notebook``. Each of these has
+    ``_find_unused_parameters_true`` and ``_false``. The ``zero*`` strategies always find unused parameters.
+
+    ``ddp_zero1``, ``ddp_zero2`` and ``ddp_zero3`` are other names of the ``zero*`` strategies. Some libraries decide by
+    the name whether to split the data among ranks.
 
     Args:
         module: Lightning's strategies module, fully imported.
@@ -59,7 +61,7 @@ def register_strategies(module: ModuleType) -> None:
                     f"{name}{launcher}{unused}",
                     create,
                     description=f"{description} (`start_method={start_method!r}`)",
-                    # Registering again must be harmless: `import lightning_parstrat` may follow the entry point's.
+                    # A second call must be harmless: `import lightning_parstrat` may follow the entry point's call.
                     override=True,
                     start_method=start_method,
                     **init_args,

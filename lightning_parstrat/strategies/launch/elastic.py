@@ -1,8 +1,8 @@
-"""Under torchrun, the number of started ranks counts, not the one that the Trainer asks for.
+"""Under torchrun, the number of started ranks counts, not the number that the Trainer asks for.
 
 torchrun restarts a training with fewer ranks when it has lost a node, and with more when a node has joined. The program
-does not change, nor do its ``devices`` and ``num_nodes``. Lightning would refuse to continue or, where only some nodes
-have fewer ranks, split the data among ranks that do not exist; and torch would wait for ranks that have ended.
+does not change, nor do its ``devices`` and ``num_nodes``. Lightning would refuse to continue. If only some nodes have
+fewer ranks, it would split the data among ranks that do not exist. And torch would wait for ranks that have ended.
 """
 
 import os
@@ -37,7 +37,7 @@ class StartedRanks(NamedTuple):
 
 
 def started_ranks(environment: ClusterEnvironment | None) -> StartedRanks | None:
-    """The ranks that torchelastic has started; None where it has not, or where the Trainer does not use it.
+    """The ranks that torchelastic has started. None if it has not started them, or if the Trainer does not use it.
 
     Args:
         environment: The strategy's cluster environment, detected or the user's own.
@@ -54,31 +54,31 @@ def started_ranks(environment: ClusterEnvironment | None) -> StartedRanks | None
 def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | None) -> None:
     """Joins the ranks of this start, over a store without entries of earlier starts. Collective.
 
-    Does nothing under any other launcher, or where the process group exists already.
+    Does nothing under any other launcher, or if the process group exists already.
 
     Args:
         strategy: The strategy whose ranks they are.
         backend: Backend of the process group.
-        timeout: Timeout of the process group; None for the backend's default.
+        timeout: Timeout of the process group. None for the backend's default.
     """
     environment = strategy.cluster_environment
-    # Without the agent's store each start has a store of its own, on rank 0. torchelastic writes Python's `True`.
+    # Without the agent's store, each start has a new store, on rank 0. torchelastic writes Python's `True`.
     starts_over = started_ranks(environment) is not None and os.environ.get(_AGENT_HAS_STORE) == str(True)
     if not starts_over or is_initialized():
         return
     given = {} if timeout is None else {"timeout": timeout}
     rank, ranks = strategy.global_rank, strategy.world_size
     store = connect_agent_store(environment.main_address, environment.main_port, rank, ranks, **given)
-    # As Lightning's own call: NCCL then knows its device, and connects at once.
+    # The same as in Lightning's own call: NCCL then knows its device, and connects at once.
     device = None if strategy.root_device.type == "cpu" else strategy.root_device
     join_over_store(store, backend, rank, ranks, device, timeout)
 
 
 def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
-    """Gives the strategy the ranks that were started instead of those that the Trainer asks for. Not collective.
+    """Gives the strategy the number of ranks that were started, instead of the Trainer's number. Not collective.
 
     Raises:
-        MisconfigurationException: More were started on this node than there are devices for.
+        MisconfigurationException: More ranks were started on this node than it has devices.
     """
     devices = strategy.parallel_devices or []
     if started.on_this_node > len(devices):
@@ -100,15 +100,15 @@ def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
 
 
 class StartedLauncher(SubprocessScriptLauncher):
-    """Calls the function in the processes that torchelastic has started, however many there are."""
+    """Calls the function in the processes that torchelastic has started, without a check of their number."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls it without Lightning's check of the number of ranks; a check of the user's own environment applies."""
+        """Calls it without Lightning's check of the number of ranks. A check of the user's own environment applies."""
         environment = self.cluster_environment
         if type(environment).validate_settings is not TorchElasticEnvironment.validate_settings:
             environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        # As Lightning does; torchrun itself sets it where it starts several on a node.
+        # The same as in Lightning. torchrun sets the variable if it starts several ranks on a node.
         if "OMP_NUM_THREADS" not in os.environ:
             threads = max(1, torch.get_num_threads() // self.num_processes)
             torch.set_num_threads(threads)

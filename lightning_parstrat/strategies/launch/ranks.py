@@ -1,4 +1,4 @@
-"""The ranks of a training: checks how many were started, joins them, and names those that are missing."""
+"""The ranks of a training: checks how many were started, joins them, and names missing ones."""
 
 import logging
 import uuid
@@ -56,14 +56,14 @@ _ENDED = "ended its training"
 
 
 class Ranks(Part):
-    """The ranks that the launcher has started, what they agree by, and which of them are missing or late.
+    """The ranks that the launcher has started, how they agree, and which of them are missing or late.
 
     Args:
-        strategy: The strategy it is a part of.
-        flag: The strategy's name, with which messages begin.
-        timeout: How long a collective may take; None leaves the backend's default.
-        warn_after_seconds: After how many seconds without progress a rank says for whom it waits; None: never.
-        module_called: The submodule that is being called, for whoever waits for this rank; empty if it is not known.
+        strategy: The strategy that it is a part of.
+        flag: The strategy's name. Messages begin with it.
+        timeout: How long a collective may take. None leaves the backend's default.
+        warn_after_seconds: After how many seconds without progress a rank logs which ranks it waits for. None: never.
+        module_called: Returns the submodule that is being called, for logs of other ranks. Empty if it is not known.
     """
 
     _of_one_training = frozenset({"_known_liveness", "_known_messages", "_waits"})
@@ -95,12 +95,12 @@ class Ranks(Part):
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self._strategy.world_size
 
     @property
     def have_joined(self) -> bool:
-        """Whether this process has joined others."""
+        """Whether this process has joined the other ranks."""
         return self._known_liveness is not None
 
     @property
@@ -110,44 +110,44 @@ class Ranks(Part):
 
     @property
     def control(self) -> Collectives:
-        """Carries small agreements. Collective on first use."""
+        """Collectives for small agreements. Collective on first use."""
         return make_collectives(control_group(self._timeout), torch.device("cpu"))
 
     @property
     def of_checkpoints(self) -> Any:
-        """The group by which sharded checkpoints are agreed on. Collective on first use."""
+        """The group for agreements on sharded checkpoints. Collective on first use."""
         return checkpoint_group(self._timeout)
 
     @property
     def messages(self) -> ControlMessages:
-        """The control messages of this training. Collective where there are none yet."""
+        """The control messages of this training. Collective on first use."""
         if self._known_messages is None:
             self._known_messages = ControlMessages(self.control)
         return self._known_messages
 
     @property
     def liveness(self) -> Liveness:
-        """Where ranks report after a fault."""
+        """The store entries by which ranks report after a fault."""
         if self._known_liveness is None:
             raise AssertionError("ranks were asked for that have not been set up")
         return self._known_liveness
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception, which may be this rank's alone, is ending the training."""
+        """Whether an exception is ending the training. It may be on this rank alone."""
         trainer = trainer_of(self._module)
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def wait_for_all(self) -> None:
-        """Returns when all ranks have come here. Collective."""
+        """Waits for all ranks. Collective."""
         if self.number > 1:
             wait_for_all(self.control)
 
     def join(self, by_lightning: Callable[[], None]) -> None:
-        """Joins the process group, checks its size, and agrees on where ranks report after a fault. Collective.
+        """Joins the process group, checks its size, and agrees on a name for reports after a fault. Collective.
 
         Args:
-            by_lightning: Does what Lightning's strategy does.
+            by_lightning: Joins as Lightning's strategy does.
 
         Raises:
             MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
@@ -165,7 +165,7 @@ class Ranks(Part):
                 " processes as `num_nodes * devices`, or correct these two arguments."
             )
         self._ended, self._has_aborted = _ENDED, False
-        # For as long as that takes, a name that needs no agreement.
+        # The agreement below may fail: until it ends, a name that needs no agreement.
         self._known_liveness = Liveness("set-up")
         self._known_liveness = begin_liveness(strategy.broadcast(uuid.uuid4().hex))
         warn_after = self._policy.warn_after_seconds
@@ -175,22 +175,22 @@ class Ranks(Part):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Says which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
+        """Logs which ranks are missing or late, if that may be the cause. Not collective: one rank alone may do it."""
         self.give_up(exception)
 
     def give_up(self, exception: BaseException) -> None:
-        """Does so once, before a callback waits for a device; ends what devices do if collectives cannot complete.
+        """Logs them once, before a callback waits for a device. If collectives cannot complete, it aborts NCCL.
 
-        After another rank's exception this rank's GPU waits in NCCL, and whoever reads from it waits, too. An exception
-        of this rank's own is another matter: the others launch all that this rank has launched, and the program may
-        catch the exception and go on.
+        After another rank's exception this rank's GPU waits in NCCL, and so does code that reads from it. After an
+        exception of this rank alone, NCCL is not aborted. The other ranks launch all that this rank has launched, and
+        the program may catch the exception and continue.
         """
         if self._ended != _ENDED:
             return
         self._ended = f"ended its training by {type(exception).__name__}"
         among_ranks = self.have_joined and self.number > 1
         if among_ranks and isinstance(exception, Exception) and nccl_backends():
-            # Lightning says it only when it has moved everything to the host.
+            # Lightning logs it later, when it has moved everything to the host.
             log.error(f"{self.flag}, rank {self.rank}: the training ends by this exception:", exc_info=exception)
         if self._waits is not None:
             self._waits.explain(exception)
@@ -207,7 +207,7 @@ class Ranks(Part):
             self._has_aborted = abort_nccl()
 
     def out_of_reach(self) -> list[int]:
-        """The ranks that a save does without, after an exception that may be one rank's alone. Collective then."""
+        """The ranks that a save does without, after an exception that may be on one rank alone. Collective then."""
         if not self.is_interrupted or self.number == 1:
             return []
         others = [rank for rank in range(self.number) if rank != self.rank]
@@ -215,7 +215,7 @@ class Ranks(Part):
 
     @override
     def teardown(self) -> None:
-        """Tells ranks that wait for this one that it has ended."""
+        """Reports to waiting ranks that this rank has ended."""
         if self._known_messages is not None:
             self._known_messages.close()
             self._known_messages = None
@@ -225,7 +225,7 @@ class Ranks(Part):
         self._ended = _ENDED
 
     def _progress(self) -> tuple[str, str]:
-        """How far the training has come, and which hook runs, or has raised. Any thread."""
+        """The progress of the training, and the hook that runs or has raised. Any thread."""
         position, hook = progress_of(self._strategy.lightning_module)
         if hook != "on_exception":
             self._hook_seen = hook
@@ -236,35 +236,35 @@ class Ranks(Part):
 class WrapperlessDDPStrategy(DDPStrategy):
     """DDP's processes, samplers and devices, without torch's DDP wrapper.
 
-    Of the wrapper's arguments it takes those that change no result, so that a program can put it in the place of
-    ``DDPStrategy``, and says that they are not needed. Those that would change results are refused.
+    Arguments of the wrapper that change no result are accepted, and an info line says that they have no effect. So a
+    program can replace ``DDPStrategy`` by it. Arguments that would change results are refused.
 
     Args:
         find_unused_parameters: Not needed: parameters without a gradient are found in every backward.
-        static_graph: Not needed: nothing is lost where the graph changes, nor gained where it does not.
-        gradient_as_bucket_view: Not needed: gradients that are shown lie in the buckets anyway.
-        accelerator: Set by the Trainer.
-        parallel_devices: Set by the Trainer.
-        cluster_environment: How ranks find each other; by default detected.
+        static_graph: Not needed: the graph may change in any step, and a static graph saves nothing.
+        gradient_as_bucket_view: Not needed: exposed gradients are views into the buckets anyway.
+        accelerator: The accelerator. The Trainer sets it.
+        parallel_devices: The devices of this node. The Trainer sets them.
+        cluster_environment: How ranks find each other. By default it is detected.
         checkpoint_io: How checkpoint files are written.
-        precision_plugin: Set by the Trainer's ``precision``.
-        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``; by default the one that
-            suits the device.
+        precision_plugin: The precision plugin. The Trainer's ``precision`` sets it.
+        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``. The default is the
+            backend that suits the device.
         timeout: How long a collective may take before the run ends with an error.
         start_method: How the processes are launched.
         **unknown: Refused.
 
     Raises:
-        TypeError: It has no such argument; the message says what stands for it.
+        TypeError: The strategy has no such argument. The message names the argument to use instead.
     """
 
     @property
     @abstractmethod
     def flag(self) -> str:
-        """The name it is registered under, with which messages begin."""
+        """The name that the strategy is registered under. Messages begin with it."""
 
     known_arguments: Callable[[], list[str]]
-    """Of :class:`~lightning_parstrat.strategies.base.ComposedStrategy`."""
+    """Defined in :class:`~lightning_parstrat.strategies.base.ComposedStrategy`."""
 
     def __init__(
         self,
@@ -301,6 +301,6 @@ class WrapperlessDDPStrategy(DDPStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             start_method=start_method,
-            # For whoever asks what a strategy was given.
+            # Programs may read the arguments that the strategy was given.
             **given,
         )

@@ -1,8 +1,8 @@
-"""Says for whom a rank waits, and where that rank is, long before a timeout ends the wait.
+"""Logs which ranks a rank waits for, and the point that each of them has reached, long before a timeout ends the wait.
 
-A step sends and notes nothing for it. A thread looks once a second at what the Trainer and torch count anyway, and
-publishes it to the process group's store every few seconds. If nothing moves for ``warn_after_seconds``, the thread
-reads what all ranks have published, and logs one line.
+A step sends and records nothing for it. Once a second, a thread reads the counters of the Trainer and torch. It
+publishes them to the process group's store every few seconds. If nothing moves for ``warn_after_seconds``, the thread
+reads the entries of all ranks, and logs one line.
 """
 
 import atexit
@@ -44,18 +44,18 @@ Progress = Callable[[], tuple[str, str]]
 
 
 class Sign(NamedTuple):
-    """Where a rank is.
+    """The point that a rank has reached.
 
     Attributes:
         number: How many signs the rank has published.
-        ended: How its training has ended; empty while it goes on.
-        position: How far the training has come; see :func:`progress_of`.
+        ended: How its training has ended. Empty while it runs.
+        position: How far the training has come. See :func:`progress_of`.
         within: The innermost named call, else Lightning's hook.
         launched: How many collectives it has launched by each process group.
-        waits: Whether its stack shows that it waits in a collective. It does not show what torch waits for in C++, as
-            in DDP's backward, and on GPUs nothing for which streams wait.
+        waits: Whether its stack shows that it waits in a collective. The stack does not show waits in torch's C++, as
+            in DDP's backward. On GPUs it does not show what streams wait for.
         line: The line of the user's program that it executes.
-        silent: For how many seconds it has published nothing, as its reader finds; 0 if it goes on.
+        silent: For how many seconds it has published nothing, measured by the reader. 0 if it publishes in time.
     """
 
     number: int = 0
@@ -69,11 +69,11 @@ class Sign(NamedTuple):
 
     @property
     def point(self) -> tuple[object, ...]:
-        """The same on ranks that wait for others together, and as long as nothing moves."""
+        """The same on ranks that wait for others together. It stays the same while nothing moves."""
         return self.ended, self.position, self.within, self.launched
 
     def is_behind(self, other: "Sign") -> bool:
-        """Whether the other one has launched a collective that this one has not."""
+        """Whether the other rank has launched a collective that this one has not."""
         return any(self.launched.get(group, 0) < number for group, number in other.launched.items())
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Sign(NamedTuple):
 
 
 class _Still:
-    """What is known since something has last moved, ``looks`` whether this rank reads for all at its point."""
+    """The state since the last progress. ``looks`` is whether this rank reads the store for all ranks at its point."""
 
     def __init__(self, point: tuple[object, ...]) -> None:
         self.point, self.seconds = point, 0.0
@@ -91,15 +91,15 @@ class _Still:
 
 
 class Waits:
-    """The thread of one training that says for whom this rank waits.
+    """The thread of one training that logs which ranks this rank waits for.
 
     Args:
-        name: The same on all ranks and different for each training.
-        speaker: What lines begin with.
+        name: The same on all ranks, and different for each training.
+        speaker: The name that lines begin with.
         rank: This rank.
-        world_size: How many there are.
-        warn_after: After how many seconds in which nothing moves a rank says that it waits.
-        progress: How far the training has come, and in which hook; a method, which is not held.
+        world_size: The number of ranks.
+        warn_after: After how many seconds without progress a rank logs that it waits.
+        progress: Returns how far the training has come, and its hook. A bound method, held by a weak reference.
     """
 
     def __init__(
@@ -107,16 +107,16 @@ class Waits:
     ) -> None:
         self._speaker, self._warn_after, self._progress = speaker, warn_after, weakref.WeakMethod(progress)
         self._rank, self._world_size = rank, world_size
-        # Of all ranks together at most 200 signs a second: one process serves the store.
+        # All ranks together publish at most 200 signs a second, because one process serves the store.
         self._period = max(warn_after / 3, self._world_size / 200)
-        # A client of its own: with the training's timeout, it would try for that long to reach a store that is gone.
+        # A separate client: with the training's timeout, it would try for that long to reach a lost store.
         self._store = store_under(f"waits/{name}").clone()
         self._store.set_timeout(timedelta(seconds=_SECONDS_TO_CONNECT))
-        # Some launchers train in another thread than the main one.
+        # Some launchers train in another thread than the main thread.
         self._trains_in, self._process = threading.get_ident(), os.getpid()
         self._stopping, self._ended, self._signs = threading.Event(), "", 0
         self._still = _Still(())
-        # Each rank's latest number, and when it was first read.
+        # Each rank's latest number, and the time of its first read.
         self._read_at: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._run, name=_THREADS_NAME, daemon=True)
         for other in list(_BEGUN):
@@ -128,9 +128,9 @@ class Waits:
         """Ends the thread. Not collective.
 
         Args:
-            how: How this rank's training has ended, for ranks that wait for it; empty if nobody is to know.
+            how: How this rank's training has ended, for ranks that wait for it. Empty to publish nothing.
         """
-        # A forked process has no threads, but a copy of their sockets.
+        # A forked process has no threads, but has copies of their sockets.
         if self in _BEGUN and self._process == os.getpid():
             _BEGUN.remove(self)
             self._ended = how
@@ -138,7 +138,7 @@ class Waits:
             self._thread.join(_SECONDS_TO_ANSWER)
 
     def explain(self, error: BaseException) -> None:
-        """Adds to a collective's error for whom this rank waits. Not collective; up to 2.5 seconds."""
+        """Adds to a collective's error which ranks this rank waits for. Not collective. It takes up to 2.5 seconds."""
         # Python 3.10 has no notes.
         if (is_of_a_collective(error) or ends_collectives(error)) and hasattr(error, "add_note"):
             where = self._where()._replace(waits=True)
@@ -146,16 +146,16 @@ class Waits:
                 error.add_note(said)
 
     def _run(self) -> None:
-        # The store ends with the process that serves it: then nobody could be told, or asked.
+        # The store ends with the process that serves it. Then there is nothing to publish to, or to read.
         with suppress(RuntimeError):
-            # Its own: the calls of one client wait for each other, and the training's may be waiting.
+            # A separate client, because the calls of one client wait for each other, and the training's may be waiting.
             client = self._store.clone()
             look = min(1.0, self._warn_after / 10)
             self._publish(client)
             before = published = time.monotonic()
             while not self._stopping.wait(look):
                 passed, before = time.monotonic() - before, time.monotonic()
-                # A process that was stopped has not waited meanwhile, other than for the store's answers.
+                # A process that was stopped has not waited for ranks meanwhile, only for the store's answers.
                 self._look(min(passed, 2 * look + 2 * _SECONDS_TO_ANSWER))
                 if before - published >= self._period:
                     self._publish(client)
@@ -163,7 +163,7 @@ class Waits:
             self._publish(client)
 
     def _publish(self, client: Any) -> None:
-        # A request that has no answer, of some 300 bytes.
+        # A request of some 300 bytes, without an answer.
         self._signs += 1
         client.set(f"sign/{self._rank}", json.dumps(self._sign()))
 
@@ -172,28 +172,28 @@ class Waits:
         return self._where()._replace(waits=_waits(frames), line=_line_of(frames))
 
     def _where(self) -> Sign:
-        """Where this rank is, without a look at its stack."""
+        """The point that this rank has reached, without a look at its stack."""
         position = hook = ""
         progress = self._progress()
-        # What it reads may be about to change: then it is read again in a moment.
+        # The values may change while they are read. A later look reads them again.
         with suppress(Exception):
             position, hook = progress() if progress is not None else ("", "")
         within = process_groups.current_call()[0] or (f"`{hook}`" if hook else "")
         return Sign(self._signs, self._ended, position, within, process_groups.launched_by_group())
 
     def _look(self, passed: float) -> None:
-        """Says what there is to say of a wait: by what ranks published some time before, and publish now."""
+        """Logs a wait if it is due. It compares what ranks published some time ago with what they publish now."""
         where, still = self._where(), self._still
         if where.point != still.point:
             self._still = _Still(where.point)
             return
         still.seconds += passed
         times = (1, 4, 20 * (still.lines - 1))[min(still.lines, 2)]
-        # Others' output is read by fewer people than rank 0's.
+        # Rank 0 logs first, because more people read its output than that of other ranks.
         due = self._warn_after * times + min(1.0, self._warn_after / 10) * (self._rank > 0)
         if still.looks is None and still.seconds >= due - 1.5 * self._period:
             sign = self._sign()
-            # Who waits at the same point would read and say the same.
+            # Ranks that wait at the same point would read and log the same.
             turn = f"turn/{still.lines}/{digest((sign.waits, *sign.point))}"
             taken = self._ask(lambda client: client.add(turn, 1))
             still.looks = taken in (1, None)
@@ -203,13 +203,13 @@ class Waits:
         if still.seconds >= due:
             line = self._line(self._sign(), self._ask(self._read)) if still.looks else ""
             still.lines, still.looks = still.lines + 1, None
-            # It may have gone on meanwhile.
+            # The training may have continued meanwhile.
             if line and self._where().point == still.point and not self._stopping.is_set():
                 still.line = line
                 log.warning(line)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """What the store answers, over a connection of its own; None if it does not answer in time."""
+        """The store's answer, over a separate connection. None if it does not answer in time."""
         answers: list[Any] = []
 
         def ask() -> None:
@@ -223,14 +223,14 @@ class Waits:
 
     def _read(self, client: Any) -> list[Sign | None]:
         keys = [f"sign/{rank}" for rank in range(self._world_size)]
-        # Of one that is missing, the store would wait until it is there.
+        # If a key is missing, `multi_get` would wait for it.
         there = [True] * len(keys) if client.check(keys) else [client.check([key]) for key in keys]
         found = iter(client.multi_get([key for key, is_there in zip(keys, there, strict=True) if is_there]))
         signs = [Sign(*json.loads(next(found))) if is_there else None for is_there in there]
         return [sign and sign._replace(silent=self._silence(rank, sign)) for rank, sign in enumerate(signs)]
 
     def _silence(self, rank: int, sign: Sign) -> float:
-        # A rank publishes its next sign within a period. No clock of another node is compared.
+        # A rank publishes its next sign within a period. Clocks of other nodes are not read.
         if self._read_at.get(rank, (0, 0.0))[0] != sign.number:
             self._read_at[rank] = sign.number, time.monotonic()
         silence = time.monotonic() - self._read_at[rank][1]
@@ -245,13 +245,13 @@ _BEGUN: list[Waits] = []
 
 
 def line_of_wait(rank: int, seconds: float, where: Sign, now: Sequence[Sign | None] | None) -> str:
-    """What is to be said of a wait; empty if it is not sure to be one.
+    """The line about a wait. Empty if it is not certain that the rank waits.
 
     Args:
         rank: This rank.
         seconds: For how long nothing has moved.
-        where: Where it is.
-        now: What all ranks have published; None if the store does not answer.
+        where: The point that this rank has reached.
+        now: The signs that all ranks have published. None if the store does not answer.
     """
     if not (where.waits or now is None or any(sign and sign.is_behind(where) for sign in now)):
         return ""
@@ -286,9 +286,9 @@ def _described(sign: Sign | None) -> str:
 
 
 def _frames_of_thread(thread: int) -> Frames:
-    """What a thread of this process executes now, the innermost last; empty if it has ended."""
-    # While Python 3.11 makes a frame object it may collect garbage. The other thread then goes on, and the frame object
-    # is written into memory that is no longer that frame's.
+    """The lines that a thread of this process executes now, the innermost last. Empty if it has ended."""
+    # Python 3.11 may collect garbage while it makes a frame object. The other thread then runs, and the frame object is
+    # written into memory that is no longer that frame's.
     collects = gc.isenabled() and sys.version_info[:2] == (3, 11)
     if collects:
         gc.disable()
@@ -307,7 +307,7 @@ def _frames_of_thread(thread: int) -> Frames:
 _OWN = str(Path(__file__).parents[2])
 _TORCH = str(Path(torch.__file__).parent)
 _COLLECTIVES = (str(Path(process_groups.__file__).parent), f"{_TORCH}/distributed", f"{_TORCH}/nn/parallel")
-# On their way to a collective, operators on tensors in shards go through these. They compute, too.
+# Operators on sharded tensors call collectives from these files. The files compute, too.
 _COMPUTES = f"{_TORCH}/distributed/tensor"
 _CALLS = tuple(f"{_TORCH}/{name}" for name in ("_ops.py", "_library", "_tensor.py", "autograd/function.py", "utils"))
 _STANDARD = (*{sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib")}, "<")
@@ -322,7 +322,7 @@ def _waits(frames: Frames) -> bool:
 
 
 def _line_of(frames: Frames) -> str:
-    """The innermost line that belongs to no library; else the innermost of all."""
+    """The innermost line that belongs to no library, else the innermost of all."""
     users = [frame for frame in frames if not (_INSTALLED in frame[0] or frame[0].startswith((*_STANDARD, _OWN)))]
     return "".join(f"{Path(file).name}:{line}" for file, line in (users or frames)[-1:])
 
@@ -331,8 +331,8 @@ def _line_of(frames: Frames) -> str:
 def _end_all() -> None:
     """Ends all threads, and waits up to 30 seconds for those in the store's C++ code.
 
-    One that came back while the interpreter is torn down would abort the process: a training that has ended well would
-    count as failed. After a wire was cut, TCP sends again after at most as long as the cut was.
+    If such a thread returns while the interpreter is torn down, it aborts the process. Then a successful training would
+    count as failed. After a cut of the network, TCP sends again after at most as long as the cut was.
     """
     for waits in list(_BEGUN):
         waits.end("ended")
