@@ -1,96 +1,95 @@
-"""What of Lightning is private, and used all the same: behind plain names, each with what it is for.
+"""Functions with plain names for the private names of Lightning that the package uses.
 
-The rest of the package asks here, so that what another version of Lightning has changed is one file's work. Names are
-dotted; what only objects have stands under the class, or else the module, whose source assigns it. All were seen in
-the versions of :data:`LIGHTNING_SEEN`. ``tests/test_private_names.py`` reads the two lists, and holds them against what
-is installed and against the package's sources.
+The rest of the package calls these functions, so that a change in Lightning concerns one file. Names are dotted. An
+attribute of objects alone is listed under the class, or else the module, whose source assigns it. All names were seen
+in the versions of :data:`LIGHTNING_SEEN`. ``tests/test_private_names.py`` reads the two lists, and compares them with
+the installed version and the package's sources.
 
 Used through this file: what for | what happens without it.
 
     lightning.pytorch.core.optimizer.LightningOptimizer._to_lightning_optimizer
         wraps optimizers that are set, as Lightning's own setter does | zero1_custom does not begin
     lightning.pytorch.core.optimizer._MockOptimizer
-        stands in where a module has no optimizer; it is not sharded | zero1_custom cannot be imported
+        stands in if a module has no optimizer; it is not sharded | zero1_custom cannot be imported
     lightning.pytorch.core.module.LightningModule._current_fx_name
-        the hook that a rank is within, for whoever waits for it | lines about waits do not name it
+        the hook that a rank is within, for lines about waits | these lines do not name it
     lightning.pytorch.callbacks.ModelCheckpoint._last_global_step_saved
-        knows whether the last step was saved already, when training is told to end | a training that SIGTERM ends fails
+        knows whether the last step was saved already, when SIGTERM ends training | a training that SIGTERM ends fails
         instead of saving
     lightning.pytorch.callbacks.ModelCheckpoint._save_last_checkpoint
         saves what `ckpt_path='last'` finds | a training that SIGTERM ends fails instead of saving
     lightning.pytorch.trainer.Trainer._checkpoint_connector
-        names the checkpoint from which a Slurm job goes on when it runs again | a Slurm job that is preempted fails
-        instead of saving
+        names the checkpoint from which a requeued Slurm job resumes | a Slurm job that is preempted fails instead of
+        saving
     lightning.pytorch.trainer.Trainer._signal_connector
         takes SIGTERM over from Lightning | a training does not begin: SIGTERM and Slurm's signals could not be handled
     lightning.pytorch.trainer.connectors.signal_connector._SignalConnector._original_handlers
-        lets Lightning bring back the user's handler, not ours | an exception when a training has ended
+        lets Lightning restore the user's handler, not ours | an exception when a training has ended
     lightning.pytorch.trainer.connectors.signal_connector._HandlersCompose
         finds the user's handler among Lightning's | strategies cannot be imported
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._broadcast_sigterm_tensor
-        is left out: ranks agree on signals here, and Lightning would ask once more in every batch | one more broadcast
-        in every batch
+        is left out, because ranks agree on signals here | Lightning broadcasts once more in every batch
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped
-        is what loggers count by; and is set back in a checkpoint of an earlier batch | GradNormMonitor fails; a
-        checkpoint saved within an accumulation window fails
+        is the step that loggers record; is set back in a checkpoint of an earlier batch | GradNormMonitor fails, and a
+        save within a window, too
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._should_check_val_fx
-        tells whether a validation comes next, and whether a training that resumes after an epoch's last batch ends that
-        epoch first | a save after a batch, and a training that resumes at its begin, fail
+        knows whether a validation comes next, and whether a resumed training ends an epoch first | a save after a batch
+        fails, and a resume at its begin, too
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._restart_stage
-        has a training that resumes run a validation that was due | it is passed over, and what it draws shifts random
-        numbers
+        makes a training that resumes run a validation that was due | the validation is skipped, and random numbers
+        differ
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._combined_loader
-        the loaders that are evaluated, one after the other or together | an evaluation fails at its begin
+        the evaluation's loaders, in sequence or together | an evaluation fails at its begin
     lightning.pytorch.loops.evaluation_loop._EvaluationLoop._store_dataloader_outputs
         the moment before the results of a loader are combined over ranks | zero3_custom combines results of ranks that
-        have called different modules, or waits
+        have called different modules, or hangs
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
-        is the launcher that ours stands in for under torchrun | strategies cannot be imported
+        is the base class of our launcher under torchrun | strategies cannot be imported
     lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler
         the user's sampler within Lightning's distributed one, whose generator is saved | training does not begin
     lightning.pytorch.loops.fit_loop._FitLoop._combined_loader
-        the loaders that are trained on | a training fails at its begin
+        the training's loaders | a training fails at its begin
     lightning.pytorch.loops.fit_loop._FitLoop._data_fetcher
         knows how many batches it has fetched ahead | a training fails at its begin
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._on_before_fetch
-        the moment before a batch is fetched, when loaders with a state of their own are asked for it | a checkpoint
-        within an epoch has their state of a batch too late
+        the moment before a batch is fetched, when loaders with own states are asked for it | a checkpoint within an
+        epoch has the state of a later batch
     lightning.pytorch.utilities.combined_loader.CombinedLoader._iterator
-        the iterators of these loaders | a training fails at its begin
+        the iterators of the training's loaders | a training fails at its begin
     lightning.pytorch.utilities.combined_loader._MaxSizeCycle._consumed
-        which loaders have come to their end in the epoch | a training that resumes within an epoch fails at its begin
-        where loaders begin again
+        which loaders have ended in the epoch | if loaders begin again, a training that resumes within an epoch fails at
+        its begin
     lightning.pytorch.utilities.combined_loader.CombinedLoader._mode
-        how they are put together | a checkpoint within an epoch cannot be saved
+        how the loaders are combined | a checkpoint within an epoch cannot be saved
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
     lightning.pytorch.strategies.ddp.DDPStrategy._timeout
         how long a collective may take | a training does not begin
     lightning.pytorch.strategies.ddp.DDPStrategy._ddp_kwargs
-        what the user has told DDP | ddp_tuned does not begin
+        the user's arguments for DDP | ddp_tuned does not begin
     lightning.pytorch.strategies.ddp.DDPStrategy._register_ddp_hooks
         is overridden: hooks are registered on every device | ddp_tuned: `comm_hook` has no effect
     lightning.pytorch.strategies.ddp.DDPStrategy._pl_static_graph_delay_done
-        is set back for a new wrapper of a static graph | a second training of one strategy with static_graph=True sends
-        no first gradients
+        is set back for a new wrapper of a static graph | with static_graph=True, a strategy's second training sends no
+        first gradients
     lightning.pytorch.strategies.ddp.DDPStrategy._configure_launcher
-        is overridden: the first moment at which the numbers of nodes and devices are known | under torchrun and Slurm
-        another number of ranks than the Trainer was told of is refused late, or not at all
+        is overridden: first, the numbers of nodes and devices are known there | under torchrun and Slurm another number
+        of ranks than the Trainer's is refused late, or never
     lightning.pytorch.strategies.Strategy._launcher
-        is set where torchelastic has started the ranks | under torchrun Lightning refuses another number of ranks than
-        it was told of
+        is set if torchelastic has started the ranks | under torchrun Lightning refuses another number of ranks than the
+        Trainer's
     lightning.pytorch.strategies.Strategy._checkpoint_io
-        the user's way of writing files, or none | a training does not begin
+        the user's plugin for files, or None | a training does not begin
     lightning.pytorch.strategies.Strategy._optimizers
         what the overridden property `optimizers` holds | zero1_custom trains nothing
     lightning.pytorch.strategies.Strategy._lightning_optimizers
-        what `LightningModule.optimizers()` shows | manual optimization steps optimizers that are not sharded
+        what `LightningModule.optimizers()` returns | manual optimization steps optimizers that are not sharded
     lightning.pytorch.plugins.precision.Precision._after_closure
         is overridden: completes a window whose last micro-batch had no backward | gradients of such a window are not
         reduced
     lightning.pytorch.plugins.precision.Precision._clip_gradients
-        is overridden: looks at gradients before every step, and unscales them | `nonfinite_grads` and `grad_norm` have
+        is overridden: measures gradients before every step, and unscales them | `nonfinite_grads` and `grad_norm` have
         no effect
 """
 
@@ -119,15 +118,15 @@ from lightning_parstrat.distributed.engine.stepping import lend_methods
 from lightning_parstrat.distributed.torch_compat import TORCH_SEEN, is_newer
 
 LIGHTNING_SEEN = ("2.6.0", "2.6.6")
-"""The versions of Lightning that the names above were seen in, and the tests, or the quick ones, have run with."""
+"""Versions of Lightning that have the names above, and with which all tests or the quick ones have passed."""
 
 
 def untried_versions(torch_version: str, lightning_version: str) -> str | None:
-    """What is to be said of versions newer than those that were tried; None where they were.
+    """The warning about versions newer than the tested ones. None if there are none.
 
     Args:
-        torch_version: Of torch.
-        lightning_version: Of Lightning.
+        torch_version: The version of torch.
+        lightning_version: The version of Lightning.
     """
     compared = (("torch", torch_version, TORCH_SEEN), ("lightning", lightning_version, LIGHTNING_SEEN))
     newer = [(name, found, seen) for name, found, seen in compared if is_newer(found, seen)]
@@ -143,17 +142,17 @@ def untried_versions(torch_version: str, lightning_version: str) -> str | None:
 
 @functools.cache
 def warn_of_untried_versions() -> None:
-    """Warns on rank 0, once in a process, where torch or Lightning is newer than what was tried."""
+    """Warns on rank 0, once in a process, if torch or Lightning is newer than the tested versions."""
     message = untried_versions(torch.__version__, lightning_version)
     if message is not None:
         rank_zero_warn(message)
 
 
 class BetweenBatches(Callback):
-    """A callback with nothing to do within a step: Lightning passes over hooks that cannot be called.
+    """A callback without hooks within a step: Lightning skips hooks that are None.
 
-    To call one takes a dozen calls more, five times in every step, whether or not it does anything. Where there is
-    something to do when a batch begins, the hook is set on the object.
+    A call of a hook takes a dozen further calls, five times in every step, even if the hook does nothing. A part that
+    needs a hook sets it on the object.
     """
 
     on_train_batch_start = None  # type: ignore[assignment]
@@ -164,20 +163,20 @@ class BetweenBatches(Callback):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer within Lightning's wrapper, which has its name and its attributes."""
+    """The optimizer within Lightning's wrapper. The wrapper has its name and its attributes."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def wrapped(optimizer: Optimizer, strategy: Any) -> LightningOptimizer:
-    """Lightning's wrapper of an optimizer, which steps through the strategy."""
+    """Lightning's wrapper of an optimizer. It steps through the strategy."""
     wrapper = LightningOptimizer._to_lightning_optimizer(optimizer, strategy)
-    # It inherits the optimizer's class, and asks the optimizer itself only for what the class has not.
+    # The wrapper inherits the optimizer's class. It finds the methods of the class, not those set on the optimizer.
     lend_methods(wrapper.optimizer, wrapper)
     return wrapper
 
 
 def stands_for_none(optimizer: Any) -> bool:
-    """Whether it is what Lightning puts where ``configure_optimizers`` returns None."""
+    """Whether it is Lightning's stand-in for a ``configure_optimizers`` that returns None."""
     return isinstance(optimizer, _MockOptimizer)
 
 
@@ -190,12 +189,12 @@ def trainer_of(module: LightningModule | None) -> Trainer | None:
 
 
 def current_hook(module: LightningModule) -> str:
-    """The name of the hook that Lightning is calling, such as "training_step"; empty between hooks. Any thread."""
+    """The name of the hook that Lightning is calling, such as "training_step". Empty between hooks. Any thread."""
     return getattr(module, "_current_fx_name", None) or ""
 
 
 def window_is_open(trainer: Trainer) -> bool:
-    """Whether gradients go on accumulating after the latest batch; Lightning steps at the last one of an epoch."""
+    """Whether gradients accumulate further after the latest batch. Lightning always steps at the last of an epoch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     ready = progress.current.ready
     is_last = progress.is_last_batch or ready == trainer.num_training_batches
@@ -203,24 +202,24 @@ def window_is_open(trainer: Trainer) -> bool:
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
-    """What loggers count by: batches that ended an accumulation window."""
+    """The number of batches that ended an accumulation window. Loggers record it as the step."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def logs_after_this_batch(trainer: Trainer) -> bool:
-    """Whether ``log_every_n_steps`` has loggers write after the batch that ends."""
+    """Whether ``log_every_n_steps`` makes loggers write after the batch that ends."""
     if trainer.log_every_n_steps == 0:
         return False
     return (batches_that_stepped(trainer) + 1) % trainer.log_every_n_steps == 0 or trainer.should_stop
 
 
 def sampler_within(sampler: Any) -> Any:
-    """The user's sampler within Lightning's distributed one; None of any other."""
+    """The user's sampler within Lightning's distributed one. None for any other sampler."""
     return sampler.dataset._sampler if type(sampler) is DistributedSamplerWrapper else None
 
 
 def iterators_in_training(trainer: Trainer) -> list[tuple[Any, Any]]:
-    """The loaders that are trained on, each with the iterator that batches come from, or None where there is none."""
+    """The training's loaders, each with the iterator of its batches, or with None if it has no iterator."""
     combined = trainer.fit_loop._combined_loader
     if combined is None:
         return []
@@ -229,26 +228,26 @@ def iterators_in_training(trainer: Trainer) -> list[tuple[Any, Any]]:
 
 
 def replace_loaders(trainer: Trainer, by: Callable[[Any], Any]) -> None:
-    """Replaces the loaders that are trained on, in whatever holds them together."""
+    """Replaces the training's loaders within Lightning's `CombinedLoader`."""
     combined = trainer.fit_loop._combined_loader
     if combined is not None:
         combined.flattened = list(map(by, combined.flattened))
 
 
 def batches_fetched_ahead(trainer: Trainer) -> int:
-    """How many batches were fetched that no step has been given."""
+    """How many batches were fetched that no step has got."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
 
 
 def batches_fetched(trainer: Trainer) -> int:
-    """How many batches of the epoch were fetched, also by the training that was saved within it; in an epoch only."""
+    """How many batches of the epoch were fetched, also before a resume within it. Call it within an epoch only."""
     return trainer.fit_loop._data_fetcher.fetched
 
 
 def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> None:
-    """Has a function called before batches are fetched, until :func:`fetches_alone`.
+    """Makes Lightning call a function before it fetches a batch, until :func:`fetches_alone`.
 
-    Those that Lightning fetches ahead before the first epoch, or from loaders that are made anew, are left out.
+    Batches that Lightning fetches ahead before the first epoch, or from rebuilt loaders, are left out.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -256,7 +255,7 @@ def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> Non
         function(trainer)
         type(loop)._on_before_fetch(loop)
 
-    # On the instance, not on the class: other Trainers of this process keep theirs.
+    # On the instance, not on the class, so that other Trainers of this process are unchanged.
     loop._on_before_fetch = called_before
 
 
@@ -266,24 +265,24 @@ def fetches_alone(trainer: Trainer) -> None:
 
 
 def mode_of_loaders(trainer: Trainer) -> str:
-    """How the loaders that are trained on are put together: "min_size", "max_size_cycle" or "max_size"."""
+    """How the training's loaders are combined: "min_size", "max_size_cycle" or "max_size"."""
     combined = trainer.fit_loop._combined_loader
     return "min_size" if combined is None else combined._mode
 
 
 def ended_in_epoch(trainer: Trainer) -> Sequence[bool]:
-    """Of each loader that is trained on whether it has come to its end in the epoch; empty where none begins again."""
+    """For each loader of the training, whether it has ended in the epoch. Empty if no loader begins again."""
     combined = trainer.fit_loop._combined_loader
     iterator = None if combined is None else combined._iterator
     return [] if iterator is None or mode_of_loaders(trainer) != "max_size_cycle" else list(iterator._consumed)
 
 
 def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:
-    """Has an epoch that goes on wait no more for the end of loaders that have come to it, and began again.
+    """Marks loaders that had ended before a resume, so that the epoch does not wait for their end again.
 
     Args:
         trainer: The Trainer.
-        ended: Of each loader that is trained on; may be shorter.
+        ended: For each loader of the training. May be shorter.
     """
     combined = trainer.fit_loop._combined_loader
     iterator = None if combined is None else combined._iterator
@@ -293,9 +292,9 @@ def count_as_ended(trainer: Trainer, ended: Sequence[bool]) -> None:
 
 
 def ends_epoch_first(trainer: Trainer) -> bool:
-    """Whether a training that resumes ends an epoch before it trains, and then makes the loaders' iterators anew.
+    """Whether a resumed training ends an epoch before it trains, and then makes new iterators of the loaders.
 
-    That is so after a save that followed the validation after an epoch's last batch.
+    This happens after a save that followed the validation after an epoch's last batch.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
@@ -309,7 +308,7 @@ def ends_epoch_first(trainer: Trainer) -> bool:
 
 
 def validation_is_due(trainer: Trainer) -> bool:
-    """Whether a validation comes next, after a batch that was trained on; not of one that is due by the clock."""
+    """Whether a validation comes next, after a training batch. A validation that is due by time does not count."""
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress.current
     is_after_batch = progress.completed < progress.processed == progress.ready
@@ -318,24 +317,24 @@ def validation_is_due(trainer: Trainer) -> bool:
 
 
 def validate_first(trainer: Trainer) -> None:
-    """Has a training that resumes after a batch validate, before it trains or ends the epoch."""
+    """Makes a training that resumes after a batch validate, before it trains or ends the epoch."""
     loop = trainer.fit_loop.epoch_loop.val_loop
-    # As if it had been saved within that validation, which Lightning runs then, here from its begin.
+    # Lightning runs a validation that a save has interrupted. Here it runs that validation from its begin.
     loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
     loop.restarting = False
 
 
 def takes_turns(loop: Any) -> bool:
-    """Whether an evaluation goes through its loaders one after the other, not through all together."""
+    """Whether an evaluation uses its loaders one after the other, and not all together."""
     return bool(loop._combined_loader._mode == "sequential")
 
 
 def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
-    """Has ``callback`` called when a loader that is evaluated has no more batches, before its results are combined.
+    """Makes Lightning call ``callback`` when an evaluation's loader has ended, before its results are combined.
 
     Args:
-        loop: The evaluation's, until :func:`give_back_loop`.
-        callback: Called once a loader; in a prediction, which combines nothing, once a pass.
+        loop: The loop of the evaluation. :func:`give_back_loop` undoes it.
+        callback: Called once a loader. In a prediction, which combines nothing, it is called once a pass.
     """
     name = "_store_dataloader_outputs" if hasattr(loop, "_store_dataloader_outputs") else "on_run_end"
 
@@ -343,7 +342,7 @@ def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
         callback()
         return getattr(type(loop), name)(loop)
 
-    # On the instance, not on the class: other Trainers of this process keep theirs.
+    # On the instance, not on the class, so that other Trainers of this process are unchanged.
     setattr(loop, name, called_before)
 
 
@@ -354,28 +353,28 @@ def give_back_loop(loop: Any) -> None:
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:
-    """Has the fit loop's part of a checkpoint count one batch less that ended a window."""
+    """Subtracts a batch that ended a window from the counts in the fit loop's part of a checkpoint."""
     fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 def lacks_inner_io(io: CheckpointIO) -> bool:
-    """Whether a plugin leaves writing to another one, which has not been given to it yet."""
+    """Whether a plugin leaves writing to another plugin, and has not got one yet."""
     inner: CheckpointIO | None = io
-    # As AsyncCheckpointIO does, and whatever a user has made in its manner.
+    # AsyncCheckpointIO does so, and users' plugins that are made in the same way.
     while hasattr(inner, "checkpoint_io"):
         inner = inner.checkpoint_io
     return inner is None
 
 
 def save_last(callback: ModelCheckpoint, trainer: Trainer) -> None:
-    """Saves what the callback calls the last checkpoint, unless it has after this step. Collective."""
+    """Saves the callback's last checkpoint, unless the callback has saved it after this step. Collective."""
     if callback._last_global_step_saved != trainer.global_step or not callback.last_model_path:
         counts = {"epoch": torch.tensor(trainer.current_epoch), "step": torch.tensor(trainer.global_step)}
         callback._save_last_checkpoint(trainer, {**trainer.callback_metrics, **counts})
 
 
 def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:
-    """The copies of the module in which callbacks keep averages of its weights."""
+    """The copies of the module in which callbacks average its weights."""
     averaging = [one for one in trainer.callbacks if isinstance(one, (WeightAveraging, StochasticWeightAveraging))]
     held = [value for callback in averaging for value in vars(callback).values()]
     copies = [one.module if isinstance(one, AveragedModel) else one for one in held]
@@ -383,34 +382,34 @@ def averaged_copies(trainer: Trainer) -> list[torch.nn.Module]:
 
 
 def path_for_slurm_job(trainer: Trainer) -> str:
-    """Where a Slurm job that runs again looks for its checkpoint."""
+    """The path at which a requeued Slurm job looks for its checkpoint."""
     return trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
 
 
 def users_handler(handler: Any) -> Callable[[int, FrameType | None], Any] | None:
-    """What a program had set for a signal before Lightning, whose handler goes on calling it."""
+    """The handler that the program had set for a signal before Lightning's. Lightning's handler still calls it."""
     if not isinstance(handler, _HandlersCompose):
         return None
     first, users = handler.signal_handlers[0], handler.signal_handlers[-1]
-    # The first of SIGTERM's is a method of Lightning's.
+    # The first handler of SIGTERM is a method of Lightning's connector.
     is_lightnings = getattr(users, "__self__", None) is first.__self__
     return users if callable(users) and not is_lightnings else None
 
 
 def forget_sigterm(trainer: Trainer) -> None:
-    """Has Lightning not end the training for a SIGTERM that it has noted."""
+    """Keeps Lightning from ending the training for a SIGTERM that it has received."""
     trainer._signal_connector.received_sigterm = False
 
 
 def bring_back_after_training(trainer: Trainer, signum: signal.Signals, handler: Any, instead_of: Any) -> None:
-    """Has Lightning set ``handler`` when training has ended, where it would set ``instead_of``."""
+    """Makes Lightning set ``handler`` when training has ended, if it would set ``instead_of``."""
     originals = trainer._signal_connector._original_handlers
     if originals.get(signum) == instead_of:
         originals[signum] = handler
 
 
 def leave_out_sigterm_broadcast(loop: Any) -> None:
-    """Keeps Lightning's loop over batches from broadcasting in each whether rank 0 has received SIGTERM."""
+    """Keeps Lightning's loop over batches from broadcasting in each batch whether rank 0 has received SIGTERM."""
     loop._broadcast_sigterm_tensor = _nothing
 
 
@@ -420,11 +419,11 @@ def broadcast_sigterm_again(loop: Any) -> None:
 
 
 def _nothing() -> None:
-    """Stands in for what the ranks agree on elsewhere."""
+    """Stands in for the broadcast. The ranks agree on signals elsewhere."""
 
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
-"""Starts the script once more for every rank, or leaves that to whoever has started this one. To be derived from."""
+"""Starts the script again for every rank, unless a launcher outside has started the ranks. A base class."""
 
 
 def returns_weights(strategy: Strategy) -> bool:

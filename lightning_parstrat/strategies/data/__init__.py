@@ -1,1 +1,1 @@
-"""Training data: equally many batches on every rank, and the place in an epoch where a training goes on."""
+"""Training data: equally many batches on every rank, and the place in an epoch from which a training resumes."""

@@ -1,8 +1,8 @@
 """Ranks with different numbers of training batches end each epoch together, instead of waiting for each other forever.
 
-Gradients of a step are averaged over all ranks, so the epoch ends for all when the first rank has no batch left; the
-other ranks do not train on what they have left. Where all ranks know their lengths and agree, as with Lightning's
-distributed sampler for any map-style dataset, loaders are not changed and no more is sent.
+Gradients of a step are averaged over all ranks. So the epoch ends for all when the first rank has no batch left. The
+other ranks do not train on their remaining batches. If all ranks know their lengths and these agree, loaders are not
+changed, and ranks send nothing more. That is so with Lightning's distributed sampler for any map-style dataset.
 """
 
 from collections.abc import Iterator
@@ -27,21 +27,22 @@ _NO_BATCH = object()
 def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
     """Makes all ranks draw equally many training batches from their loaders. Collective.
 
-    One all-reduce of 16 bytes; where some rank's loader does not know its length, one more before every batch.
+    It takes one all-reduce of 16 bytes. If some rank's loader does not know its length, it takes one more before every
+    batch.
 
     Args:
         dataloader: This rank's loader, which is not changed.
         control: Compares the lengths.
-        allow_empty: Whether, if some rank has no batch at all, no rank trains; otherwise that is an error.
+        allow_empty: Whether a rank may have no batch at all. Then no rank trains. Otherwise that is an error.
 
     Returns:
-        The loader, or an object that stands for it.
+        The loader, or a stand-in for it.
 
     Raises:
         MisconfigurationException: Some ranks have batches and some have none.
     """
     length = sized_len(dataloader)
-    # -1 is less than any length, so that all ranks learn that one does not know its own.
+    # -1 is less than any length: it shows all ranks that a loader does not know its length.
     with watching("the comparison of all ranks' data loaders"):
         most, least = extremes_over_ranks(-1 if length is None else length, control)
     if least == -1:
@@ -61,12 +62,12 @@ def make_even(dataloader: Any, control: Collectives, allow_empty: bool) -> Any:
 
 
 def users_own(dataloader: Any) -> Any:
-    """The user's loader, of one that may have been made even."""
+    """The user's loader, for a loader that may be a stand-in."""
     return dataloader.stands_for if type(dataloader) is _Even else dataloader
 
 
 class _SomeBatches(Iterator[Any]):
-    """Yields some batches of a loader's iterator, which it shows."""
+    """Yields some batches of a loader's iterator, and gives access to that iterator."""
 
     def __init__(self, all_batches: Iterator[Any], batches: Iterator[Any]) -> None:
         self.all_batches = all_batches
@@ -78,12 +79,12 @@ class _SomeBatches(Iterator[Any]):
 
 
 def loaders_iterator(iterator: Any) -> Any:
-    """What the user's loader has returned, of an iterator of a loader that may have been made even."""
+    """The iterator of the user's loader, for an iterator that may be of a stand-in."""
     return iterator.all_batches if isinstance(iterator, _SomeBatches) else iterator
 
 
 class _Even(StandIn):
-    """Ends after the number of batches that every rank has; without it, when the first rank has no batch left."""
+    """Ends after the number of batches that every rank has. If that is unknown, ends when a rank has none left."""
 
     __slots__ = ("_control", "_least")
 

@@ -1,7 +1,8 @@
-"""Loaders with a state of their own, such as torchdata's StatefulDataLoader: what they say before a batch is fetched.
+"""Loaders with own states, such as torchdata's StatefulDataLoader: their states before each batch is fetched.
 
-Lightning asks them when it saves. By then a batch may have been fetched that was not trained on, which their state
-leaves out: one that Lightning has fetched ahead, as it does where a length is not known, or the one that is trained on.
+Lightning asks loaders for their states when it saves. By then, a batch may have been fetched that was not trained on.
+A resume from these states would skip it. If a loader's length is not known, Lightning fetches batches ahead. And the
+batch in training may be such a batch.
 """
 
 import pickle
@@ -18,24 +19,24 @@ from lightning_parstrat.strategies.lightning_compat import (
 )
 
 Place = dict[str, Any]
-"""Where a loader stands, as a checkpoint keeps it.
+"""The place of a loader, as a checkpoint keeps it.
 
-``position`` is that of its pass after what was trained on, or None where nothing was drawn. ``generators`` are the
-states of its generators and its sampler's. ``iterated`` says whether its iterator had been made. One with a state of
-its own has that in ``state``, and in ``begun_again`` whether it had come to its end in the epoch.
+``position`` is the position of its pass after the trained batches, or None if nothing was drawn. ``generators`` are the
+states of its generators and its sampler's. ``iterated`` says whether its iterator had been made. A loader with an own
+state has that in ``state``. In ``begun_again`` it has whether it had ended in the epoch.
 """
 
 
 def is_stateful(owner: Any) -> bool:
-    """Whether a loader or a sampler knows by itself where it stands."""
+    """Whether a loader or a sampler keeps its own place."""
     return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
 
 
 class OwnStates:
-    """Notes what these loaders say before each batch is fetched, as many as a checkpoint may be set back by.
+    """Records the states of these loaders before each batch is fetched, as many as a checkpoint may be set back by.
 
-    Not collective. Costs, in every batch, that loaders are asked for their state, and that it is pickled: a copy of a
-    large one by :func:`copy.deepcopy` would take ten times as long.
+    Not collective. In every batch, it asks loaders for their states and pickles them. For a large state,
+    :func:`copy.deepcopy` would take ten times as long.
     """
 
     def __init__(self) -> None:
@@ -43,15 +44,15 @@ class OwnStates:
         self._noted: dict[int, Sequence[Place | None]] = {}
 
     def begin(self, trainer: Trainer, values: Sequence[Any] = (), begun_again: Sequence[bool] = ()) -> None:
-        """Call when an epoch begins, or goes on, before a batch is trained on.
+        """Call when an epoch begins or is resumed, before a batch is trained on.
 
         Args:
             trainer: The Trainer.
-            values: What these loaders were given to go on from, in their order; empty where the epoch begins.
-            begun_again: Of each loader that is trained on, whether it had come to its end; may be empty.
+            values: The states that these loaders were given to resume from, in their order. Empty if the epoch begins.
+            begun_again: For each loader of the training, whether it had ended. May be empty.
         """
-        # Not what they say: what a loader was given, it may take up with its first batch only, and one that has ended
-        # may stand at its end until then.
+        # Not the loaders' current states: a loader may apply a given state with its first batch only. And a loader that
+        # has ended may report its end until then.
         given = iter(values)
         self._noted, self._begin = {}, _places(trainer, lambda _: next(given, None), begun_again)
 
@@ -60,19 +61,19 @@ class OwnStates:
         fetched = batches_fetched(trainer)
         is_first = not self._noted and fetched == trainer.fit_loop.epoch_loop.batch_progress.current.processed
         self._noted.setdefault(fetched, self._begin if is_first else _said(trainer))
-        # By so many batches a checkpoint may be set back: of a window, of those in the fetcher, the one that is trained
-        # on, and the one that is fetched meanwhile.
+        # A checkpoint may be set back by so many batches: a window, and those in the fetcher. One more is in training,
+        # and one more is fetched meanwhile.
         kept = trainer.accumulate_grad_batches + batches_fetched_ahead(trainer) + 2
-        # In order, as they were noted.
+        # In the order of their recording.
         while len(self._noted) > kept + 1:
             del self._noted[next(iter(self._noted))]
 
     def now(self, trainer: Trainer) -> Sequence[Place | None]:
-        """Of each loader that is trained on, where it stands after the batches that were; None of others."""
+        """The place of each loader of the training after the trained batches. None for loaders without an own state."""
         trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         if not self._noted or trained < next(iter(self._noted)):
             return self._begin
-        # Nothing was fetched since the last batch, or else it was noted.
+        # If it is missing, nothing was fetched since the last batch, and the loaders' states are current.
         return self._noted[trained] if trained in self._noted else _said(trainer)
 
 
@@ -81,7 +82,7 @@ def _said(trainer: Trainer) -> Sequence[Place | None]:
 
 
 def _places(trainer: Trainer, ask: Callable[[Any], Any], ended: Sequence[bool]) -> Sequence[Place | None]:
-    """Of each loader with a state of its own its place, by what it is asked; None of others."""
+    """The place of each loader with an own state, with the result of ``ask``. None for other loaders."""
     return [
         {
             "position": None,
@@ -99,16 +100,16 @@ def _places(trainer: Trainer, ask: Callable[[Any], Any], ended: Sequence[bool]) 
 def _pickled(value: Any) -> bytes | Exception:
     try:
         return pickle.dumps(value)
-    # Whatever a user's class raises. A training that is not saved goes on.
+    # A user's class may raise anything. The training continues if it is not saved.
     except Exception as error:
         return error
 
 
 def as_saved(place: Place, within_epoch: bool) -> Place:
-    """A place with what the loader has said, whose class the user of a checkpoint may not want to unpickle.
+    """A place with the loader's state itself, not its pickle, which users of a checkpoint may not want to unpickle.
 
     Raises:
-        Exception: It cannot be pickled.
+        Exception: The state cannot be pickled.
     """
     if "state" not in place:
         return place
@@ -119,6 +120,6 @@ def as_saved(place: Place, within_epoch: bool) -> Place:
 
 
 def states_in(places: Sequence[Place | None]) -> list[Any]:
-    """The states of these loaders, as Lightning saves them; empty where an epoch begins."""
+    """The states of these loaders, as Lightning saves them. Empty if an epoch begins."""
     states = [place["state"] for place in places if place is not None and "state" in place]
     return [] if None in states else states

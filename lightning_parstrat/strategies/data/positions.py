@@ -1,4 +1,4 @@
-"""Where the loaders of a training stand: noted between batches, kept in checkpoints, taken up by a resumed training."""
+"""The places of a training's loaders: recorded between batches, saved in checkpoints, and restored by a resume."""
 
 import math
 import warnings
@@ -27,13 +27,13 @@ from lightning_parstrat.strategies.lightning_compat import (
 )
 
 LOADERS = "loaders"
-"""The key of where loaders stand, among this package's entries of a checkpoint."""
+"""The key of the loaders' places, among this package's entries of a checkpoint."""
 
 _LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
 class LoaderPositions:
-    """Knows where the loaders of a training stand, and has them go on where a checkpoint was saved."""
+    """Knows the places of a training's loaders, and lets the loaders resume at the places of a checkpoint."""
 
     def __init__(self) -> None:
         self._loaders: list[weakref.ref[Any]] = []
@@ -47,33 +47,33 @@ class LoaderPositions:
         self._hides_warning: Any = None
 
     def __reduce__(self) -> Any:
-        """In a copied or pickled trainer nothing stands anywhere: iterators stay where they are."""
+        """Returns an empty object for a copied or pickled trainer, because iterators are not copied."""
         return type(self), ()
 
     def load(self, saved: Mapping[str, Any] | None, given: Sequence[Any] = ()) -> None:
-        """Takes over what a checkpoint has under :data:`LOADERS`; the loaders are made afterwards.
+        """Takes over a checkpoint's entry :data:`LOADERS`, before the loaders are made.
 
         Args:
-            saved: What it has; None where it has nothing.
-            given: What Lightning gives loaders with a state of their own.
+            saved: The entry, or None if the checkpoint has none.
+            given: The states that Lightning gives to loaders with own states.
         """
         self._saved, self._followed, self._given = saved, 0, given
 
     def follow(self, dataloader: Any, trainer: Trainer, any_rank: Callable[[bool], bool]) -> None:
-        """Has a loader know its place from now on, and go on where the checkpoint was saved.
+        """Makes a loader know its place from now on, and resume at the checkpoint's place.
 
-        Collective if that was within an epoch.
+        Collective if the checkpoint was saved within an epoch.
 
         Args:
-            dataloader: One that is to be trained on, in the order in which they are used; others than torch's with a
-                map-style dataset are left as they are.
+            dataloader: A loader of the training, in the order in which they are used. Loaders other than torch's with a
+                map-style dataset are not changed.
             trainer: The Trainer.
-            any_rank: Says whether something holds on any rank.
+            any_rank: Returns whether a condition holds on any rank.
         """
         number, self._followed = self._followed, self._followed + 1
         of_ranks = [] if self._saved is None else self._saved["ranks"]
         as_many = len(of_ranks) == trainer.world_size
-        # Of a sharded checkpoint a rank knows its own places alone.
+        # From a sharded checkpoint, a rank has read its own places alone.
         known = [of_ranks[trainer.global_rank]] if as_many else of_ranks
         places = [of_rank[number] for of_rank in known if number < len(of_rank)]
         self._has_own |= is_stateful(dataloader)
@@ -107,7 +107,7 @@ class LoaderPositions:
     def _resumed(
         self, sampler: PositionedSampler, places: list[Any], as_many: bool, trainer: Trainer
     ) -> Pass | str | None:
-        """The pass that goes on; why none can, or None if nothing had been drawn."""
+        """The resumed pass. A reason as text if none can be resumed. None if nothing had been drawn."""
         if None in places:
             return "the checkpoint does not say where it stood"
         if as_many and places:
@@ -124,8 +124,8 @@ class LoaderPositions:
         return sampler.dealt(positions, trainer.global_rank, trainer.world_size) or _OTHERS
 
     def begin_training(self, trainer: Trainer) -> None:
-        """Has Lightning count batches from where the loaders go on: among other ranks an epoch has others."""
-        # Those of an earlier training, whose iterators were gone.
+        """Makes Lightning count batches from the loaders' places. With other ranks an epoch has other batches."""
+        # The places at the end of an earlier training, whose iterators are gone.
         self._at_end = ()
         self._trained_before = _batches_trained(trainer) if self._within_epoch else None
         begun_again = self._begun_again(trainer)
@@ -135,7 +135,7 @@ class LoaderPositions:
             self._hides_warning = warnings.filters[0]
         self._saved, self._given, self._warned = None, (), False
         if ends_epoch_first(trainer):
-            # Nothing was drawn for iterators that are left for others.
+            # Lightning replaces the iterators before the first batch. No item of theirs was drawn.
             for sampler in [positioned_sampler(reference()) for reference in self._loaders]:
                 if sampler is not None:
                     sampler.set_generators()
@@ -149,7 +149,7 @@ class LoaderPositions:
         if not sized:
             return
         deciding = (min if mode_of_loaders(trainer) == "min_size" else max)(sized, key=lambda pair: pair[0])
-        # An epoch may have no end that is known, beside a loader without a length.
+        # Beside a loader without a length, an epoch may have no known end.
         batch = int(min(batches_before(loaders_iterator(deciding[1])), trainer.num_training_batches - 1))
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
         difference = batch - progress.processed
@@ -157,7 +157,7 @@ class LoaderPositions:
             setattr(progress, counter, getattr(progress, counter) + difference)
 
     def _begun_again(self, trainer: Trainer) -> list[bool]:
-        """Of each loader whether it had come to its end in the epoch: it has handed out fewer batches since."""
+        """For each loader, whether it had ended in the epoch. Such a loader has handed out fewer batches since."""
         if self._saved is None or not self._within_epoch or len(self._saved["ranks"]) != trainer.world_size:
             return []
         trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
@@ -166,24 +166,24 @@ class LoaderPositions:
         return [begun or place.get("begun_again", False) for begun, place in zip(fewer, places, strict=True)]
 
     def begin_epoch(self, trainer: Trainer) -> None:
-        """Call when an epoch begins, and none goes on."""
+        """Call when an epoch begins and is not a resumed one."""
         self._own.begin(trainer)
 
     def end_epoch(self, trainer: Trainer) -> None:
-        """Call when an epoch has ended, before the next has its number."""
+        """Call when an epoch has ended, before the next epoch gets its number."""
         if _batches_trained(trainer) == self._trained_before:
-            # It went on where one loader was at its end, and the others were asked for nothing.
+            # The epoch was resumed at the end of one loader, and no batch was drawn from the others.
             _begin_all_passes(trainer)
         self._trained_before = None
 
     def before_fetch(self, trainer: Trainer) -> bool:
-        """Call before a batch is fetched; whether loaders have a state of their own, which has been noted."""
+        """Call before a batch is fetched. Returns whether loaders have own states, which are then recorded."""
         if self._has_own:
             self._own.note(trainer)
         return self._has_own
 
     def now(self, trainer: Trainer, within_epoch: bool, fetching: bool = False) -> Sequence[Place | None]:
-        """Where each loader stands after the batches that were trained on, whatever was fetched since.
+        """The place of each loader after the trained batches, whatever was fetched since.
 
         Args:
             trainer: The Trainer.
@@ -191,18 +191,18 @@ class LoaderPositions:
             fetching: Whether this is the moment before a batch is fetched.
 
         Returns:
-            Of each loader that is trained on; None of one that cannot be told where it stands.
+            A place for each loader of the training. None for a loader whose place cannot be known.
         """
         if self._at_end:
             return self._at_end[within_epoch]
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        # Meanwhile, the fetcher has let go of one that nobody has been given.
+        # Before a fetch, the fetcher does not count a batch that no step has got.
         fetched = batches_fetched(trainer) if fetching else batches_fetched_ahead(trainer) + progress.ready
         ahead = fetched - progress.processed
         at_most = progress.processed if mode_of_loaders(trainer) == "max_size" else None
         loaders = iterators_in_training(trainer)
         own = (self._own.now(trainer) if self._has_own else ()) or [None] * len(loaders)
-        # One loader in two places has one sampler, and one state.
+        # A loader that is used twice has one sampler and one state.
         users = [id(users_own(loader)) for loader, _ in loaders]
         return [
             None if within_epoch and users.count(user) > 1 else known or _place(*loader, ahead, at_most, within_epoch)
@@ -210,11 +210,11 @@ class LoaderPositions:
         ]
 
     def state(self, places: Sequence[Place | None], within_epoch: bool) -> list[Place | None]:
-        """This rank's part of what a checkpoint has under :data:`LOADERS`."""
+        """This rank's part of a checkpoint's entry :data:`LOADERS`."""
         return [None if place is None else as_saved(place, within_epoch) for place in places]
 
     def warn_of_lost(self, trainer: Trainer, places: Sequence[Place | None]) -> None:
-        """Says once in a training that a checkpoint within an epoch does not know where a loader stands."""
+        """Warns, once in a training, that a checkpoint within an epoch does not know the place of a loader."""
         loaders = [loader for loader, _ in iterators_in_training(trainer)]
         lost = [loader for loader, place in zip(loaders, places, strict=False) if place is None]
         if lost and not self._warned:
@@ -229,11 +229,11 @@ class LoaderPositions:
             )
 
     def end_training(self, trainer: Trainer) -> None:
-        """Keeps where the loaders stand, for checkpoints that are saved when their iterators are gone."""
+        """Keeps the places of the loaders, for checkpoints that are saved when their iterators are gone."""
         self._at_end = [self.now(trainer, within_epoch) for within_epoch in (False, True)]
 
     def release(self) -> None:
-        """Gives all loaders their own samplers back, and forgets the checkpoint: the next run is not its training."""
+        """Restores all loaders' samplers, and forgets the checkpoint, because the next run is not its training."""
         self.load(None)
         self._has_own = False
         filters: Any = warnings.filters
@@ -255,36 +255,36 @@ def _batches_trained(trainer: Trainer) -> int:
 
 
 def _next_epoch(trainer: Trainer) -> int:
-    """The number of the epoch that goes on, or comes next."""
+    """The number of the epoch that is resumed, or comes next."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
     # Saved after an epoch's last batch, a checkpoint does not count the epoch yet.
     return int(epochs.processed + (batches.is_last_batch and epochs.started > epochs.processed))
 
 
 def _begin_all_passes(trainer: Trainer) -> None:
-    """Asks every loader for a batch, for nobody: what goes on where a checkpoint was saved does so now, not later."""
+    """Draws a batch from every loader and drops it, so that loaders apply the checkpoint's state now, not later."""
     random = rng_state()
     for _, iterator in iterators_in_training(trainer):
         if iterator is not None:
             next(iterator, None)
-    # What is drawn for a batch that nobody trains on, nobody has drawn.
+    # The drops must not change the random numbers of the training.
     set_rng_state(random)
 
 
 def _begin_epoch_without_length(trainer: Trainer) -> None:
-    """Has Lightning count from 0 when it resumes after the last batch of an epoch whose length it does not know.
+    """Makes Lightning count from 0 after a resume at the end of an epoch, if it does not know the epoch's length.
 
-    It does so where it knows; here, windows of accumulation would go on where those of the epoch before had ended.
+    If it knows the length, it does so itself. Otherwise, accumulation windows would continue those of the epoch before.
     """
     loop = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress
     if loop.restarted_on_train_batch_end and progress.is_last_batch and trainer.num_training_batches == math.inf:
-        # It counts the batch that was saved after once more, and begins with what it has then.
+        # Lightning counts the batch before the save once more, and begins with that count.
         progress.current.completed = -1
 
 
 def _set_epoch(dataloader: Any, trainer: Trainer) -> None:
-    """Tells a loader's sampler the epoch. Lightning does so when the epoch's order may have been made."""
+    """Sets the epoch of a loader's sampler. Lightning does so later, when the epoch's order may have been drawn."""
     epoch = _next_epoch(trainer)
     found = (getattr(dataloader, "sampler", None), getattr(getattr(dataloader, "batch_sampler", None), "sampler", None))
     samplers = {id(one): one for one in found}
@@ -294,15 +294,15 @@ def _set_epoch(dataloader: Any, trainer: Trainer) -> None:
 
 
 def positioned_sampler(dataloader: Any) -> PositionedSampler | None:
-    """The sampler of a loader that knows its place."""
+    """The sampler that makes a loader know its place. None for other loaders."""
     attributes = getattr(dataloader, "__dict__", {})
     samplers = (attributes.get(name) for name in ("batch_sampler", "sampler"))
-    # By its type: it says of itself that it is what it stands for.
+    # By its type, because `isinstance` sees the object that it stands for.
     return next((one for one in samplers if type(one) is PositionedSampler), None)
 
 
 def _knows_its_place(dataloader: Any) -> bool:
-    """Whether a loader is torch's own, hands out batches in order, has indices, and nobody else has it go on."""
+    """Whether a loader is torch's own, has indices, hands out batches in order, and has no own state."""
     if not isinstance(dataloader, DataLoader) or type(dataloader).__iter__ is not DataLoader.__iter__:
         return False
     sampler = dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
@@ -324,7 +324,7 @@ def _place(dataloader: Any, iterator: Any, ahead: int, at_most: int | None, with
     place: Place = {"position": None, "generators": sampler.generator_states(), "iterated": made}
     if made and in_pass.begun:
         number = batches_handed_out(own)
-        # One that has come to its end before the others has handed out nothing since.
+        # A loader that has ended before the others has handed out nothing since.
         batches = number - ahead if at_most is None else min(number, at_most - in_pass.batches_before)
         place["position"], place["generators"] = in_pass.state(batches)
     return place

@@ -18,7 +18,7 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "python": (version, _as_tensor(numbers), gauss),
         "numpy": (str(kind), _as_tensor(keys), position, has_gauss, cached),
-        # Asking would initialise CUDA, after which this process could not be forked.
+        # A query would initialize CUDA, and afterwards this process could not be forked.
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }
 
@@ -36,7 +36,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def rng_preserved() -> Generator[None, None, None]:
-    """What is drawn within it is drawn again afterwards."""
+    """Within it, random draws are temporary: afterwards the generators draw the same numbers again."""
     state = rng_state()
     try:
         yield
@@ -45,8 +45,8 @@ def rng_preserved() -> Generator[None, None, None]:
 
 
 def _as_tensor(numbers: Any) -> Tensor:
-    # `weights_only` loading takes no arrays. One tensor, not hundreds of numbers: a checkpoint has those of all ranks,
-    # and is walked through. Of int32, as torch can hardly compute with uint32.
+    # `weights_only` loading takes no arrays. One tensor and not hundreds of numbers, because a checkpoint has those of
+    # all ranks, and code walks through it. Of int32, because torch can hardly compute with uint32.
     return torch.from_numpy(np.asarray(numbers, dtype=np.uint32).view(np.int32).copy())
 
 

@@ -1,7 +1,7 @@
-"""Samplers of data loaders that can begin in the middle of an epoch: what was drawn is drawn again, and dropped.
+"""Samplers of data loaders that can begin in the middle of an epoch: they draw the same indices again, and drop them.
 
-A checkpoint holds the random state in which an epoch began, how many indices were drawn, and a digest of them. It holds
-indices only of an epoch that another number of ranks has begun.
+A checkpoint holds the random state in which an epoch began, the number of drawn indices, and a digest of them. It holds
+the indices only if another number of ranks has begun the epoch.
 """
 
 import copy
@@ -28,22 +28,22 @@ from lightning_parstrat.strategies.data.stand_in import StandIn
 from lightning_parstrat.strategies.lightning_compat import sampler_within
 
 _AT_ONCE = 1024
-"""So many indices are dropped at once: an epoch may have more than fit into memory."""
+"""The number of indices that are dropped at once. An epoch may have more than fit into memory."""
 
 
 class Pass(Iterator[Any]):
-    """One pass over a loader's indices, which knows how to come to the same place again.
+    """One pass over a loader's indices, which can be resumed at the same place.
 
     Attributes:
         begun: Whether something has been drawn.
         before: The pass before it, until another one begins.
-        batches_before: How many batches were trained on before the pass was saved and gone on with.
-        counts_anew: Whether Lightning has to count from ``batches_before``, not from what it has counted.
+        batches_before: How many batches were trained on before the pass was saved and resumed.
+        counts_anew: Whether Lightning has to count from ``batches_before``, and not from its own count.
 
     Args:
-        sampler: Whose.
-        begin: What it began from, where it goes on.
-        items: All of its items, where it goes on.
+        sampler: The sampler of the pass.
+        begin: For a resumed pass, the state in which it began.
+        items: For a resumed pass, all of its items.
         taken: How many of them were trained on.
         drawn: How many of them were drawn.
     """
@@ -71,13 +71,13 @@ class Pass(Iterator[Any]):
         self._batches = sampler.batches(self._new_items() if begin is None else chain(again, items))
 
     def _new_items(self) -> Iterator[Any]:
-        # Only when the first is asked for: loaders with workers begin two passes, and drop the first.
+        # On the first item, not before: loaders with workers begin two passes, and drop the first.
         self._begin = self._sampler.begin_state()
         yield from self._sampler.source
 
     @property
     def digest(self) -> str:
-        """Of what has been drawn."""
+        """The digest of the drawn items."""
         return self._digest.hexdigest()
 
     @override
@@ -99,14 +99,14 @@ class Pass(Iterator[Any]):
         return batch
 
     def state(self, batches: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """What a checkpoint keeps of it, and the states that generators have then.
+        """The pass's entry in a checkpoint, and the states of the generators.
 
         Args:
-            batches: How many of its batches were trained on. Fewer than none: the last of the pass before were not.
+            batches: How many of its batches were trained on. If negative, the pass before has so many that were not.
         """
         if batches < 0 and self.before is not None:
             return self.before.state(self.before._number + batches)
-        # Where a training begins, Lightning still counts as it did in the checkpoint.
+        # When a training begins, Lightning still has the count of the checkpoint.
         batches = max(0, batches)
         position = {
             "begin": self._begin,
@@ -119,18 +119,18 @@ class Pass(Iterator[Any]):
 
 
 class PositionedSampler(StandIn):
-    """Stands for a loader's sampler of batches, or of samples where it makes none. Not collective.
+    """Stands for a loader's sampler of batches, or of samples if the loader makes no batches. Not collective.
 
     Attributes:
         latest: The pass that has begun last.
-        resumed: The next pass, where it is one that goes on.
+        resumed: The next pass, if it is a resumed one.
         saved: States of the generators when a checkpoint was saved.
-        set_at_begin: Whether generators are set to these when the next pass begins. By then the loader has drawn a seed
-            for its workers, which the training that was saved had drawn before.
-        keeps_seed: Whether the next pass draws no seed: the workers of the training that was saved had lived on.
+        set_at_begin: Whether generators are set to these states when the next pass begins. By then the loader has drawn
+            a seed for its workers. The saved training had drawn that seed earlier.
+        keeps_seed: Whether the next pass draws no seed, because the workers of the saved training were persistent.
 
     Args:
-        dataloader: The loader; it gets its own sampler back by :meth:`remove`.
+        dataloader: The loader. :meth:`remove` restores its sampler.
     """
 
     __slots__ = ("_generators", "_name", "_rng", "keeps_seed", "latest", "resumed", "saved", "set_at_begin")
@@ -149,13 +149,13 @@ class PositionedSampler(StandIn):
             dataloader.generator,
             *(value for owner in owners for value in getattr(owner, "__dict__", {}).values()),
         ]
-        # By identity: loader and sampler usually share one.
+        # By identity, because loader and sampler usually share one.
         self._generators = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
-        # The loader refuses this attribute to be set; what has it as `__dict__` does not ask it.
+        # The loader refuses to set this attribute. A change of its `__dict__` passes by that check.
         vars(dataloader)[self._name] = self
 
     def remove(self, dataloader: DataLoader[Any]) -> None:
-        """Gives a loader its own sampler back."""
+        """Restores a loader's sampler."""
         vars(dataloader)[self._name] = self.stands_for
 
     @property
@@ -164,12 +164,12 @@ class PositionedSampler(StandIn):
 
     @property
     def source(self) -> Any:
-        """Yields the items that batches are made of, or the batches."""
+        """The iterable of the items that batches are made of, or of the batches."""
         return self.stands_for.sampler if self._is_plain else self.stands_for
 
     @property
     def batch_size(self) -> int | None:
-        """Items of a batch of the next pass; None if each item is one."""
+        """Items of a batch of the next pass. None if the source yields batches."""
         return self.stands_for.batch_size if self._is_plain else None
 
     def batches(self, items: Any) -> Iterator[Any]:
@@ -179,7 +179,7 @@ class PositionedSampler(StandIn):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        # A loader asks for a pass first, and draws the seed then; with workers it asks once more.
+        # A loader calls it first, and draws the seed afterwards. With workers it calls it again after that.
         if self.keeps_seed and self._rng is None:
             self._rng = torch.get_rng_state()
         return Pass(self) if self.resumed is None else self.resumed
@@ -187,7 +187,7 @@ class PositionedSampler(StandIn):
     def begin(self, begun: Pass) -> None:
         """Notes that a pass draws its first batch."""
         if self.latest is not None:
-            # Of the pass before it nobody asks any more.
+            # No batch of the pass before it can be asked for any more.
             self.latest.before = None
         self.latest, self.resumed = begun, None
         if self._rng is not None:
@@ -197,12 +197,12 @@ class PositionedSampler(StandIn):
             self.set_generators()
 
     def set_generators(self) -> None:
-        """Sets the generators as they were when saved."""
+        """Sets the generators to their saved states."""
         self.set_at_begin = False
         self._set(self.saved)
 
     def generator_states(self) -> list[Tensor]:
-        """States of the generators that loader and sampler have of their own."""
+        """States of the generators that belong to the loader and the sampler."""
         return [generator.get_state() for generator in self._generators]
 
     def _set(self, states: Sequence[Tensor]) -> None:
@@ -210,7 +210,7 @@ class PositionedSampler(StandIn):
             generator.set_state(state)
 
     def begin_state(self) -> dict[str, Any]:
-        """What decides the order of a pass that begins now; plain values and tensors."""
+        """The state that decides the order of a pass that begins now: plain values and tensors."""
         source = self.source
         is_random = type(source) not in (DistributedSampler, SequentialSampler)
         rng = rng_state() if is_random else None
@@ -218,7 +218,7 @@ class PositionedSampler(StandIn):
 
     @contextmanager
     def _drawn_again(self, source: Any, begin: Mapping[str, Any]) -> Iterator[Iterator[Any]]:
-        """The items of a pass that began so, drawn from a sampler; later ones may be drawn when this has ended."""
+        """The items of a pass that began in this state, drawn from a sampler. Later ones may be drawn after its end."""
         if "items" in begin:
             yield iter(_unpacked(begin["items"]))
             return
@@ -228,13 +228,13 @@ class PositionedSampler(StandIn):
                 set_rng_state(begin["rng"])
             self._set(begin["generators"])
             if isinstance(source, DistributedSampler):
-                # For good: with another seed, the next epochs would not be those of the training that was saved.
+                # This change stays: with another seed, the next epochs would differ from those of the saved training.
                 source.seed = begin["seed"]
             yield iter(source)
         self._set(generators)
 
     def gone_on(self, position: Mapping[str, Any]) -> Pass | None:
-        """A pass that goes on where one was saved; None if what is drawn again is not what was drawn."""
+        """A pass that resumes a saved one. None if the indices drawn again differ from those drawn before."""
         begin, taken = position["begin"], position["taken"]
         with self._drawn_again(self.source, begin) as items:
             resumed = Pass(self, begin, items, taken, position["drawn"])
@@ -247,25 +247,27 @@ class PositionedSampler(StandIn):
         return resumed
 
     def _end_with_epoch(self, resumed: Pass, left: int) -> None:
-        """Has Lightning count so that a pass ends where the epoch does, also if batches have another size."""
+        """Makes Lightning count so that the pass ends with the epoch, also if batches have another size."""
         size, drops_last = self.batch_size or 1, self._is_plain and self.stands_for.drop_last
         before = len(self) - (left // size if drops_last else -(-left // size))
         resumed.counts_anew, resumed.batches_before = before != resumed.batches_before, before
 
     @property
     def shares_order(self) -> bool:
-        """Whether ranks take one order in turns, so that others can take what is left of it."""
+        """Whether ranks take one order in turns, so that other ranks can share the rest of it."""
         source = self.source
         is_dealt = any(isinstance(one, DistributedSampler) for one in (source, getattr(source, "sampler", None)))
         return is_dealt and sized_len(source) is not None
 
     def dealt(self, positions: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Pass | None:
-        """This rank's part of what another number of ranks has left of an epoch; None as in :meth:`gone_on`.
+        """This rank's part of an epoch's rest, if another number of ranks has begun the epoch. None as in `gone_on`.
+
+        It is also None if the items are not indices.
 
         Args:
-            positions: Of each rank that has begun it.
-            rank: This one.
-            ranks: How many there are now.
+            positions: The position of each rank that has begun the epoch.
+            rank: This rank.
+            ranks: The number of ranks now.
         """
         left = self._left_by(positions)
         own = None if left is None else _packed(share(left, rank, ranks))
@@ -277,12 +279,12 @@ class PositionedSampler(StandIn):
         return resumed
 
     def _left_by(self, positions: Sequence[Mapping[str, Any]]) -> list[Any] | None:
-        """What no rank has taken of an epoch that ranks share, in its order; without padding where that is known."""
+        """The items of a shared epoch that no rank has taken, in its order. Without padding, if the length is known."""
         source, begin, of = self.source, positions[0]["begin"], len(positions)
         alone: list[Any] = []
         whole = begin.get("whole")
         if "items" not in begin and type(source) in (DistributedSampler, DistributedSamplerWrapper):
-            # All orders at once: of N ranks, rank r has items r, r + N, r + 2N of what a single one has.
+            # All orders at once: of N ranks, rank r has items r, r + N, r + 2N of the order of a single rank.
             whole = len(source.dataset)
             with self._drawn_again(_as_rank(source, 0, 1), begin) as items:
                 alone = list(items)
@@ -292,7 +294,7 @@ class PositionedSampler(StandIn):
             if not alone or not _are_as_drawn(part, position):
                 sampler = _as_rank(source, rank, of)
                 with self._drawn_again(sampler, position["begin"]) as items:
-                    # No more than it says it has: it may go on forever.
+                    # No more than its length: the sampler may yield items forever.
                     part = list(items if "items" in begin else islice(items, len(sampler)))
             if not _are_as_drawn(part, position):
                 return None
@@ -301,9 +303,9 @@ class PositionedSampler(StandIn):
 
 
 def _add(digest: Any, items: Sequence[Any]) -> None:
-    """Adds items to a digest: equal ones give the same, however they are put into batches."""
+    """Adds items to a digest. Equal items give the same digest in batches of any size."""
     kinds = (Tensor, np.ndarray, np.generic)
-    # What torch and NumPy print may leave out values.
+    # The `repr` of tensors and arrays may leave out values.
     plain = (
         one if type(one) is int else apply_to_collection(one, kinds, lambda value: value.tolist()) for one in items
     )
@@ -317,7 +319,7 @@ def _are_as_drawn(items: Sequence[Any], position: Mapping[str, Any]) -> bool:
 
 
 def _as_rank(sampler: Any, rank: int, ranks: int) -> Any:
-    """A copy of a sampler that shares an order with those of other ranks, as one of them has it."""
+    """A copy of a sampler that shares an order with other ranks, as one of these ranks would have it."""
     own = copy.copy(sampler)
     inner = own if isinstance(own, DistributedSampler) else copy.copy(own.sampler)
     samples = len(inner.dataset)
@@ -330,7 +332,7 @@ def _as_rank(sampler: Any, rank: int, ranks: int) -> Any:
 
 
 def _packed(items: Sequence[Any]) -> Any:
-    """Indices as one tensor, batches of them as lists; None of anything else, which a checkpoint may not hold."""
+    """Indices as one tensor, batches of them as lists. None for other items, which a checkpoint may not hold."""
     try:
         return torch.tensor([index(item) for item in items], dtype=torch.int64)
     except TypeError:
@@ -347,6 +349,6 @@ def _unpacked(items: Any) -> list[Any]:
 
 
 def batches_before(iterator: Any) -> int:
-    """How many batches of its pass a loader's iterator leaves out, as they came before a resume."""
+    """How many batches of its pass a loader's iterator leaves out, because they came before a resume."""
     own = index_iterator(iterator)
     return own.batches_before if isinstance(own, Pass) else 0

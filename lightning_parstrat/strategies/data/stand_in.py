@@ -1,4 +1,4 @@
-"""Objects that stand for a loader or a sampler of the user's, and do one thing differently."""
+"""Objects that stand for a user's loader or sampler, and do one thing differently."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,10 +7,10 @@ from typing_extensions import override
 
 
 class StandIn:
-    """Stands for another object: what a subclass has no slot for is read from that object, and set on it.
+    """Stands for another object: attributes without a slot in a subclass are read from that object, and set on it.
 
-    Programs that ask what it is an instance of find that object's class; copies and pickles are of that object. So
-    nothing of the user's is changed, and nothing has to be given back.
+    ``isinstance`` finds that object's class. Copies and pickles are copies of that object. So the user's objects are
+    not changed, and need not be restored.
 
     Attributes:
         stands_for: The object.
@@ -28,7 +28,7 @@ class StandIn:
         return len(self.stands_for)
 
     def __getattr__(self, name: str) -> Any:
-        # While it is being made it stands for nothing: asking itself for that would never end.
+        # Before `__init__` has set it, a lookup would recurse forever.
         if name == "stands_for":
             raise AttributeError(name)
         return getattr(self.stands_for, name)

@@ -1,1 +1,1 @@
-"""Accumulation, clipping and precision around a step, and who looks at its gradients."""
+"""Accumulation, clipping and precision around a step, and the code that may read its gradients."""

@@ -1,4 +1,4 @@
-"""Gradients of one big batch: what all strategies do between the micro-batches of a step, and around the step."""
+"""Gradients of one big batch: the work of all strategies between the micro-batches of a step, and around the step."""
 
 import functools
 import sys
@@ -38,12 +38,12 @@ LOSS_WEIGHT = "loss_weight"
 
 
 class GradientHooks(NamedTuple):
-    """What a strategy does with gradients, and its accumulation calls.
+    """A strategy's functions for gradients, which its accumulation calls.
 
     Attributes:
-        leaves: The tensors that a backward computes gradients for: as a rule all parameters.
-        end_backward: Called once after every backward; whether its gradients are those of a whole window.
-        reduce_local: Sends what is in ``param.grad`` and no backward has sent.
+        leaves: Returns the tensors that a backward computes gradients for. Usually these are all parameters.
+        end_backward: Called once after every backward, with whether its gradients are those of a whole window.
+        reduce_local: Sends the gradients in ``param.grad`` that no backward has sent.
         before_step: Called between the closure and the optimizer's step.
     """
 
@@ -54,13 +54,13 @@ class GradientHooks(NamedTuple):
 
 
 class Accumulation(Part):
-    """Steps that are exactly those of one big batch, clipped as such.
+    """Makes a step equal to a step on one big batch, also in clipping.
 
     Args:
-        strategy: The strategy it is a part of.
-        ranks: Its ranks.
-        policy: What a step is the mean of, and when it is left out.
-        hooks: What the strategy does with gradients.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
+        policy: Says what a step is the mean of, and when it is skipped.
+        hooks: The strategy's functions for gradients.
     """
 
     _of_one_training = frozenset({"_clipper", "_loss_hook", "_restore_precision", "_weights", "scale"})
@@ -71,10 +71,10 @@ class Accumulation(Part):
         self.accumulates = False
         """Whether the next backward is not the last of its window."""
         self.scale: GradientScale | None = None
-        """What makes the window's mean of the sum over ranks, once its last backward has begun. Collective."""
+        """The factor from the sum over ranks to the window's mean, once its last backward has begun. Collective."""
         self.backward_has_ended = True
         self.said: set[str] = set()
-        """What this training has logged."""
+        """The messages that this training has logged."""
         self._window = AccumulationWindow()
         self._weights: LossWeights | None = None
         self._clipper: GradientClipper | None = None
@@ -88,12 +88,12 @@ class Accumulation(Part):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the last step's gradients before clipping; None where nobody has asked for it."""
+        """The norm of the last step's gradients before clipping. None if it was not measured."""
         return None if self._clipper is None or self._clipper.latest is None else self._clipper.latest.norm
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps of this training were left out. It waits for a device that decides by itself."""
+        """How many steps of this training were skipped. It waits for a device that decides about skips."""
         unknown = None if self._clipper is None else self._clipper.skipped_on_device
         return self._skipped_steps + (0 if unknown is None else int(unknown.item()))
 
@@ -103,7 +103,7 @@ class Accumulation(Part):
 
     @override
     def begin_fit(self) -> None:
-        """Lets the precision plugin clip gradients wherever they are. Collective."""
+        """Lets the precision plugin clip gradients, in shards or on every rank. Collective."""
         warn_of_untried_versions()
         self._end_fit()
         self._number = self._ranks.number
@@ -127,7 +127,7 @@ class Accumulation(Part):
 
     @override
     def on_train_start(self) -> None:
-        """Warns of the one way to draw batches that loses accumulated gradients."""
+        """Warns of `training_step(dataloader_iter)`, which loses accumulated gradients."""
         draws_batches = is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True)
         if draws_batches and self._trainer.accumulate_grad_batches > 1:
             self.say_once(
@@ -137,13 +137,13 @@ class Accumulation(Part):
             )
 
     def begin_batch(self) -> None:
-        """Counts the micro-batches of the window, and lets schedulers go on that had waited for a skipped step."""
+        """Counts the micro-batches of the window, and releases schedulers that were held for a skipped step."""
         self._schedulers.release()
         if self.scale is not None:
-            # Where nobody has stepped since, it must be known before its window is forgotten.
+            # If no optimizer has stepped since, the scale must be computed before its window is forgotten.
             self.scale()
         trainer = self._strategy.lightning_module.trainer
-        # The index handed in lags behind where a training step draws batches by itself.
+        # If a training step draws batches itself, the index in the arguments lags behind.
         index = trainer.fit_loop.epoch_loop.batch_idx
         if self._window.begin_batch(index, trainer.accumulate_grad_batches):
             self.scale = None
@@ -153,7 +153,7 @@ class Accumulation(Part):
             self._clipper.begin_backward()
 
     def note_output(self, output: STEP_OUTPUT) -> None:
-        """Keeps the weight that a training step gives its loss."""
+        """Keeps the weight that a training step returns for its loss."""
         self._loss_weight = output.get(LOSS_WEIGHT) if isinstance(output, Mapping) else None
         if self._loss_weight is not None and not self._module.automatic_optimization:
             self.say_once(
@@ -163,16 +163,16 @@ class Accumulation(Part):
             )
 
     def begin_backward(self, loss: Tensor) -> None:
-        """Has backward weigh the loss; the last backward of a window leaves the mean over the whole window."""
+        """Makes backward weigh the loss. The last backward of a window leaves the mean over the whole window."""
         factor = self._factor_of_loss()
         if factor is not None and loss.requires_grad:
-            # Its gradient, not the loss itself: that goes on through the user's plugins and hooks as it is.
+            # Its gradient is weighed, not the loss: plugins and hooks of the user get the loss unchanged.
             weigh = functools.partial(_weighed, factor)
             self._loss_hook = loss.register_hook(weigh)  # type: ignore[no-untyped-call]
         self.backward_has_ended = False
 
     def _factor_of_loss(self) -> float | Tensor | None:
-        """Takes note of another micro-batch; returns what its loss is to be multiplied by, or None."""
+        """Counts another micro-batch. Returns the factor of its loss, or None."""
         self.scale = None
         if self._clipper is not None:
             self._clipper.begin_backward()
@@ -192,12 +192,12 @@ class Accumulation(Part):
         return factor
 
     def end_backward(self) -> None:
-        """As a rule the precision plugin calls it, before hooks look at gradients. A second call does nothing."""
+        """Usually the precision plugin calls it, before hooks read gradients. A second call does nothing."""
         if self.backward_has_ended:
             return
         self.backward_has_ended = True
         if self._loss_hook is not None:
-            # The same loss may be run backward again, with another weight.
+            # The program may run backward on the same loss again, with another weight.
             self._loss_hook.remove()
             self._loss_hook = None
         if self._weights is not None:
@@ -205,9 +205,9 @@ class Accumulation(Part):
         self._hooks.end_backward(not self.accumulates)
 
     def _complete_window(self) -> None:
-        """Reduces and scales gradients where the last micro-batch of a window had no backward to do it in.
+        """Reduces and scales gradients if the last micro-batch of a window had no backward.
 
-        Alone, a rank may return None from ``training_step``; among others Lightning refuses it.
+        Only a training with one rank may return None from ``training_step``. With more, Lightning refuses it.
         """
         waits = self.scale is None and not self.accumulates and self._window.backwards
         if waits and self._module.automatic_optimization:
@@ -221,9 +221,9 @@ class Accumulation(Part):
         return self.scale is not None and self.scale() == 0.0
 
     def _scale_of_window(self) -> float:
-        """What makes the window's mean of the sum of its gradients over ranks. Collective where losses have weights."""
+        """The factor from the sum over ranks to the window's mean. Collective if losses have weights."""
         accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._number
-        # All ranks must count alike, and draw equally many batches; alone, one knows for how many it was called.
+        # All ranks must count alike, and draw equally many batches. A single rank counts its backwards.
         micro_batches = self._window.backwards if number == 1 else self._window.micro_batches
         if self._weights is not None and self._weights.used:
             total = self._weights.total()
@@ -251,8 +251,8 @@ class Accumulation(Part):
 
     @property
     def factor_of_mean(self) -> float:
-        """What makes the window's mean of the mean over ranks. Collective if losses have weights."""
-        # Exactly 1 where nothing is to be done, which a product may miss.
+        """The factor from the mean over ranks to the window's mean. Collective if losses have weights."""
+        # Exactly 1 if no factor is needed. A product could round to another number.
         is_mean = self.scale is None or self.scale() == 1.0 / self._number
         return 1.0 if self.scale is None or is_mean else self.scale() * self._number
 
@@ -268,17 +268,17 @@ class Accumulation(Part):
     def step(
         self, by_lightning: Callable[..., Any], optimizer: Optimizer, closure: Any, *args: Any, **given: Any
     ) -> Any:
-        """Runs what of the closure is left, clips and steps; or leaves the step out, on all ranks.
+        """Runs the rest of the closure, clips and steps. Or skips the step on all ranks.
 
         Args:
             by_lightning: Steps as Lightning's strategy does, with the arguments that follow.
-            optimizer: Steps.
+            optimizer: The optimizer that steps.
             closure: Computes the loss.
-            *args: Passed on.
-            **given: Passed on.
+            *args: Passed to ``by_lightning``.
+            **given: Passed to ``by_lightning``.
         """
         if self._number > 1 and needs_closure(unwrapped(optimizer)):
-            # It decides by the loss how far to go, and whether to ask again: the same on all ranks.
+            # By the loss, the optimizer decides how far to step, and whether to call again. All ranks need the same.
             closure = functools.partial(self._mean_loss, closure)
         try:
             return by_lightning(optimizer, closure, *args, **given)
@@ -295,13 +295,13 @@ class Accumulation(Part):
         return None
 
     def _mean_loss(self, closure: Callable[[], Any]) -> Any:
-        """Evaluates a closure; its loss is the mean over ranks, weighed as their gradients are. Collective."""
+        """Calls a closure. Its loss becomes the mean over ranks, weighed as their gradients are. Collective."""
         loss = closure()
         if not isinstance(loss, Tensor):
             return loss
         weighs = self._weights is not None and self._weights.used
         weight = torch.as_tensor(self._loss_weight if weighs else 1.0, dtype=loss.dtype, device=loss.device).reshape(())
-        # The mean over nothing but padding is NaN, and counts nothing.
+        # The mean over padding alone is NaN, and must count nothing.
         weighted = torch.where(weight > 0, loss.detach().reshape(()) * weight, 0)
         total_loss, total_weight = self._strategy.reduce(torch.stack((weighted, weight)), reduce_op="sum")
         return total_loss / total_weight
@@ -319,7 +319,7 @@ class Accumulation(Part):
 
     @override
     def teardown(self) -> None:
-        """Gives the precision plugin back as it was."""
+        """Restores the precision plugin."""
         self._end_fit()
         self._listeners.clear()
 
@@ -340,12 +340,12 @@ class Accumulation(Part):
 
 
 def _weighed(factor: float | Tensor, gradient: Tensor) -> Tensor:
-    # A factor on the device is fp32, and so would its product be with a 0-d gradient of 16 bits.
+    # A factor on the device is fp32, and so would be its product with a 0-d gradient of 16 bits.
     return (gradient * factor).to(gradient.dtype)
 
 
 class _Once:
-    """Calls a function once, when first asked; ``functools.cache`` would do the same, with 30 calls to set it up."""
+    """Calls a function once, on first use. ``functools.cache`` would do the same, with 30 calls to set it up."""
 
     def __init__(self, ask: GradientScale) -> None:
         self._ask = ask
@@ -358,23 +358,23 @@ class _Once:
 
 
 class HeldSchedulers:
-    """Keeps schedulers that go by steps from going on, by the frequency that Lightning steps them with.
+    """Keeps schedulers that count steps from stepping. It changes the frequency by which Lightning steps them.
 
-    Lightning asks after every batch, and for those that watch a metric once more after a validation: they are held
-    until the next batch begins.
+    Lightning steps schedulers after every batch. After a validation it steps those that watch a metric once more. So
+    they are held until the next batch begins.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[LRSchedulerConfig, int]] = []
 
     def hold(self, configs: Iterable[LRSchedulerConfig], optimizer: Optimizer) -> None:
-        """Holds those of ``optimizer`` that go by steps; those that go by epochs go on."""
+        """Holds the schedulers of ``optimizer`` that count steps. Those that count epochs are not held."""
         for config in configs:
             if config.interval == "step" and getattr(config.scheduler, "optimizer", None) is optimizer:
                 self._held.append((config, config.frequency))
                 config.frequency = sys.maxsize
 
     def release(self) -> None:
-        """Lets them go on as before."""
+        """Restores the schedulers' frequencies."""
         while self._held:
             config, config.frequency = self._held.pop()

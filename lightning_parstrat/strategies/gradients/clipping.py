@@ -1,6 +1,6 @@
-"""What happens to gradients between backward and step: do they count, are they finite, what is their norm.
+"""Gradients between backward and step: whether they count and are finite, their norm, and clipping.
 
-One implementation for both strategies; where gradients are (in shards, or on every rank) is known to the floor below.
+All strategies share this implementation. The floor below knows whether gradients are in shards or on every rank.
 """
 
 import math
@@ -29,10 +29,10 @@ class GradientNorm:
     """The norm of a step's gradients.
 
     Attributes:
-        norm: Before clipping, a 0-d tensor.
-        coefficient: What clipping by norm multiplied gradients by, a 0-d tensor; None where there was no clipping.
-        skipped: 1 where the optimizer has left the step out by itself, which only the device knows, else 0; or None.
-        is_agreed: Whether it is over all ranks' shards, and so the same on all of them.
+        norm: The norm before clipping, a 0-d tensor.
+        coefficient: The factor by which clipping by norm multiplied gradients, a 0-d tensor. None without clipping.
+        skipped: 1 if the optimizer has skipped the step, else 0. A tensor, because only the device knows. Or None.
+        is_agreed: Whether the norm is over all ranks' shards, and so the same on all ranks.
     """
 
     norm: Tensor
@@ -42,22 +42,22 @@ class GradientNorm:
 
 
 class StepSkipped(Exception):
-    """Leaves an optimizer's step before it has changed anything; all ranks leave it together."""
+    """Ends an optimizer's step before it has changed anything. All ranks raise it together."""
 
 
 class NonfiniteGradientError(RuntimeError):
-    """Gradients became NaN or infinite on some rank; raised on all of them."""
+    """Gradients became NaN or infinite on some rank. All ranks raise it."""
 
 
 class GradientClipper:
-    """Measures and clips gradients as the policy says. Creating it is collective.
+    """Measures and clips gradients by the policy. Creating it is collective.
 
     Args:
         policy: The policy.
-        control: Tells all ranks what one of them has found.
-        optimizers: All optimizers in training, asked for when the norm is to be taken over all of them.
+        control: Sends what one rank has found to all ranks.
+        optimizers: Returns all optimizers in training. Called when the norm is taken over all of them.
         is_weightless: Whether no micro-batch of this step has any weight, the same on all ranks.
-        listeners: Are given the norm of every step.
+        listeners: Called with the norm of every step.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class GradientClipper:
         self.latest: GradientNorm | None = None
         self.skipped_on_device: Tensor | None = None
         self.unscaled: set[Optimizer] = set()
-        """Those whose gradients have been divided by the loss scale since the last backward."""
+        """Optimizers whose gradients have been divided by the loss scale since the last backward."""
         self._policy, self._p = policy, policy.p
         self._control = control
         self._optimizers = optimizers
         self._is_weightless = is_weightless
         self._listeners = listeners
-        # Measuring is collective: where one rank's callback asks for it, all take part.
+        # Measuring is collective: if one rank's callback needs the norm, all ranks take part.
         self._any_listens = any_rank(bool(listeners), control)
         self._measured: dict[Optimizer, GradientNorm] = {}
         self._reusable: set[Optimizer] = set()
@@ -85,14 +85,14 @@ class GradientClipper:
         self._of_all: GradientNorm | None = None
 
     def begin_backward(self) -> None:
-        """Forgets what was measured: new gradients are about to come."""
+        """Forgets the measured norms, because new gradients are about to come."""
         self._measured.clear()
         self._reusable.clear()
         self._clipped.clear()
         self._of_all = None
 
     def measured_with(self, optimizer: Optimizer) -> list[Optimizer]:
-        """The optimizers whose gradients are one whole with those of ``optimizer``. Collective."""
+        """The optimizers whose gradients are clipped together with those of ``optimizer``. Collective."""
         optimizer = unwrapped(optimizer)
         if self._policy.clip_scope == "optimizer":
             return [optimizer]
@@ -100,23 +100,23 @@ class GradientClipper:
 
     @property
     def looks_before_step(self) -> bool:
-        """Whether :meth:`check` will look at gradients."""
+        """Whether :meth:`check` measures gradients."""
         return self._policy.nonfinite_grads != "propagate" or self._any_listens
 
     def check(self, optimizer: Optimizer, clipping_follows: bool) -> None:
-        """Looks at the gradients that ``optimizer`` is about to step with, if the policy or a listener asks for it.
+        """Measures the gradients that ``optimizer`` is about to step with, if the policy or a listener needs it.
 
-        Collective. The norm, put together by one small all-reduce on the gradients' device, tells all ranks what any of
-        them has; only ``"skip"`` and ``"raise"`` wait for it on the host.
+        Collective. One small all-reduce on the gradients' device computes the norm. A non-finite gradient on any rank
+        makes it non-finite on all ranks. Only ``"skip"`` and ``"raise"`` wait for the norm on the host.
 
         Args:
             optimizer: The optimizer.
-            clipping_follows: Whether clipping comes next, with nothing in between that may change gradients: then it
-                need not measure them again.
+            clipping_follows: Whether clipping comes next, and no code in between may change gradients. Then clipping
+                uses the same norm.
 
         Raises:
-            StepSkipped: They are not finite, and such steps are skipped or an error; or nothing in this step has any
-                weight.
+            StepSkipped: Gradients are not finite, and the policy is to skip or raise. Or no micro-batch of this step
+                has any weight.
         """
         optimizer = unwrapped(optimizer)
         if self._is_weightless():
@@ -131,10 +131,10 @@ class GradientClipper:
             raise StepSkipped
 
     def clip_by_norm(self, optimizer: Optimizer, max_norm: float) -> None:
-        """Scales an optimizer's gradients; collective where they are sharded.
+        """Scales an optimizer's gradients. Collective if they are sharded.
 
-        Between two backwards the norm over all optimizers (``clip_scope="global"``) is taken once, before any of them
-        is clipped. With one that is clipped again, the same begins anew.
+        Between two backwards, the norm over all optimizers (``clip_scope="global"``) is measured once, before any of
+        them is clipped. If an optimizer is clipped again, the norm is measured again.
         """
         optimizer = unwrapped(optimizer)
         gradients = step_gradients([optimizer])
@@ -151,23 +151,23 @@ class GradientClipper:
         self._note(optimizer, replace(measured, coefficient=coefficient))
 
     def clip_by_value(self, optimizer: Optimizer, max_value: float) -> None:
-        """Clamps an optimizer's gradients; collective where they are sharded and still under way."""
+        """Clamps an optimizer's gradients. Collective if they are sharded and still in flight."""
         clip_gradients_by_value(step_gradients([unwrapped(optimizer)]), max_value)
 
     def end_step(self, optimizer: Optimizer) -> None:
-        """Hands the norm to whoever asked for it: ``optimizer`` has stepped."""
+        """Calls the listeners with the norm, because ``optimizer`` has stepped."""
         measured = self._measured.pop(unwrapped(optimizer), None)
         if measured is not None:
             for listener in self._listeners:
                 listener(measured)
 
     def skip_step(self, optimizer: Optimizer) -> None:
-        """Keeps the norm from those who asked for it: ``optimizer`` will not step."""
+        """Forgets the norm without a call of the listeners, because ``optimizer`` will not step."""
         self._measured.pop(unwrapped(optimizer), None)
         self._reusable.discard(unwrapped(optimizer))
 
     def note_skip_on_device(self, optimizer: Optimizer, skipped: Tensor) -> None:
-        """Takes note of whether ``optimizer`` has left its step out, a 0-d tensor of 1 or 0. Waits for nothing."""
+        """Notes whether ``optimizer`` has skipped its step, a 0-d tensor of 1 or 0. Does not wait for the device."""
         before = self.skipped_on_device
         self.skipped_on_device = skipped.clone() if before is None else before + skipped
         measured = self._measured.get(unwrapped(optimizer))
@@ -190,13 +190,13 @@ class GradientClipper:
     def _is_nonfinite(self, optimizer: Optimizer, measured: GradientNorm) -> bool:
         if not self._on_any_rank(measured):
             return False
-        # A norm overflows before gradients do, unless it is their maximum.
+        # A norm can overflow although no gradient does, unless the norm is their maximum.
         largest = self._norm_of(step_gradients(self.measured_with(optimizer)), math.inf)
         return self._on_any_rank(largest)
 
     def _on_any_rank(self, measured: GradientNorm) -> bool:
-        """Whether the norm is not finite, on any rank."""
+        """Whether the norm is not finite on any rank."""
         is_nonfinite = not math.isfinite(measured.norm.item())
-        # Of gradients that every rank has it need not be the same: parameters may be there that nobody synchronises, or
-        # that a user has changed on one rank.
+        # Gradients that every rank has may differ between ranks. Some parameters may not be synchronized, or the user
+        # may have changed them on one rank.
         return is_nonfinite if measured.is_agreed else any_rank(is_nonfinite, self._control)

@@ -1,4 +1,4 @@
-"""A callback that logs gradient norms, how often they were clipped, and skipped steps."""
+"""A callback that logs gradient norms, the share of clipped steps, and skipped steps."""
 
 from typing import Any
 
@@ -13,25 +13,25 @@ from lightning_parstrat.strategies.lightning_compat import batches_that_stepped,
 
 
 class GradNormMonitor(Callback):
-    """Logs to every logger, each ``log_every_n_steps``, what became of the gradients since it last did.
+    """Logs the norms of gradients, and clipped and skipped steps, to every logger each ``log_every_n_steps``.
 
-    - ``grad_norm`` and ``grad_norm_max``: mean and largest norm before clipping, over all ranks; a norm that is not
-      finite shows.
-    - ``grad_clip_ratio``: the share of steps that clipping by norm made smaller; where it is switched on.
-    - ``skipped_steps``: how many steps of the training were left out; their norms are not in the above.
+    - ``grad_norm`` and ``grad_norm_max``: mean and largest norm before clipping, over all ranks and the steps since the
+      last log. A norm that is not finite shows.
+    - ``grad_clip_ratio``: the share of steps that clipping by norm made smaller. Logged if clipping by norm is on.
+    - ``skipped_steps``: how many steps of the training were skipped. Their norms are not in the above.
 
-    They are in ``trainer.callback_metrics`` too. The norm is measured for it where clipping by norm does not already:
-    one pass over the gradients and one scalar all-reduce a step. Nothing waits on the host but when it logs.
+    The values are in ``trainer.callback_metrics`` too. If clipping by norm does not measure the norm already, the
+    callback costs one pass over the gradients and one scalar all-reduce a step. The host waits only for a log.
 
     Args:
-        prefix: What the names begin with, such as ``"train/"``.
+        prefix: The text that the names begin with, such as ``"train/"``.
     """
 
     def __init__(self, prefix: str = "") -> None:
         super().__init__()
         self.prefix = prefix
         self._sums: Tensor | None = None
-        """Of norms, of steps, and of steps that were clipped: since it last logged, on the gradients' device."""
+        """Sums of norms, of steps, and of clipped steps since the last log, on the gradients' device."""
         self._largest: Tensor | None = None
         self._clips = False
         self._logged_skipped = 0
@@ -42,11 +42,11 @@ class GradNormMonitor(Callback):
         """Asks the strategy for norms.
 
         Raises:
-            MisconfigurationException: The strategy is none of this package.
+            MisconfigurationException: The strategy is not one of this package.
         """
         if stage != "fit":
             return
-        # Not by class: Lightning takes callbacks of the other package that it is published as, with their own classes.
+        # Not by class: Lightning takes callbacks of its other package, and these expect strategies of that package.
         if not hasattr(trainer.strategy, "on_gradient_norm"):
             raise MisconfigurationException(
                 f"GradNormMonitor needs a strategy that knows the norm, and found {type(trainer.strategy).__name__}."
@@ -58,7 +58,7 @@ class GradNormMonitor(Callback):
 
     def _update(self, measured: GradientNorm) -> None:
         norm = measured.norm
-        # Whether a fused optimizer has left a step out, only the device knows.
+        # Only the device knows whether a fused optimizer has skipped a step.
         done = torch.ones_like(norm) if measured.skipped is None else 1.0 - measured.skipped
         clipped = torch.zeros_like(norm) if measured.coefficient is None else measured.coefficient < 1.0
         sums = torch.where(done > 0, torch.stack([norm, torch.ones_like(norm), clipped.to(norm.dtype)]), 0.0)
@@ -69,21 +69,21 @@ class GradNormMonitor(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *args: object, **kwargs: object) -> None:
-        """Logs when the trainer does: after a step, not after each of the micro-batches it is made of."""
+        """Logs when the trainer does: after a step, not after each micro-batch."""
         accumulates = trainer.lightning_module.automatic_optimization and window_is_open(trainer)
         if logs_after_this_batch(trainer) and not accumulates:
             self._log(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Logs what the last steps have left."""
+        """Logs the norms of the last steps."""
         skipped = 0 if self._strategy is None else self._strategy.skipped_steps
         if self._sums is not None or skipped != self._logged_skipped:
             self._log(trainer)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Lets go of the strategy."""
+        """Drops the reference to the strategy."""
         self._strategy = None
 
     def _log(self, trainer: Trainer) -> None:

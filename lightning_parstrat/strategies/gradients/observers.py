@@ -1,4 +1,4 @@
-"""Who may look at gradients: the one place that knows."""
+"""Finds all code that may read gradients."""
 
 import inspect
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ _HOOKS_AFTER_THE_STEP = (
     "on_train_epoch_start",
     "training_step",
 )
-"""Here gradients have had their use, so only those count whose code mentions them."""
+"""Hooks that run when gradients have been used. They count only if their code mentions gradients."""
 _HOOKS_BETWEEN_MICRO_BATCHES = (
     "on_before_backward",
     "on_train_batch_end",
@@ -54,7 +54,7 @@ _HOOKS_BETWEEN_MICRO_BATCHES = (
 _READS = ("grad", "grad_norm")
 _READS_OR_CLEARS = (*_READS, "zero_grad")
 CLIPPING_METHODS = ("clip_grad_by_norm", "clip_grad_by_value", "clip_gradients")
-"""Of a precision plugin."""
+"""Methods of a precision plugin."""
 _PLUGIN_METHODS_THAT_SEE_GRADIENTS = (*CLIPPING_METHODS, "optimizer_step")
 
 
@@ -64,19 +64,19 @@ def observers_of_gradients(
     optimizers: Sequence[Optimizer],
     precision: Precision,
 ) -> list[str]:
-    """Everything of the user's that runs while gradients exist, and so may read or change them.
+    """The user's code that runs while gradients exist, and so may read or change them.
 
-    What Lightning itself ships in these places reads no gradients, with the exception of ``LambdaCallback``, which runs
-    the user's functions.
+    Lightning's own callbacks and plugins read no gradients in these hooks. The exception is ``LambdaCallback``, which
+    runs the user's functions.
 
     Args:
         module: The module in training.
-        callbacks: The trainer's.
-        optimizers: The module's.
-        precision: The precision plugin; a user's own may clip by itself.
+        callbacks: The trainer's callbacks.
+        optimizers: The module's optimizers.
+        precision: The precision plugin. A user's own plugin may clip by itself.
 
     Returns:
-        Names to show to the user; empty where nobody looks.
+        Names to show to the user. Empty if no code reads gradients.
     """
     observers = []
     if not module.automatic_optimization:
@@ -96,16 +96,16 @@ def observers_of_gradients(
 
 
 def observers_between_micro_batches(module: LightningModule, callbacks: Sequence[Callback]) -> list[str]:
-    """What of the user's may read, change or clear what this rank has accumulated before the window's last micro-batch.
+    """The user's code that may read, change or clear accumulated gradients before the window's last micro-batch.
 
-    Beside those of :func:`observers_of_gradients`. Hooks of parameters count that are there now.
+    These come on top of :func:`observers_of_gradients`. Hooks of parameters count if they exist now.
 
     Args:
         module: The module in training.
-        callbacks: The trainer's.
+        callbacks: The trainer's callbacks.
 
     Returns:
-        Names to show to the user; empty where nobody does.
+        Names to show to the user. Empty if there is no such code.
     """
     observers = [
         f"{type(owner).__name__}.{hook}"
@@ -120,7 +120,7 @@ def observers_between_micro_batches(module: LightningModule, callbacks: Sequence
 
 
 def users_own(owner: Any, names: Sequence[str]) -> list[str]:
-    """The methods that a user has defined, on the class or (as LambdaCallback does) on the object."""
+    """The methods that a user has defined, on the class or on the object. LambdaCallback sets them on the object."""
     return [name for name in names if name in vars(owner) or _is_users(getattr(type(owner), name, None))]
 
 
@@ -131,12 +131,12 @@ def _is_users(function: Any) -> bool:
 
 
 def mentions_gradients(owner: Any, name: str, attributes: Sequence[str] = _READS) -> bool:
-    """Whether the code of a method reads an attribute ``grad``, or that of the methods of its object that it calls.
+    """Whether a method's code reads an attribute ``grad``. Methods of the object that it calls count, too.
 
     Args:
         owner: The object.
         name: The method's name.
-        attributes: What counts as reading.
+        attributes: The names that count as reading.
     """
     seen: set[str] = set()
     waiting = [name]

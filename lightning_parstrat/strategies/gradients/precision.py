@@ -1,7 +1,7 @@
-"""Lightning's precision plugins, clipping and unscaling gradients wherever they are.
+"""Lightning's precision plugins, with clipping and unscaling of gradients in shards or on every rank.
 
-The plugin's class is swapped for a subclass while a training lasts, so that the object stays the user's. It keeps its
-``__qualname__``, under which Lightning files a plugin's state in checkpoints.
+During a training the plugin's class is replaced by a subclass, so that the object stays the user's. The subclass keeps
+the ``__qualname__``: Lightning saves a plugin's state in checkpoints under that name.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 
 class WindowHooks(NamedTuple):
-    """What is called on the way from a backward to the step.
+    """Functions called between a backward and the step.
 
     Attributes:
-        end_backward: Called after every backward, before hooks look at its gradients.
+        end_backward: Called after every backward, before hooks read its gradients.
         complete_window: Called before gradients are stepped, for a window whose last micro-batch had no backward.
-        on_skip: Called when the loss scale was too large, and an optimizer's step was left out for it.
+        on_skip: Called when an optimizer's step was skipped because the loss scale was too large.
     """
 
     end_backward: Callable[[], None]
@@ -38,20 +38,20 @@ class WindowHooks(NamedTuple):
 
 
 class _ClippingPrecision:
-    """What differs from Lightning's plugins, whichever it is.
+    """The differences from Lightning's plugins, whichever it is.
 
-    It has no base, so that it is not taken for a precision of its own where all of them are listed.
+    It has no base, so that a list of all precisions does not show it as another precision.
     """
 
     _clipper: GradientClipper
     _window_hooks: WindowHooks
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clamps the gradients, in shards where they are there."""
+        """Clamps the gradients. If they are in shards, it clamps the shards."""
         self._clipper.clip_by_value(optimizer, clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Scales the gradients by the norm of the whole. Collective where they are sharded."""
+        """Scales the gradients by the norm over all shards. Collective if they are sharded."""
         self._clipper.clip_by_norm(optimizer, clip_val)
 
     def clip_gradients(
@@ -60,24 +60,24 @@ class _ClippingPrecision:
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clips true gradients, not those of a scaled loss: in manual optimization too, and for fused optimizers."""
+        """Clips unscaled gradients, in manual optimization too, and for fused optimizers."""
         if clip_val > 0:
             self._unscale(optimizer)
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)  # type: ignore[arg-type]
 
     def post_backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Runs after backward, with hooks that look at gradients."""
+        """Runs after backward, with hooks that read gradients."""
         self._window_hooks.end_backward()
         loss: Tensor = super().post_backward(*args, **kwargs)  # type: ignore[misc]
         return loss
 
     def _after_closure(self, model: Any, optimizer: Optimizer) -> None:
-        """Runs between backward and step: hooks that may change gradients, then clipping."""
+        """Runs between backward and step: first hooks that may change gradients, then clipping."""
         self._window_hooks.complete_window()
         super()._after_closure(model, optimizer)  # type: ignore[misc]
 
     def _clip_gradients(self, model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Runs before every step, after the hooks that may change gradients; clips in automatic optimization."""
+        """Runs before every step, after the hooks that may change gradients. Clips in automatic optimization."""
         clips_as_is = False
         if self._clipper.looks_before_step:
             self._unscale(optimizer)
@@ -90,7 +90,7 @@ class _ClippingPrecision:
         super()._clip_gradients(model, optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps; where the step is skipped, lets the loss scale go on as after a step."""
+        """Steps. If the step is skipped, the loss scale is updated as after a step."""
         try:
             result = super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
         except StepSkipped:
@@ -105,17 +105,17 @@ class _ClippingPrecision:
 
     def _unscale(self, optimizer: Optimizer) -> None:
         scaler = _scaler_of(self)
-        # Without a scale no loss has been scaled yet.
+        # Without a scale, no loss has been scaled yet.
         if scaler is not None and scaler.has_scaled:
             for one in self._clipper.measured_with(optimizer):
                 scaler.unscale_(one)
 
 
 class _ClippingGradScaler(torch.amp.GradScaler):
-    """A scaler that unscales shards, once, and skips a step on all ranks when any found a non-finite gradient.
+    """A scaler that unscales shards, once, and skips a step on all ranks if any rank has a non-finite gradient.
 
-    Lightning updates after every optimizer's step, which would forget who else has been unscaled to be clipped: the
-    update waits for the last of them, as torch's own recipe for several optimizers has it.
+    Lightning updates the scale after every optimizer's step. An update forgets which other optimizers were unscaled to
+    be clipped. So the update waits for the last of them, as in torch's own recipe for several optimizers.
     """
 
     _clipper: GradientClipper
@@ -123,11 +123,11 @@ class _ClippingGradScaler(torch.amp.GradScaler):
 
     @property
     def has_scaled(self) -> bool:
-        """Whether a loss has been scaled yet."""
+        """Whether a loss has been scaled."""
         return self._scale is not None
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales what has not been unscaled since its gradients came."""
+        """Unscales the gradients, unless they were unscaled since the last backward."""
         optimizer = unwrapped(optimizer)
         if optimizer not in self._clipper.unscaled:
             self._refuse_mixture(optimizer)
@@ -135,7 +135,7 @@ class _ClippingGradScaler(torch.amp.GradScaler):
             self._clipper.unscaled.add(optimizer)
 
     def _refuse_mixture(self, optimizer: Optimizer) -> None:
-        """Raises where a backward of a scaled loss may have added to gradients that were unscaled before."""
+        """Raises if a backward of a scaled loss may have added to gradients that were already unscaled."""
         is_ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
         if not is_ready and optimizer not in self._clipper.unscaled:
             raise RuntimeError(
@@ -145,11 +145,11 @@ class _ClippingGradScaler(torch.amp.GradScaler):
             )
 
     def leave_out(self, optimizer: Optimizer) -> None:
-        """What unscaling found counts in the next update, though ``optimizer`` does not step."""
+        """Makes the next update count what unscaling has found, although ``optimizer`` does not step."""
         self._per_optimizer_states[id(unwrapped(optimizer))]["stage"] = OptState.STEPPED
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps unless a gradient is not finite, which an optimizer that unscales by itself decides on the device."""
+        """Steps unless a gradient is not finite. An optimizer that unscales in its step decides that on the device."""
         self._refuse_mixture(optimizer)
         result = super().step(optimizer, *args, **kwargs)
         if unscales_in_step(optimizer):
@@ -158,7 +158,7 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: Any = None) -> None:
-        """Updates the loss scale, unless an optimizer was unscaled that is still to step."""
+        """Updates the loss scale, unless an unscaled optimizer has not stepped yet."""
         stages = [state["stage"] for state in self._per_optimizer_states.values()]
         if OptState.STEPPED not in stages or OptState.UNSCALED not in stages:
             super().update(new_scale)
@@ -167,13 +167,13 @@ class _ClippingGradScaler(torch.amp.GradScaler):
         gradients = step_gradients([optimizer])
         if gradients.collectives is None:
             return super()._unscale_grads_(optimizer, *args, **kwargs)
-        # torch looks at parameters' ``.grad``, and takes no mixture of sharded and whole ones.
+        # torch reads parameters' ``.grad``, and does not take a mixture of sharded and whole ones.
         shown = [gradient.detach() for gradient in gradients.stepped]
         for stand_in, gradient in zip(shown, gradients.stepped, strict=True):
             stand_in.grad = gradient
         stand_ins: Any = SimpleNamespace(param_groups=[{"params": shown}])
         found = super()._unscale_grads_(stand_ins, *args, **kwargs)
-        # A rank without gradients in its shards has looked at nothing, and takes part all the same.
+        # A rank without gradients in its shards has checked nothing. It takes part all the same.
         device = gradients.device
         return {device: gradients.maximum_over_ranks(found.get(device, torch.zeros((), device=device)))}
 
@@ -185,15 +185,15 @@ class _ClippingGradScaler(torch.amp.GradScaler):
 
 
 def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHooks) -> Callable[[], None]:
-    """Swaps the classes of the plugin and of its gradient scaler.
+    """Replaces the classes of the plugin and of its gradient scaler.
 
     Args:
         plugin: Lightning's, or a user's own.
-        clipper: Clips.
-        hooks: Called on the way from a backward to the step.
+        clipper: Clips the gradients.
+        hooks: Called between a backward and the step.
 
     Returns:
-        What gives both their own classes back.
+        A function that restores both classes.
     """
     scaler = enabled_scaler(plugin)
     swapped: list[tuple[Any, type]] = [(plugin, type(plugin))]
@@ -214,7 +214,7 @@ def equip_precision(plugin: Precision, clipper: GradientClipper, hooks: WindowHo
 
 
 def enabled_scaler(plugin: Precision) -> torch.amp.GradScaler | None:
-    """The plugin's gradient scaler, if it has one that is switched on."""
+    """The plugin's gradient scaler, if it has one that is enabled."""
     scaler = getattr(plugin, "scaler", None)
     return scaler if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled() else None
 
@@ -225,7 +225,7 @@ def _scaler_of(plugin: Any) -> _ClippingGradScaler | None:
 
 
 def _with_mixin(cls: type, mixin: type, root: type) -> type:
-    """A subclass of ``cls`` that asks ``mixin`` before the library of ``root``, and the user's own before both."""
+    """A subclass of ``cls``. It looks up the user's methods first, then ``mixin``, then the library of ``root``."""
     library = root.__module__.partition(".")[0]
     nearest = next(base for base in cls.__mro__ if base.__module__.partition(".")[0] == library)
     bases = (mixin,) if issubclass(mixin, nearest) else (mixin, nearest)
