@@ -38,7 +38,7 @@ def make_parser() -> ArgumentParser:
 
 
 def add_trust(parser: ArgumentParser) -> None:
-    """Adds the argument with which a user vouches for a checkpoint."""
+    """Adds the argument by which a user trusts a checkpoint."""
     parser.add_argument(
         "--trusted",
         action="store_true",
@@ -47,7 +47,7 @@ def add_trust(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Writes the file; see :func:`main`."""
+    """Writes the file. See :func:`main`."""
     if program:
         raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
     source, destination = Path(arguments.source), Path(arguments.destination)
@@ -66,7 +66,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
 
 
 def _with_all_states(checkpoint: ShardedCheckpoint) -> Any:
-    """The skeleton with what each rank has in a file of its own."""
+    """The skeleton with the states from each rank's own file."""
     key = checkpoint_io.CHECKPOINT_KEY
     own = checkpoint.skeleton.get(key, {})
     read = {rank: checkpoint.own_of(rank) for rank in states_in_files.with_files(own)}
@@ -77,7 +77,7 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
     """Opens a sharded checkpoint.
 
     Raises:
-        UsageError: There is none, it is damaged, or it holds more than tensors and plain values.
+        UsageError: There is no sharded checkpoint, or it is damaged, or it holds more than tensors and plain values.
     """
     if not is_sharded_checkpoint(source):
         what = "is a file: it is consolidated already" if source.is_file() else "is not a sharded checkpoint"
@@ -86,7 +86,7 @@ def open_sharded(source: Path, trusted: bool) -> ShardedCheckpoint:
 
 
 def loaded(load: Callable[[], Any], source: Path) -> Any:
-    """The result of ``load``; its errors become those of the command."""
+    """The result of ``load``. Its errors become those of the command."""
     try:
         return load()
     except pickle.UnpicklingError as error:

@@ -1,4 +1,4 @@
-"""``lightning-parstrat doctor``: checks what a training needs of this machine, or of all ranks of a job."""
+"""``lightning-parstrat doctor``: checks whether a training can run on this machine, or on all ranks of a job."""
 
 import importlib.metadata
 import json
@@ -29,7 +29,7 @@ The exit code is 1 if a check fails.
 """
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "lightning-parstrat")
 _FLAGS = ("ddp_tuned", "zero1_custom", "zero2_custom", "zero3_custom")
-# It does not mention this package: torch's plugin mechanism has to.
+# The program does not mention this package, because torch's plugin mechanism must register the flags.
 _TELL_FLAGS = """
 try:
     from lightning.pytorch.strategies import StrategyRegistry
@@ -43,7 +43,7 @@ _CONNECT = "see the error; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the 
 
 
 class Check(NamedTuple):
-    """What was looked at, what was found, and what mends it; None where nothing has to be mended."""
+    """The name of a check, its result, and the remedy. The remedy is None if the check passes."""
 
     name: str
     found: str
@@ -59,7 +59,7 @@ def make_parser() -> ArgumentParser:
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints the checks; the exit code is 1 if one of them fails."""
+    """Prints the checks. The exit code is 1 if one of them fails."""
     if program:
         raise UsageError("doctor looks at no program: leave out what follows `--`.")
     rank, size = _place(os.environ)
@@ -89,10 +89,10 @@ def _print(checks: list[Check], as_json: bool) -> int:
 
 
 def _as_two_ranks(as_json: bool) -> int:
-    """The same command in two processes; this one prints what they did not come to."""
+    """Runs the same command in two processes. If they do not end in time, this process prints that check."""
     command = [sys.executable, "-m", "lightning_parstrat.cli.main", "doctor", *(["--json"] if as_json else [])]
     with tempfile.TemporaryDirectory() as folder:
-        # A file instead of a port: no other program can have taken it.
+        # A file instead of a port, because another program may use the port.
         command.append(f"--rendezvous=file://{Path(folder).resolve()}/rendezvous")
         ranks = [
             subprocess.Popen(command, env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
@@ -109,11 +109,11 @@ def _as_two_ranks(as_json: bool) -> int:
 
 
 def _place(variables: Mapping[str, str]) -> tuple[int, int]:
-    """This process's rank, and how many there are, as torchrun or srun says."""
-    # torchrun's variables win: within a Slurm job, several of its ranks share one task's.
+    """This process's rank and the number of ranks, from torchrun or srun."""
+    # torchrun's variables come first: within a Slurm job, several of its ranks share the variables of one task.
     if {"RANK", "WORLD_SIZE"} <= variables.keys():
         return int(variables["RANK"]), int(variables["WORLD_SIZE"])
-    # Slurm gives a job's script the same variables as its ranks, except for that of a step.
+    # Slurm gives a job's script the same variables as its ranks, except for the variable of a step.
     if "SLURM_STEP_ID" in variables:
         return int(variables["SLURM_PROCID"]), int(variables["SLURM_NTASKS"])
     return 0, 1
@@ -123,7 +123,7 @@ def _meeting_place(variables: Mapping[str, str]) -> str:
     if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
         return f"tcp://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     shown = subprocess.run(["scontrol", "show", "hostnames"], capture_output=True, text=True, check=True).stdout
-    # Not the port that a job file of `lightning-parstrat slurm` gives the training, which may be running.
+    # Another port than the training's in a job file of `lightning-parstrat slurm`, because the training may be running.
     return f"tcp://{shown.split()[0]}:{20000 + (int(variables['SLURM_JOB_ID']) + 7919) % 20000}"
 
 

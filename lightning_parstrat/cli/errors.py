@@ -1,5 +1,5 @@
-"""What a user did that cannot be done."""
+"""The error for wrong usage of a command."""
 
 
 class UsageError(Exception):
-    """Says what came, what is allowed, and what to do; ends the command with exit code 2."""
+    """Wrong usage: says what was given, what is allowed, and what to do. Ends the command with exit code 2."""

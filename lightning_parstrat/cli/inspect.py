@@ -1,4 +1,4 @@
-"""``lightning-parstrat inspect``: shows what is in a checkpoint."""
+"""``lightning-parstrat inspect``: shows the content of a checkpoint."""
 
 import json
 from importlib import import_module
@@ -41,7 +41,7 @@ def make_parser() -> ArgumentParser:
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints what is in the checkpoint; see :func:`main`."""
+    """Prints the content of the checkpoint. See :func:`main`."""
     if program:
         raise UsageError(f"Nothing is expected after `--`, got {' '.join(program)!r}.")
     path = Path(arguments.checkpoint)
@@ -73,7 +73,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         "lightning": checkpoint["pytorch-lightning_version"],
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
-        # Plans are kept by some strategies only, random numbers by all.
+        # Only some strategies keep plans, and all keep random numbers.
         "ranks": with_random_numbers or own.get("planned_for", {}).get("world_size"),
         "buckets": len(own.get("bucket_plan", [])) or None,
         "slurm_job": own.get("slurm_job"),
@@ -92,7 +92,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
 def _optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
     entries: dict[str, list[Tensor]] = {}
     others = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
-    # Beside torch's two entries there may be others, such as fp32 master weights, which count as state, too.
+    # Beside torch's two entries there may be others, such as fp32 master weights. These count as state, too.
     for state in (*state_dict["state"].values(), *({key: v} for key, v in others.items())):
         for key, value in state.items() if isinstance(state, dict) else ():
             entries.setdefault(str(key), []).extend(leaf.tensor for leaf in leaves(value))
@@ -107,7 +107,7 @@ def _optimizer(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    # A learning rate may be a tensor; in a sharded checkpoint it may be one without elements.
+    # A learning rate may be a tensor. In a sharded checkpoint it may be a tensor without elements.
     return value.item() if isinstance(value, Tensor) and value.device.type != "meta" else value
 
 

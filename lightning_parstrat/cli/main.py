@@ -11,7 +11,7 @@ from lightning_parstrat._version import __version__
 from lightning_parstrat.cli.errors import UsageError
 
 NEEDED = "jsonargparse[signatures]>=4.39"
-"""By the commands alone: the extra ``cli``. A LightningCLI needs it, too, and asks for it by itself."""
+"""The commands alone need it: the extra ``cli``. A LightningCLI needs it, too, and checks for it itself."""
 
 COMMANDS = {
     "slurm": "write a Slurm job file for a training, and submit it",
@@ -20,17 +20,17 @@ COMMANDS = {
     "inspect": "show what is in a checkpoint, full or sharded",
     "consolidate": "turn a sharded checkpoint into one file, which every strategy reads",
 }
-"""Each is a module with ``make_parser`` and ``run``, imported only if it is called: not all need Lightning."""
+"""Each command is a module with ``make_parser`` and ``run``. It is imported on its call: some do not need Lightning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        arguments: Those of the command line; by default the process's own.
+        arguments: The command line's arguments. The default is the process's own.
 
     Returns:
-        The exit code: 0 for success, 1 if what was checked has a problem, 2 for wrong usage.
+        The exit code: 0 for success, 1 if a check has found a problem, 2 for wrong usage.
     """
     if not (needed := RequirementCache(NEEDED)):
         print(f"lightning-parstrat: {needed}", file=sys.stderr)
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     own, program = given, []
     if "--" in given:
-        # The rest is another program's command line: no parser may look at it.
+        # The rest is another program's command line, which no parser here may read.
         position = given.index("--")
         own, program = given[:position], given[position + 1 :]
     command = next((word for word in own if word in COMMANDS), None)
@@ -59,7 +59,7 @@ def _make_parser(command: str | None) -> Any:
 
     parser = ArgumentParser(
         prog="lightning-parstrat",
-        # Subcommands inherit it.
+        # Subcommands inherit it from here.
         formatter_class=Verbatim,
         version=__version__,
         description="What a parallel training with PyTorch Lightning needs before it runs, and what it leaves.",

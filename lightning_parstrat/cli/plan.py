@@ -1,4 +1,4 @@
-"""``lightning-parstrat plan``: what a training holds and sends under each strategy, without a device."""
+"""``lightning-parstrat plan``: the memory and traffic of a training under each strategy, computed without a device."""
 
 import json
 import re
@@ -30,7 +30,7 @@ parameters. --accumulate adds zero2_custom, which shards the gradients that are 
 """
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _LAYERS = 32
-"""Of a language model of 7B parameters; larger ones have more."""
+"""The layers of a language model of 7B parameters. Larger models have more."""
 
 
 def make_parser() -> ArgumentParser:
@@ -56,10 +56,10 @@ def make_parser() -> ArgumentParser:
 
 
 def run(arguments: Namespace, program: list[str]) -> int:
-    """Prints the estimates; the exit code is 1 where none fits.
+    """Prints the estimates. The exit code is 1 if no strategy fits.
 
     Raises:
-        UsageError: The configuration does not name a module, or an argument cannot be read.
+        UsageError: The configuration does not name a module, or an argument is invalid.
     """
     if program:
         raise UsageError("plan runs no program: leave out what follows `--`, and give its configuration by --config.")
@@ -88,15 +88,16 @@ def run(arguments: Namespace, program: list[str]) -> int:
 
 
 def footprints(training: Training) -> list[Footprint]:
-    """Of all strategies, from the least sharding to the most."""
+    """The footprints of all strategies, from the least sharding to the most."""
     of_zero = [zero1(training), *([zero1(training, True)] if training.micro_batches > 1 else [])]
     return [ddp(training, tuned=False), ddp(training, tuned=True), *of_zero, zero3(training)]
 
 
 def recommend(rows: list[dict[str, Any]], training: Training, room: float | None) -> tuple[str | None, str]:
-    """The flag that shards least of those that fit in ``room`` bytes, or a faster one, and why; None if none fits.
+    """The recommended flag and the reason: of those that fit in ``room`` bytes, the one that shards least, or a faster.
 
-    Lightning's ``ddp`` is not among them: for the same results it holds more than ``ddp_tuned``.
+    The flag is None if none fits. Lightning's ``ddp`` is left out: for the same results it holds more memory than
+    ``ddp_tuned``.
     """
     by_name = {row["strategy"]: row for row in rows if row["strategy"] != "ddp"}
     fitting = [name for name, row in by_name.items() if row["fits"] is not False]
@@ -108,7 +109,7 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
     choice, why = fitting[0], "It shards least of those that fit."
     if room is None:
         choice, why = "zero1_custom", "No --memory was given, so it is not known what fits; it leaves more room."
-    # Closer than 2 % the model does not predict.
+    # The model of times cannot tell a difference below 2 %.
     times = [row["step_seconds"] for row in (tuned, sharded)]
     if None not in times and {"ddp_tuned", "zero1_custom"} <= set(fitting) and max(times) > 1.02 * min(times):
         choice = "ddp_tuned" if times[0] < times[1] else "zero1_custom"
@@ -138,7 +139,7 @@ def _what_would_fit(training: Training) -> str:
 
 
 def _training(arguments: Namespace) -> tuple[Training, str]:
-    """What is trained, and the optimizer's name."""
+    """The training, and the optimizer's name."""
     if (arguments.config is None) == (arguments.parameters is None):
         raise UsageError("Give the number of parameters, such as --parameters 7B, or the module, by --config FILE.")
     devices = arguments.devices_per_node or arguments.world_size
@@ -165,7 +166,7 @@ def _training(arguments: Namespace) -> tuple[Training, str]:
         micro_batches=arguments.accumulate,
         precision=arguments.precision or training.precision,
     )
-    # Memory is planned for GPUs as a rule, and hardly depends on it.
+    # Plans are usually for GPUs, and the device hardly changes them.
     model_bytes, policy = training.parameters * training.widths.parameter, ShardingPolicy()
     cap = policy.bucket_cap_bytes(model_bytes, groups.size, "cuda", groups.copies)
     return replace(training, in_flight=cap * (policy.bound_in_flight("cuda") or 1)), optimizer
@@ -180,7 +181,7 @@ def _shard_groups(choice: ShardGroupChoice, ranks: int, devices: int) -> ShardGr
 
 
 def _quantity(text: str, option: str, examples: str) -> tuple[float, str]:
-    """A number with its factor of thousands, and what it counts: ``24GiB`` is 24 * 2**30 of ``B``."""
+    """A number with its factor of thousands, and its unit: ``24GiB`` is 24 * 2**30 of ``B``."""
     match = re.fullmatch(r"\s*(\d+\.?\d*)\s*((?i:[KMGT]i?)?)(bits?|bps|b|B)?(/s)?\s*", text)
     if match is None or not (match[2] or match[3]):
         raise UsageError(f"{option} {text!r}: write a number and a unit, such as {examples}.")
@@ -193,7 +194,7 @@ def _number(text: str, option: str) -> int:
 
 
 def _bytes_per_second(text: str) -> float:
-    """100Gbit, 100Gbit/s and 100G are bits; 12GB/s is bytes."""
+    """100Gbit, 100Gbit/s and 100G are bits. 12GB/s is bytes."""
     rate, unit = _quantity(text, "--bandwidth", "100Gbit or 12GB/s")
     if rate <= 0:
         raise UsageError(f"--bandwidth {text!r}: must be more than 0.")

@@ -1,4 +1,4 @@
-"""The module of a LightningCLI configuration, created without memory for its parameters, to plan for."""
+"""The module of a LightningCLI configuration, for a plan. It is created without memory for its parameters."""
 
 import contextlib
 import sys
@@ -21,31 +21,31 @@ from lightning_parstrat.distributed.engine.summary import state_bytes_per_parame
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS, find_units
 
 _ADAM_STATES = 2.0
-# By name: importing both packages of Lightning's would take long, and only one may be installed.
+# By name, because an import of both packages of Lightning would be slow, and only one may be installed.
 _LIGHTNING_MODULES = {f"{package}.core.module.LightningModule" for package in PACKAGES}
 _PRECISIONS = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
-"""Lightning's short names."""
+"""Lightning's short names of precisions."""
 
 
 def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
-    """Creates the configuration's module on the meta device, and asks it for its optimizers.
+    """Creates the configuration's module on the meta device, and calls its ``configure_optimizers``.
 
     Args:
-        path: Of the configuration.
-        class_path: The module's class, where the file does not give it.
+        path: The path of the configuration.
+        class_path: The module's class, if the file does not give it.
 
     Returns:
-        What is trained, by one rank, and the name of its optimizer.
+        The training of one rank, and the name of its optimizer.
 
     Raises:
-        UsageError: The file cannot be read, or the module cannot be created; the message says what is missing.
+        UsageError: The file cannot be read, or the module cannot be created. The message says what is missing.
     """
     try:
         config = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise UsageError(f"--config {path}: {error}") from error
     section = _section(config, "model")
-    # The paths that Python would search if the configuration's program had been started here.
+    # Python would search these paths if the configuration's program had been started here.
     sys.path[:0] = [str(Path.cwd()), str(path.resolve().parent)]
     given, init_args, more = class_path, section, None
     if isinstance(section, str):
@@ -58,7 +58,7 @@ def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
             " passes to LightningCLI, such as --model my_package.model.MyModule."
         )
     trainer = _section(config, "trainer")
-    # Modules may print; standard output is for the result alone, which may be JSON.
+    # Modules may print. Standard output is for the result alone, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
         module = _make(import_class(given), dict(init_args or {}), dict(more or {}), given)
         trained = [one for one in module.parameters() if one.requires_grad]
@@ -90,10 +90,10 @@ def read_module(path: Path, class_path: str | None) -> tuple[Training, str]:
 
 
 def values_of(optimizer: str) -> tuple[float, str]:
-    """Values of state per parameter of an optimizer by name, and the name of its class.
+    """Values of state per parameter, of an optimizer by its name, and the name of its class.
 
     Args:
-        optimizer: A class of torch.optim in any case, the path of another one, or the number itself.
+        optimizer: A class of torch.optim in any case, the path of another class, or the number itself.
 
     Raises:
         UsageError: There is no such class, or its state is not known.
@@ -115,7 +115,7 @@ def values_of(optimizer: str) -> tuple[float, str]:
 
 
 def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[int, int]:
-    """Elements that ``zero3_custom`` gathers for a whole step, and those of the largest unit that it gathers by itself.
+    """Elements that ``zero3_custom`` gathers for a whole step, and those of the largest unit that it gathers alone.
 
     Raises:
         ValueError: No module is of a class that the policy names.
@@ -124,7 +124,7 @@ def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[int, int]:
     found = find_units(module, policy.wrap or (), policy.min_num_params, by_child)
     taken: set[nn.Parameter] = set()
     sizes = [0]
-    # Inner ones come first. One that holds others stays gathered while those within it come and go.
+    # Inner units come first. A unit that holds others stays gathered while inner units are gathered and freed.
     for unit in found:
         own = set(unit.parameters()) - taken
         taken |= own
@@ -134,7 +134,7 @@ def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[int, int]:
 
 
 def _full_sharding(strategy: Any) -> FullShardingPolicy:
-    """Of the configuration's own strategy, if it is ZeRO3Strategy with arguments."""
+    """The policy of the configuration's own strategy, if that is ZeRO3Strategy with arguments. Else the default."""
     given: Any = {}
     if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("ZeRO3Strategy"):
         given = strategy.get("init_args") or {}
@@ -142,7 +142,7 @@ def _full_sharding(strategy: Any) -> FullShardingPolicy:
 
 
 def _section(config: Any, name: str) -> Any:
-    """That section of the configuration, or of its subcommand's; an empty one where there is none."""
+    """A section of the configuration, or of its subcommand's part. Empty if there is none."""
     for within in (config, *config.values()) if isinstance(config, Mapping) else ():
         if isinstance(within, Mapping) and isinstance(within.get(name), (Mapping, str)):
             return within[name]
@@ -161,7 +161,7 @@ def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str)
         arguments = {**(vars(found) if isinstance(found, Namespace) else found), **more}
     except Exception as error:
         raise UsageError(f"{name}: its arguments cannot be read: {error}") from error
-    # A module that reads values of its tensors, which on the meta device have none, is made with memory for them.
+    # On the meta device, tensors have no values. If a module reads values, it is created with memory.
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):
@@ -172,7 +172,7 @@ def _make(cls: type, init_args: dict[str, Any], more: dict[str, Any], name: str)
 
 
 def _configured_optimizer(section: Any, parameters: list[nn.Parameter]) -> list[Optimizer]:
-    """The optimizer of the configuration's own section, which LightningCLI uses instead of the module's."""
+    """The optimizer in the configuration's own section. LightningCLI uses it instead of the module's."""
     if "class_path" not in section:
         return []
     try:
@@ -185,7 +185,7 @@ def _optimizers(module: nn.Module) -> list[Optimizer]:
     try:
         return list(_optimizers_in(module.configure_optimizers()))
     except Exception:
-        # It needs the trainer or the data, neither of which exists here: AdamW is a fair guess.
+        # The method needs the trainer or the data, and neither exists here. AdamW is a fair guess.
         return []
 
 

@@ -1,7 +1,7 @@
-"""What a training program's own command line asks of a cluster: nodes, devices, and a folder.
+"""The nodes, devices and folder that a training program's own command line asks a cluster for.
 
-A program that uses LightningCLI has this in its arguments and in YAML files; both are read without running it. Of any
-other program, only the arguments are known.
+A program that uses LightningCLI has them in its arguments and in YAML files. Both are read without running the program.
+Of any other program, only the arguments are known.
 """
 
 import re
@@ -20,7 +20,7 @@ _ARGUMENTS = ("num_nodes", "devices", "default_root_dir")
 
 
 class Setting(NamedTuple):
-    """A value, as parsed from YAML, and where it is written, such as ``c.yaml: "num_nodes: 4"``."""
+    """A value, as parsed from YAML, and its source, such as ``c.yaml: "num_nodes: 4"``."""
 
     value: Any
     source: str
@@ -30,10 +30,10 @@ class Program(NamedTuple):
     """A training program.
 
     Attributes:
-        command: How it is started.
+        command: The words that start it.
         has_lightning_cli: Whether it takes LightningCLI's arguments, as far as its command line shows.
-        subcommand: LightningCLI's, such as ``fit``.
-        settings: What it asks for, by the Trainer's argument; later ones override earlier ones.
+        subcommand: LightningCLI's subcommand, such as ``fit``.
+        settings: The settings, by the Trainer's argument. Later ones override earlier ones.
     """
 
     command: tuple[str, ...]
@@ -42,7 +42,7 @@ class Program(NamedTuple):
     settings: Mapping[str, Setting]
 
     def count(self, name: str) -> int | None:
-        """A number of nodes or devices; None where it is not given as a number."""
+        """A number of nodes or devices. None if it is not given as a number."""
         value = self.settings[name].value if name in self.settings else None
         if isinstance(value, (list, tuple)):
             return len(value)
@@ -56,7 +56,7 @@ def read_program(command: Sequence[str], folder: Path) -> Program:
 
     Args:
         command: The program and its arguments.
-        folder: Where it will run; paths of files are relative to it.
+        folder: The folder that it will run in. Paths of files are relative to it.
 
     Raises:
         UsageError: A configuration of a LightningCLI cannot be read, or is not YAML.
@@ -76,14 +76,14 @@ def read_program(command: Sequence[str], folder: Path) -> Program:
                 given = {name: one[name] for name in _ARGUMENTS if name in one}
                 settings |= {name: Setting(found, f'{value}: "{name}: {found}"') for name, found in given.items()}
         elif option.startswith("--trainer.") or name in ("num_nodes", "devices"):
-            # Without "trainer." not LightningCLI's, but the usual names in programs that parse their own arguments.
+            # Without "trainer." they are not LightningCLI's, but the usual names in programs with own parsers.
             has_cli |= option.startswith("--trainer.")
             settings[name] = Setting(_of_string(value), f'the argument "{shown}"')
     return Program(tuple(command), has_cli, subcommand, settings)
 
 
 def _start(command: Sequence[str]) -> int:
-    """Where the program's own words begin: at its file or module; the words before start it."""
+    """The position of the program's own words: its file or module. The words before start it."""
     for position, word in enumerate(command):
         if re.fullmatch(r"\S+\.py", word):
             return position
@@ -93,13 +93,13 @@ def _start(command: Sequence[str]) -> int:
 
 
 def _is_value(words: Sequence[str], position: int) -> bool:
-    # After an option without `=`, a word such as `test` is that option's value, not a subcommand.
+    # After an option without `=`, a word such as `test` is that option's value, and no subcommand.
     before = words[position - 1] if position else ""
     return before.startswith("-") and "=" not in before
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
-    """Yields each option, its value, and both as they were written."""
+    """Yields each option, its value, and both in their original form."""
     for word, following in pairwise([*words, "--"]):
         option, equals, value = word.partition("=")
         if not word.startswith("-") or word == "-":
@@ -111,7 +111,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
 
 
 def _of_string(value: str | None) -> Any:
-    """Parses a value as LightningCLI does, as YAML; ``0,1`` is the Trainer's notation for a list of devices."""
+    """Parses a value as YAML, as LightningCLI does. ``0,1`` is the Trainer's notation for a list of devices."""
     try:
         parsed = yaml.safe_load(value or "")
     except yaml.YAMLError:
@@ -120,12 +120,18 @@ def _of_string(value: str | None) -> Any:
 
 
 def _read_config(given: str, folder: Path, must_be: bool) -> Mapping[str, Any]:
-    """Reads a configuration from a file or inline YAML; empty where it is neither and ``must_be`` allows that."""
+    """Reads a configuration from a file or inline YAML. If it is neither, and that is allowed, it is empty.
+
+    Args:
+        given: The path or the YAML.
+        folder: The folder that paths are relative to.
+        must_be: Whether an unreadable configuration is an error.
+    """
     inline = given.lstrip().startswith("{")
     try:
         value = yaml.safe_load(given if inline else (folder / Path(given).expanduser()).read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        # The value of a variable in a path is known only where the program runs.
+        # The value of a variable in a path is known only on the machine of the program.
         if not must_be or (not inline and "$" in given):
             return {}
         raise UsageError(

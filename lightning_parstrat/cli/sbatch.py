@@ -1,7 +1,7 @@
 """Writes a job file for Slurm that people can read, and in which every value is quoted or checked.
 
-One task per device, started by ``srun``; ranks find each other by Slurm's variables. Before the time limit, and when it
-is preempted, the job gets a signal at which the strategies save and requeue it.
+``srun`` starts one task per device, and ranks find each other by Slurm's variables. The job gets a signal before the
+time limit, and when it is preempted. At that signal, the strategies save and requeue it.
 """
 
 import re
@@ -13,7 +13,7 @@ from lightning_parstrat.core.wording import counted
 
 SIGNAL = "SIGUSR1"
 RUNS = "slurm-runs"
-"""Parent of all jobs' folders where the program does not set one, relative to where they are submitted."""
+"""The parent of all jobs' folders if the program does not set one, relative to the folder of their submission."""
 
 _RESUME = [
     "",
@@ -25,22 +25,22 @@ _RESUME = [
     'if [ -n "$newest" ]; then program+=("--ckpt_path=$newest"); fi',
 ]
 
-# Slurm has no quoting in #SBATCH lines: any other character could end the option, or begin another.
+# Slurm has no quoting in #SBATCH lines. Any other character could end the option, or begin another.
 _WORD = re.compile(r"[\w.:,=+%@/*\[\]()-]+", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A training on a Slurm cluster. What is not explained here is the command's argument of that name.
+    """A training on a Slurm cluster. Arguments without an explanation here are the command's arguments of that name.
 
     Args:
         devices: Devices of each node, which is also the number of its tasks.
         program: The training program and its arguments.
         env: Variables to export.
-        runs: Parent of the jobs' folders, each for a job's logs and checkpoints.
-        folder_option: The program's option for the folder of checkpoints; None for a program that has no such option.
-        resumes: Whether the program takes ``--ckpt_path``, to resume from what an earlier run of the job has saved.
+        runs: Parent of the jobs' folders. Each has a job's logs and checkpoints.
+        folder_option: The program's option for the folder of checkpoints. None for a program without such an option.
+        resumes: Whether the program takes ``--ckpt_path``, to resume from a checkpoint of the job's earlier run.
     """
 
     nodes: int = 1
@@ -81,13 +81,13 @@ class SlurmJob:
 
 
 def render(job: SlurmJob) -> str:
-    """The job file, to be submitted from the folder that the program is to run in."""
+    """The job file. Submit it from the folder that the program runs in."""
     head = ["#!/usr/bin/env bash", *_directives(job), "", "set -euo pipefail"]
     return "\n".join([*head, *_environment(job), *_folders(job), *_launch(job)]) + "\n"
 
 
 def _directives(job: SlurmJob) -> list[str]:
-    # Not --ntasks, which counts all nodes' tasks.
+    # Not --ntasks, because that counts the tasks of all nodes.
     asked = {"job-name": job.name, "nodes": job.nodes, "ntasks-per-node": job.devices}
     asked |= {"cpus-per-task": job.cpus_per_task}
     asked |= {name: getattr(job, name) for name in ("mem", "gres", "partition", "account", "time")}
@@ -101,12 +101,12 @@ def _directives(job: SlurmJob) -> list[str]:
         ]
     else:
         lines.append("#SBATCH --no-requeue")
-    # What the job itself says. A requeued run adds to the log of the one before it.
+    # The output of the job file itself. A requeued run appends to the log of the run before.
     return [*lines, "#SBATCH --output=slurm-%j.log", "#SBATCH --open-mode=append"]
 
 
 def _folders(job: SlurmJob) -> list[str]:
-    # srun's --output gives "all" and "none" at the start of a path a meaning of their own.
+    # At the start of a path, srun's --output gives "all" and "none" a special meaning.
     runs = job.runs if job.runs.startswith("/") else f"./{job.runs}"
     return [
         "",
@@ -135,7 +135,7 @@ def _environment(job: SlurmJob) -> list[str]:
         ]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.env.items()]
     if job.setup is not None:
-        # Without a slash, `source` searches PATH first. And files that load modules often read unset variables: set +u.
+        # Without a slash, `source` searches PATH first. `set +u`, because such files often read unset variables.
         setup = job.setup if "/" in job.setup else f"./{job.setup}"
         lines += ["", "set +u", f"source {shlex.quote(setup)}", "set -u"]
     return lines

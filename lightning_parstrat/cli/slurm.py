@@ -1,4 +1,4 @@
-"""``lightning-parstrat slurm``: writes a job file for a training, and submits it where asked."""
+"""``lightning-parstrat slurm``: writes a job file for a training, and submits it on request."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
     """Prints or submits the job.
 
     Raises:
-        UsageError: The arguments contradict each other, or Slurm refuses.
+        UsageError: The arguments contradict each other, or Slurm refuses the job.
     """
     folder = Path.cwd()
     job, notes = plan_job(arguments, read_program(program, folder))
@@ -78,7 +78,7 @@ def run(arguments: Namespace, program: list[str]) -> int:
 
 
 def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str]]:
-    """Makes the job, and notes for the user about it.
+    """Makes the job, and notes about it for the user.
 
     Raises:
         UsageError: The arguments contradict the program's own.
@@ -92,7 +92,7 @@ def plan_job(arguments: Namespace, program: Program) -> tuple[SlurmJob, list[str
     devices = _agreed("devices", arguments.devices, program, "devices")
     command, notes = list(program.command), []
     if program.has_lightning_cli:
-        # Added to its command line, where the Trainer's arguments override those in files.
+        # Added to its command line, because the Trainer's arguments there override those in files.
         for name, number in (("num_nodes", nodes), ("devices", devices)):
             if program.count(name) is None:
                 command.append(f"--trainer.{name}={number}")

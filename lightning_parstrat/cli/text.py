@@ -9,14 +9,14 @@ from lightning_parstrat.cli.errors import UsageError
 
 
 class Verbatim(DefaultHelpFormatter):
-    """Keeps the line breaks of descriptions, for the examples in them."""
+    """Keeps the line breaks of descriptions, because they have examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(indent + line for line in text.strip().splitlines())
 
 
 def amount(nbytes: float) -> str:
-    """Bytes with a unit, three digits or so."""
+    """Bytes with a unit, in about three digits."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.3g} {unit}"
@@ -24,7 +24,7 @@ def amount(nbytes: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """A table in aligned columns; the first row is the header."""
+    """A table in aligned columns. The first row is the header."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -1,1 +1,1 @@
-"""When checkpoints are saved and loaded, and how training resumes from them."""
+"""Saving and loading of checkpoints, and how training resumes from them."""

@@ -1,4 +1,4 @@
-"""Checkpoint files that are complete or absent, and are read without a copy for each process."""
+"""Checkpoint files that are complete or absent, and that processes of one node share in memory when they read them."""
 
 import pickle
 import zipfile
@@ -32,24 +32,24 @@ _NEEDED = ("state_dict", "pytorch-lightning_version")
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Writes local files under a temporary name, with fsync and a rename; maps them into memory to read them.
+    """Writes local files under a temporary name, with fsync and a rename. Maps them into memory to read them.
 
-    Files elsewhere (``s3://`` and the like) are written and read as Lightning does. Ranks of one node that map the same
-    file share its pages: host memory holds it once, and pages that no rank touches are not read.
+    Lightning writes and reads files elsewhere (``s3://`` and the like). Ranks of one node that map the same file share
+    its pages. Host memory holds the file once, and pages that no rank uses are not read.
     """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
-        """Writes the file; see the class.
+        """Writes the file. See the class.
 
         Raises:
-            OSError: It could not be written; an existing file is unchanged.
+            OSError: The file could not be written. An existing file is unchanged.
         """
         local = local_path(path)
         if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)
             return
-        # Asked again when the name is given; here, before gigabytes have been written in vain.
+        # The rename checks it again. This check comes before gigabytes are written for nothing.
         check_may_be_replaced(local)
         with written_durably(local) as temporary, with_errors_of_the_disk(), open(temporary, "xb") as file:
             torch.save(checkpoint, file)
@@ -64,11 +64,11 @@ class DurableCheckpointIO(TorchCheckpointIO):
         """Maps the file into memory.
 
         Raises:
-            MisconfigurationException: It is truncated, or not a checkpoint; the message says what to do.
+            MisconfigurationException: It is truncated, or not a checkpoint. The message says what to do.
         """
         local = local_path(path)
         try:
-            # Files of the old format of `torch.save` cannot be mapped.
+            # torch cannot map files of the old format of `torch.save`.
             if local is not None and local.is_file() and _begins_as_zip(local):
                 loaded: Any = torch.load(local, mmap=True, map_location=map_location, weights_only=weights_only)
                 return _with_copies_of_small(loaded)
@@ -81,7 +81,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Removes a file or a folder so that it is complete until it is gone."""
+        """Removes a file or a folder. It is complete until it is gone."""
         local = local_path(path)
         if local is not None:
             remove_atomically(local)
@@ -90,13 +90,13 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
 
 def local_path(path: str | Path) -> Path | None:
-    """Where on this machine a path or URL points to; None where that is elsewhere."""
+    """The local path of a path or URL. None if it is not on this machine."""
     filesystem, stripped = url_to_fs(str(path))
     return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
 
 
 def _with_copies_of_small(loaded: Any) -> Any:
-    """Copies tensors other than weights and optimizer states: callbacks may keep them, and the file may be replaced."""
+    """Copies tensors outside of weights and optimizer states. Callbacks may keep them when a save replaces the file."""
     if not isinstance(loaded, dict):
         return loaded
     mapped = ("state_dict", "optimizer_states")
@@ -107,10 +107,10 @@ def _with_copies_of_small(loaded: Any) -> Any:
 
 
 def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
-    """Refuses what was not written by a Trainer.
+    """Refuses a file that no Trainer has written.
 
     Raises:
-        MisconfigurationException: It lacks what every checkpoint of Lightning has.
+        MisconfigurationException: It lacks keys that every checkpoint of Lightning has.
     """
     missing = [key for key in _NEEDED if not isinstance(checkpoint, Mapping) or key not in checkpoint]
     if missing:
@@ -121,10 +121,10 @@ def check_is_checkpoint(checkpoint: Any, path: str | Path) -> None:
 
 
 def check_readable(checkpoint: Any, path: str | Path) -> None:
-    """Refuses what was not written by a Trainer, or by a newer version of this package.
+    """Refuses a file that no Trainer has written, or that a newer version of this package has written.
 
     Raises:
-        MisconfigurationException: It was written by something else.
+        MisconfigurationException: It is such a file.
     """
     check_is_checkpoint(checkpoint, path)
     found = checkpoint.get(CHECKPOINT_KEY, {}).get("format", FORMAT)
@@ -141,7 +141,7 @@ def _begins_as_zip(path: Path) -> bool:
 
 
 def _explained(error: Exception, path: str | Path) -> MisconfigurationException | None:
-    """What is wrong with a file that could not be loaded; None where the original error says it best."""
+    """The reason why a file could not be loaded. None if the original error is clear enough."""
     local = local_path(path)
     if local is None:
         return None
@@ -172,10 +172,10 @@ def _others(path: Path) -> str:
 
 
 def local_path_of_folder(filepath: str | Path) -> Path:
-    """Where a sharded checkpoint is saved.
+    """The local path of a sharded checkpoint.
 
     Raises:
-        MisconfigurationException: That is elsewhere.
+        MisconfigurationException: The path is not on this machine.
     """
     local = local_path(filepath)
     if local is None:

@@ -63,17 +63,17 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints(Part):
-    """Saves and loads what ``ddp`` would, or a folder of shards.
+    """Saves and loads the same checkpoints as ``ddp``, or folders of shards.
 
-    Methods that begin with ``by_lightning`` are given what Lightning's strategy does.
+    The argument ``by_lightning`` of a method is the method of Lightning's strategy.
 
     Args:
-        strategy: The strategy it is a part of.
-        ranks: Its ranks.
-        policy: In which format, and how.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
+        policy: The format, and how to save.
         state: The state of the module and the optimizers.
-        resume: Where the training is.
-        entries: Returns what all parts keep in a checkpoint.
+        resume: The place of the training.
+        entries: Returns all parts' entries in a checkpoint.
     """
 
     _of_one_training = frozenset({"_loaded"})
@@ -91,7 +91,7 @@ class Checkpoints(Part):
         self._ranks, self._policy, self._state, self._resume = ranks, policy, state, resume
         self._entries_of_parts = entries
         self.loaded_entries: Mapping[str, Any] = {}
-        """What parts have kept in the checkpoint that was loaded."""
+        """The parts' entries in the checkpoint that was loaded."""
         self._loaded: ShardedCheckpoint | None = None
         self._pending = PendingSave()
         self._absent: list[int] = []
@@ -104,14 +104,14 @@ class Checkpoints(Part):
 
     @override
     def setup_optimizers(self) -> None:
-        """Makes all process groups that a training will use: not in the first save."""
+        """Makes all process groups that a training will use, so that the first save does not."""
         if self._ranks.number > 1:
             _ = self._ranks.control
 
     def module_state(self, by_lightning: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The module's state. Collective after an exception: ranks wait a few seconds for each other."""
+        """The module's state. Collective, after an exception too: ranks then wait a few seconds for each other."""
         self._resume.go_on()
-        # Lightning asks for this first when it saves: before anything waits for the others.
+        # When Lightning saves, it asks for this first: before anything waits for other ranks.
         self._absent = self._ranks.out_of_reach()
         if self._absent and not self._can_save_alone:
             return {}
@@ -124,7 +124,7 @@ class Checkpoints(Part):
     def optimizer_state(
         self, by_lightning: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer
     ) -> dict[str, Any]:
-        """The unsharded state on rank 0's host in torch's own format; elsewhere the groups alone. Collective.
+        """The unsharded state in torch's own format, on rank 0's host. Other ranks get the groups alone. Collective.
 
         For a sharded checkpoint nothing is gathered: placeholders take the place of tensors.
         """
@@ -137,7 +137,7 @@ class Checkpoints(Part):
             return {"state": {}, "param_groups": []}
         what = "Gathering the optimizer's state"
         with missing_ranks_named(self._ranks.liveness, what), watching(_SAVE, _SAVE_ON_ALL):
-            # First a barrier that names who does not come: in a gather, a missing rank would only be a timeout.
+            # First a barrier that names missing ranks. In a gather, a missing rank would only be a timeout.
             self._ranks.wait_for_all()
             return self._state.of_optimizer(optimizer, self.are_sharded)
 
@@ -148,13 +148,13 @@ class Checkpoints(Part):
         filepath: str | Path,
         storage_options: Any,
     ) -> None:
-        """Saves on all ranks or on none. Collective, except after an exception on some ranks only.
+        """Saves on all ranks or on none. Collective, unless an exception came on some ranks only.
 
-        Full: rank 0 holds the unsharded state in host memory while it writes. Sharded: each rank only holds its part.
+        Full: rank 0 holds the unsharded state in host memory while it writes. Sharded: each rank holds only its part.
 
         Raises:
             CheckpointNotSavedError: Another rank could not write.
-            MissingRanksError: Ranks did not take part; checkpoints that were saved before are unchanged.
+            MissingRanksError: Ranks did not take part. Earlier checkpoints are unchanged.
         """
         if self._absent:
             if self._can_save_alone:
@@ -168,7 +168,7 @@ class Checkpoints(Part):
             )
             return
         if not self._ranks.have_joined:
-            # Spawned processes have not started yet, or have ended: there are no ranks to wait for.
+            # Spawned processes have not started yet, or have ended. There are no ranks to wait for.
             by_lightning(self._state.with_own_storage(checkpoint), filepath, storage_options)
             return
         what = f"Saving {filepath}"
@@ -178,11 +178,11 @@ class Checkpoints(Part):
             if self.are_sharded:
                 self._save_sharded(checkpoint, filepath, storage_options)
                 return
-            # Agreed, as a user's hook may have changed the checkpoint on some ranks only.
+            # The ranks agree on it, because a user's hook may have changed the checkpoint on some ranks only.
             control = self._ranks.control
             resumes = self._resume.gather(control, any_rank(can_be_resumed(checkpoint), control))
             checkpoint = self._with_own_entries(checkpoint, resumes)
-            # The others wait for rank 0's result: without it they would train on, and hang in the next collective.
+            # Other ranks wait for rank 0's result. Without it they would continue, and hang in the next collective.
             all_or_none(
                 lambda: by_lightning(self._state.with_own_storage(checkpoint), filepath, storage_options),
                 control,
@@ -200,15 +200,15 @@ class Checkpoints(Part):
         pieces = self._state.pieces()
         if self._strategy.is_global_zero:
             checkpoint = pieces.with_placeholders(self._state.with_own_storage(checkpoint))
-        # Before and after training, nothing would wait for the save to end.
+        # Before and after training, no later call would wait for the end of the save.
         asynchronous = self._policy.async_save and self._trains and not self._ranks.is_interrupted
         save = save_sharded(checkpoint, path, pieces, own_states(resumes), self._ranks.of_checkpoints, asynchronous)
         if save is not None:
             self._pending.begin(save)
 
     def _with_own_entries(self, checkpoint: dict[str, Any], resumes: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds this package's entries, and sets a checkpoint back to where training can resume."""
-        # By the number of the save, ranks that load find out whether they read the same one.
+        """Adds this package's entries, and sets a checkpoint back to a point at which training can resume."""
+        # By the number of the save, ranks that load compare whether they read the same checkpoint.
         own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **self._entries_of_parts()}
         if can_be_resumed(checkpoint):
             checkpoint, due = self._resume.set_back(checkpoint)
@@ -217,7 +217,7 @@ class Checkpoints(Part):
 
     @property
     def _can_save_alone(self) -> bool:
-        """Whether this rank could write a checkpoint without the others: it has all of the state."""
+        """Whether this rank could write a checkpoint without the others, because it has all of the state."""
         return not self.are_sharded and self._state.is_on_every_rank
 
     def remove(self, by_lightning: Callable[[str | Path], None], filepath: str | Path) -> None:
@@ -237,20 +237,21 @@ class Checkpoints(Part):
         path: str | Path,
         weights_only: bool | None,
     ) -> dict[str, Any]:
-        """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or none.
+        """Loads a checkpoint of any strategy and world size. Collective: all ranks succeed, or all raise.
 
         A full one is mapped into memory, so that ranks of one node share it. Of a sharded one, only the weights are
-        read, by the ranks in turn, which broadcast them; of the optimizers' states, each rank later reads its part.
+        read: ranks take turns to read and broadcast them. Later, each rank reads its part of the optimizers' states.
 
         Raises:
-            MisconfigurationException: It is not a checkpoint, is damaged or newer, or a rank cannot read it.
+            MisconfigurationException: It is not a checkpoint, or is damaged, or a newer version has written it. Or a
+                rank cannot read it.
         """
         self.wait_for_saves()
         what = f"loading {path}"
         with watching(what):
             checkpoint = self._all_or_none(lambda: self._open(by_lightning, path, weights_only), what)
             if self._agreed_sharded(checkpoint is None, path):
-                # Apart, as ranks read the weights together: none may have failed before.
+                # In a second call, because ranks read the weights together: no rank may have failed before.
                 loaded = self._loaded_shards
                 checkpoint = self._all_or_none(lambda: self._state.filled(loaded), what)
                 own = self._with_states_of_ranks(checkpoint.get(CHECKPOINT_KEY, {}), what)
@@ -259,7 +260,7 @@ class Checkpoints(Part):
         if self._ranks.have_joined and not all_have_same(own.get("save", 0), self._ranks.control):
             raise MisconfigurationException(f"Ranks have read different checkpoints at {path}: {OF_ANOTHER_JOB}")
         self._resume.load(checkpoint, own)
-        # Hooks are given what stock strategies would give them.
+        # Hooks get the same as under stock strategies.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
 
     def _open(
@@ -268,7 +269,7 @@ class Checkpoints(Part):
         path: str | Path,
         weights_only: bool | None,
     ) -> dict[str, Any] | None:
-        """What a file holds; None for a folder, of which only the skeleton is read here."""
+        """The content of a file. None for a folder: only its skeleton is read here."""
         self._loaded = None
         local = local_path(path)
         if local is not None:
@@ -283,7 +284,11 @@ class Checkpoints(Part):
         return checkpoint
 
     def _agreed_sharded(self, is_sharded: bool, path: str | Path) -> bool:
-        """Whether the ranks have found a sharded checkpoint. Collective."""
+        """Whether the ranks have found a sharded checkpoint. Collective.
+
+        Raises:
+            MisconfigurationException: Some ranks have found a file, and some a folder.
+        """
         if not self._ranks.have_joined:
             return is_sharded
         some, others = any_rank_for_each([is_sharded, not is_sharded], self._ranks.control)
@@ -298,16 +303,16 @@ class Checkpoints(Part):
         return self._loaded
 
     def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
-        """This package's entries with what ranks have said alone. Collective: all ranks succeed, or none."""
+        """This package's entries with the states from ranks' files. Collective: all ranks succeed, or all raise."""
         joined, loaded = self._ranks.have_joined, self._loaded_shards
         files = restored_files(own, self._ranks.rank if joined else 0, self._ranks.number if joined else 1)
         read = self._all_or_none(lambda: {each: loaded.own_of(each) for each in files}, what)
-        # Apart, as it is collective itself.
+        # Outside of the action above, because it is collective itself.
         return with_states_of_all(own, read, self._ranks.control if joined else None)
 
     def _all_or_none(self, action: Callable[[], Any], what: str) -> Any:
-        """What an action returns, if it succeeds on all ranks. Collective."""
-        # Connected before: an action that could not connect would be followed by a second try, which waits as long.
+        """The result of an action, if it succeeds on all ranks. Collective."""
+        # Connected before the action. If connecting failed within it, a second try would wait as long again.
         control = self._ranks.control if self._ranks.have_joined else None
         return all_or_none(
             action,
@@ -319,10 +324,10 @@ class Checkpoints(Part):
         )
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        """Gives each optimizer its state, of which each rank keeps its part.
+        """Gives each optimizer its state. Each rank keeps its part.
 
         Raises:
-            ValueError: The state belongs to other optimizers or other parameters; the message says which.
+            ValueError: The state belongs to other optimizers or other parameters. The message names them.
         """
         states, optimizers = checkpoint["optimizer_states"], self._state.optimizers
         if not states and optimizers:
@@ -344,7 +349,7 @@ class Checkpoints(Part):
         self._loaded = None
         trainer = trainer_of(module)
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING:
-            # Only now: Lightning makes the training's loaders next.
+            # Not earlier, because Lightning makes the training's loaders next.
             self._resume.before_loaders()
 
     def _reads_part_of(self, optimizer: Optimizer) -> Callable[[dict[str, Any]], dict[str, Any]]:
@@ -361,7 +366,7 @@ class Checkpoints(Part):
 
     @override
     def on_train_start(self) -> None:
-        """Has callbacks wait for a save in progress before they look for a free name."""
+        """Makes callbacks wait for a save in progress before they look for a free name."""
         if self._policy.async_save:
             callbacks = self._trainer.callbacks
             prepare_callbacks([c for c in callbacks if isinstance(c, ModelCheckpoint)], self.wait_for_saves)
@@ -377,7 +382,7 @@ class Checkpoints(Part):
         """Returns when no checkpoint is being written. If one is, all ranks must call it.
 
         Raises:
-            CheckpointNotSavedError: It could not be written.
+            CheckpointNotSavedError: The checkpoint could not be written.
             MissingRanksError: Ranks have not written their part.
         """
         if self._pending.is_under_way:
@@ -386,7 +391,7 @@ class Checkpoints(Part):
                 self._pending.finish(self._strategy.is_global_zero)
 
     def leaves_out_barrier(self, names: tuple[Any, ...]) -> bool:
-        """Whether a barrier is that at the end of a save which some ranks did not take part in: they do not come."""
+        """Whether to skip a barrier: that at the end of a save, if some ranks did not take part in the save."""
         if not self._absent or names[:1] != (_AFTER_SAVING,):
             return False
         self._absent = []
@@ -394,10 +399,10 @@ class Checkpoints(Part):
 
     @override
     def teardown(self) -> None:
-        """Waits for a checkpoint that is still being written, as after an exception."""
+        """Waits for a checkpoint that is still being written, for example after an exception."""
         self._trains = False
         self._pending.abandon()
-        # An exception may have been raised before there was a Trainer.
+        # An exception may come before there is a Trainer.
         trainer = trainer_of(self._strategy.lightning_module)
         for callback in [] if trainer is None else trainer.callbacks:
             if getattr(vars(callback).get("file_exists"), "func", None) is exists_when_saved:
@@ -410,7 +415,7 @@ def _who_and_why(failed: Mapping[int, str], how: str) -> str:
 
 
 def _to_device(optimizer: Optimizer, device: torch.device) -> None:
-    """Moves an optimizer's state, but for counts of steps, which its ``load_state_dict`` has put where they belong."""
+    """Moves an optimizer's state to a device, without counts of steps. ``load_state_dict`` has placed those already."""
     for parameter, state in optimizer.state.items():
         if isinstance(state, MutableMapping):
             state.update({key: move_data_to_device(value, device) for key, value in state.items() if key != "step"})

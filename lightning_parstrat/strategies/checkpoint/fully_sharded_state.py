@@ -29,12 +29,12 @@ from lightning_parstrat.strategies.lightning_compat import averaged_copies
 
 
 class FullyShardedState(TrainingState):
-    """State of a module of which each rank has shards, and of its optimizers.
+    """The state of a module of which each rank has shards, and of its optimizers.
 
     Args:
-        strategy: Has the module and the optimizers.
-        ranks: Its ranks.
-        sharded: What shards the module; None outside of a training.
+        strategy: The strategy with the module and the optimizers.
+        ranks: The strategy's ranks.
+        sharded: Returns the engine that shards the module. None outside of a training.
     """
 
     def __init__(self, strategy: DDPStrategy, ranks: Ranks, sharded: Callable[[], ShardedModule | None]) -> None:
@@ -55,7 +55,7 @@ class FullyShardedState(TrainingState):
     @property
     @override
     def is_whole(self) -> bool:
-        # By the module: it stays sharded when the training has ended.
+        # From the module, because it stays sharded when the training has ended.
         return not is_sharded_module(self._module)
 
     @override
@@ -93,7 +93,7 @@ class FullyShardedState(TrainingState):
     def own_part(
         self, optimizer: Optimizer, state: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] | None
     ) -> dict[str, Any]:
-        # No optimizer steps master weights here; they would be read as a whole.
+        # No optimizer steps master weights here. They would be read whole.
         own = {key: value for key, value in state.items() if key != MASTER_WEIGHTS}
         return shard_optimizer_state(optimizer, own if read is None else read(own))
 
@@ -107,14 +107,14 @@ class FullyShardedState(TrainingState):
 
     @override
     def _written_parameters(self) -> Mapping[str, Tensor]:
-        # Averages are cut as the module is.
+        # Averages are cut in the same way as the module.
         copies = enumerate(averaged_copies(self._module.trainer))
         averages = {f"average {n}/{name}": one for n, copy in copies for name, one in copy.named_parameters()}
         return {**super()._written_parameters(), **averages}
 
     @override
     def _cuts_of_weights(self) -> Mapping[str, Cut]:
-        # Before its setup a module is whole, and takes whole weights.
+        # Before its setup, a module is whole, and takes whole weights.
         if self.is_whole:
             return {}
         sharded = self._sharded()
@@ -125,7 +125,7 @@ class FullyShardedState(TrainingState):
 
 
 def _without_sharded_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out modules that are sharded, whose classes exist in this process alone: the state has their weights."""
+    """Leaves out sharded modules, because their classes exist in this process alone. The state has their weights."""
     for key in (LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, LightningDataModule.CHECKPOINT_HYPER_PARAMS_KEY):
         held = checkpoint.get(key)
         if isinstance(held, dict):

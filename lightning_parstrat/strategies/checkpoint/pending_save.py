@@ -1,4 +1,4 @@
-"""A checkpoint that is being written while training goes on."""
+"""A checkpoint that is being written while training continues."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from lightning_parstrat.distributed.durable_files import remove_atomically
 
 
 class PendingSave:
-    """At most one save in progress, and what is to be removed when it has succeeded.
+    """At most one save in progress, and the checkpoints to remove when it has succeeded.
 
     All ranks must call its methods at the same points.
     """
@@ -24,28 +24,28 @@ class PendingSave:
         self._obsolete: list[Path] = []
 
     def begin(self, wait: Callable[[], None]) -> None:
-        """Notes what waits for a save that has begun; the one before must have been finished."""
+        """Keeps the function that waits for a new save. The save before must have been finished."""
         self._wait = wait
 
     @property
     def is_under_way(self) -> bool:
-        """Whether a save has begun that nobody has waited for."""
+        """Whether a save has begun that no call has waited for."""
         return self._wait is not None
 
     def remove_later(self, path: Path) -> None:
-        """Removes a checkpoint when its successor is complete, and not at all if that fails."""
+        """Removes a checkpoint when its successor is complete. If the successor fails, the checkpoint stays."""
         self._obsolete.append(path)
 
     def finish(self, removes: bool) -> None:
-        """Waits for the save in progress, and removes what it has made obsolete.
+        """Waits for the save in progress, and removes the checkpoints that it has made obsolete.
 
         Args:
-            removes: Whether this rank is the one that removes.
+            removes: Whether this rank removes them.
 
         Raises:
-            CheckpointNotSavedError: It has failed on any rank.
+            CheckpointNotSavedError: The save has failed on any rank.
         """
-        # Cleared first: a save that fails is over, too, and must not be waited for again.
+        # Cleared first: a failed save has ended, too, and must not be waited for again.
         wait, self._wait = self._wait, None
         obsolete, self._obsolete = self._obsolete, []
         if wait is None:
@@ -62,13 +62,13 @@ class PendingSave:
                 remove_atomically(path)
 
     def abandon(self) -> None:
-        """Waits for the save in progress, reports its failure as a warning, and removes nothing."""
+        """Waits for the save in progress, and removes nothing. If the save has failed, it warns."""
         wait, self._wait = self._wait, None
         self._obsolete = []
         if wait is not None:
             try:
                 wait()
-            # Only a warning: this runs in teardown, where an error would hide the one that ended the training.
+            # Only a warning: in teardown, an error would hide the error that ended the training.
             except RuntimeError as error:
                 rank_zero_warn(f"A checkpoint was not saved: {error}")
 
@@ -76,19 +76,19 @@ class PendingSave:
 def exists_when_saved(
     callback: ModelCheckpoint, wait: Callable[[], None], filepath: str | Path, trainer: Trainer
 ) -> bool:
-    """Stands in for a ModelCheckpoint's ``file_exists``: first waits for a save that may make that file. Collective.
+    """Replaces a ModelCheckpoint's ``file_exists``: first it waits for a save that may make that file. Collective.
 
-    ModelCheckpoint adds a version to a name that exists. It asks before each save, which would wait as well.
+    ModelCheckpoint adds a version to a name that exists. It calls this before each save, which would wait as well.
     """
     wait()
     return type(callback).file_exists(callback, filepath, trainer)
 
 
 def prepare_callbacks(callbacks: list[ModelCheckpoint], wait: Callable[[], None]) -> None:
-    """Has callbacks wait for a save in progress before they look for a name that is free.
+    """Makes callbacks wait for a save in progress before they look for a free name.
 
     Raises:
-        MisconfigurationException: One links to the latest.
+        MisconfigurationException: A callback links to the latest checkpoint.
     """
     if any(callback.save_last == "link" for callback in callbacks):
         raise MisconfigurationException(

@@ -1,8 +1,8 @@
-"""A training that is preempted saves at the end of a batch; a Slurm job is requeued and resumes there.
+"""A preempted training saves at the end of a batch. A Slurm job is requeued, and resumes there.
 
-Lightning saves within the signal handler, wherever each rank happens to be: in the middle of a step, of a collective,
-or of another save. Here the handler only notes the signal. Each step's control message tells all ranks whether any of
-them got one, and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
+Lightning saves within the signal handler, wherever each rank is: in the middle of a step, of a collective, or of
+another save. Here the handler only records the signal. Each step's control message shows all ranks whether any of them
+got one, and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
 """
 
 import os
@@ -40,15 +40,15 @@ from lightning_parstrat.strategies.lightning_compat import (
 )
 from lightning_parstrat.strategies.parts import Part
 
-# Bits, as ranks may have got different signals. Where both have come, requeueing wins.
+# Bits, because ranks may have got different signals. If both have come, the job is requeued.
 _TERMINATE, _REQUEUE = 1, 2
 _SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 120.0
 
 
 def signal_to_requeue_at(trainer: Trainer) -> signal.Signals | None:
-    """The signal at which this job is to be requeued; None outside of Slurm, and where the user has turned it off.
+    """The signal at which this job is to be requeued. None outside of Slurm, and if the user has turned it off.
 
-    Also under torchrun, whose environment Lightning prefers over Slurm's, and then does not requeue.
+    It is also set under torchrun. There, Lightning uses torchrun's environment, and does not requeue.
     """
     environment = trainer.strategy.cluster_environment
     if isinstance(environment, SLURMEnvironment):
@@ -57,7 +57,7 @@ def signal_to_requeue_at(trainer: Trainer) -> signal.Signals | None:
 
 
 def job_number() -> str:
-    """This job's number as ``scontrol`` takes it; in a job array it has two parts."""
+    """This job's number as ``scontrol`` takes it. In a job array it has two parts."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     number = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     if not re.fullmatch(r"\d+(_\d+)?", number):
@@ -66,18 +66,18 @@ def job_number() -> str:
 
 
 def own_job() -> dict[str, Any]:
-    """What a checkpoint records about the job that saves it; nothing outside of Slurm."""
+    """The entry of a checkpoint about the job that saves it. Empty outside of Slurm."""
     try:
         return {"slurm_job": job_number()} if "SLURM_JOB_ID" in os.environ else {}
     except (KeyError, AssertionError):
-        # Variables that the user has set, not Slurm.
+        # The user has set these variables, not Slurm.
         return {}
 
 
 def check_job(own: Mapping[str, Any], path: str | Path) -> None:
     """Refuses a checkpoint that another job saved when it was preempted.
 
-    Lightning resumes from the newest such file in ``default_root_dir``, whichever job saved it.
+    Lightning resumes from the newest such file in ``default_root_dir``, also if another job saved it.
 
     Args:
         own: This package's entries of the checkpoint.
@@ -99,13 +99,13 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
 
 
 class Preemption(Part):
-    """Has a fit save when any rank is preempted, and end or be requeued.
+    """Makes a fit save when any rank is preempted, and then end or be requeued.
 
     Args:
-        strategy: The strategy it is a part of.
-        ranks: Its ranks.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
         points: Moments at which training can resume.
-        wait_for_saves: Returns when what was saved is on the disk.
+        wait_for_saves: Returns when all saves are on the disk.
     """
 
     _of_one_training = frozenset({"_callback"})
@@ -119,7 +119,7 @@ class Preemption(Part):
 
     @override
     def begin_fit(self) -> None:
-        """Notes the signal to requeue from now on."""
+        """Records the signal to requeue from now on."""
         self.teardown()
         signum = signal_to_requeue_at(self._trainer)
         self._callback = SavesWhenPreempted(
@@ -130,54 +130,55 @@ class Preemption(Part):
 
     @override
     def on_train_start(self) -> None:
-        """Looks between batches from now on."""
+        """Checks for signals between batches from now on."""
         if self._callback is not None:
-            # Not before: programs count, copy and compare their callbacks where they begin.
+            # Not earlier: programs count, copy and compare their callbacks until a training starts.
             self._remove_callback()
             self._trainer.callbacks.insert(0, self._callback)
             self._callback.take_over_sigterm(self._trainer)
 
     @override
     def on_train_end(self) -> None:
-        """Looks between batches no longer."""
+        """Ends the checks between batches."""
         self._remove_callback()
 
     @override
     def teardown(self) -> None:
-        """Restores the handlers of signals."""
+        """Restores the signal handlers."""
         if self._callback is not None:
             self._remove_callback()
             self._callback.stop_listening(self._trainer)
             self._callback = None
 
     def _remove_callback(self) -> None:
-        # In place: tuners put lists of their own there for a while, and look into them afterwards.
+        # In place: tuners replace the list for a while, and look into their own list afterwards.
         callbacks = self._trainer.callbacks
         callbacks[:] = [one for one in callbacks if one is not self._callback]
 
     @override
     def entries(self) -> dict[str, Any]:
-        """In a Slurm job, the job's number."""
+        """The job's number, in a Slurm job."""
         return own_job()
 
     @override
     def check_entries(self, entries: Mapping[str, Any], path: str | Path) -> None:
-        """Refuses what another Slurm job saved for itself."""
+        """Refuses a checkpoint that another Slurm job saved for its own requeue."""
         check_job(entries, path)
 
 
 class SavesWhenPreempted(BetweenBatches):
-    """Notes signals, and saves between batches; notes where training can resume. Comes before the user's callbacks.
+    """Records signals, saves between batches, and records resume points. Runs before the user's callbacks.
 
-    Collective in every ``on_train_batch_end`` that ends a window: a control message where none was sent in it.
+    Every ``on_train_batch_end`` that ends a window is collective. If the window has sent no control message, it sends
+    one.
 
     Args:
-        messages: Carry the signals.
-        resume_points: Is told of batches and epochs.
-        requeue_signal: The signal at which a Slurm job is to be saved and requeued; None where there is no such job.
-            SIGTERM means to save and end: Slurm requeues by itself where it wants to.
-        wait_for_saves: Returns when what was saved is on the disk.
-        give_up: Is told of an exception before the user's callbacks are.
+        messages: Carry the signals between ranks.
+        resume_points: Records batches and epochs.
+        requeue_signal: The signal at which a Slurm job is to be saved and requeued. None outside of such a job.
+            SIGTERM means to save and end, because Slurm itself may requeue the job.
+        wait_for_saves: Returns when all saves are on the disk.
+        give_up: Called with an exception, before the user's callbacks are.
     """
 
     def __init__(
@@ -197,15 +198,15 @@ class SavesWhenPreempted(BetweenBatches):
         self._signal_of_any_rank = 0
         self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
-        # A training that resumes within an epoch, or at its end, begins none before its first batch.
+        # A training that resumes within an epoch, or at its end, has no epoch start before its first batch.
         self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
-        """Itself: users copy a trainer's callbacks, and this one knows the whole training, process groups included."""
+        """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
         return self
 
     def listen(self, signum: signal.Signals) -> None:
-        """Notes the signal from now on, instead of the current handler."""
+        """Records the signal from now on, instead of the current handler."""
         # Python sets handlers in the main thread only.
         if threading.current_thread() is not threading.main_thread():
             return
@@ -216,7 +217,7 @@ class SavesWhenPreempted(BetweenBatches):
         """Restores the handlers that were replaced."""
         for signum, handler in self._replaced.items():
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
-            # Lightning restores at its end what it found at its start: this handler, if it was set before.
+            # At its end, Lightning restores the handler of its start: this one, if it was set before.
             bring_back_after_training(trainer, signum, handler, instead_of=self._note)
         self._replaced.clear()
         if self._loop is not None:
@@ -230,67 +231,67 @@ class SavesWhenPreempted(BetweenBatches):
             users(signum, frame)
 
     def _handler_of_user(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
-        """The user's own handler for SIGTERM, set before Lightning's, which goes on calling it."""
+        """The user's own handler for SIGTERM, set before Lightning's. Lightning's handler still calls it."""
         replaced = self._replaced.get(signal.Signals(signum))
         return users_handler(replaced) if signum == signal.SIGTERM else None
 
     def take_over_sigterm(self, trainer: Trainer) -> None:
-        """Takes SIGTERM over from Lightning, whose loop broadcasts rank 0's in every batch and misses the others'."""
-        # A signal may have come before, during the sanity check for instance.
+        """Takes SIGTERM over from Lightning. Its loop broadcasts rank 0's in every batch, and misses other ranks'."""
+        # A signal may have come earlier, for example in the sanity check.
         if trainer.received_sigterm:
             self._messages.signal |= _TERMINATE
             forget_sigterm(trainer)
         self.listen(signal.SIGTERM)
         self._loop = trainer.fit_loop.epoch_loop
-        # On the instance, not on the class: other Trainers of this process keep theirs.
+        # On the instance, not on the class, so that other Trainers of this process are unchanged.
         leave_out_sigterm_broadcast(self._loop)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Tells of the exception, before other callbacks save."""
+        """Passes the exception on, before other callbacks save."""
         self._give_up(exception)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the start of an epoch."""
+        """Records the start of an epoch."""
         self._resume_points.begin_epoch(trainer)
         self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the end of an epoch, before other callbacks save."""
+        """Records the end of an epoch, before other callbacks save."""
         self._resume_points.end_epoch(trainer)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Learns whether any rank got a signal, unless gradients are being accumulated: a checkpoint lacks them."""
+        """Checks whether any rank got a signal. Not in an open accumulation window: a checkpoint has no gradients."""
         accumulates = window_is_open(trainer)
         self._resume_points.end_batch(trainer, accumulates)
         if accumulates:
             return
         if self._messages.launched == self._messages_answered:
-            # No backward has sent gradients, of which a message tells.
+            # No backward has sent gradients, and with them a message.
             self._messages.launch()
         self._messages_answered = self._messages.launched
         self._signal_of_any_rank = self._messages.latest().signal
         if self._signal_of_any_rank:
-            # Noted now: when it is saved, the loaders have already fetched the next batch.
+            # Now, because the loaders will have fetched the next batch when the checkpoint is saved.
             self._resume_points.note(trainer)
             self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     def _begin_batch(self, trainer: Trainer, *_: Any) -> None:
-        """Notes that an epoch goes on. Saves if any rank got a signal, before anything of this batch has happened.
+        """Records that an epoch continues. If any rank got a signal, it saves, before any work on this batch.
 
-        Everything that belongs to the last batch has happened: hooks, validation, the end of the epoch.
+        All work on the last batch is done: hooks, validation, the end of the epoch.
         """
         # Not in the next batch: see `BetweenBatches`.
         self.on_train_batch_start = None  # type: ignore[assignment]
         self._resume_points.begin_batch()
         asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
         if asked_to:
-            # Taken: where training goes on (Slurm did not requeue), the same signal must not save again.
+            # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
             self._messages.signal = 0
             saved = self._save(trainer)
             if not asked_to & _REQUEUE or self._requeue(trainer):
@@ -298,7 +299,7 @@ class SavesWhenPreempted(BetweenBatches):
 
     def _save(self, trainer: Trainer) -> list[str]:
         for logger in trainer.loggers:
-            # What a logger still buffers would be lost: Slurm ends this process without a teardown.
+            # Slurm ends this process without a teardown, and a logger's buffer would be lost.
             logger.save()
         self._resume_points.fetched_too_much = True
         try:
@@ -311,8 +312,8 @@ class SavesWhenPreempted(BetweenBatches):
             self._resume_points.fetched_too_much = False
 
     def _requeue(self, trainer: Trainer) -> bool:
-        """Requeues the job; whether Slurm has agreed. Collective."""
-        # Rank 0 asks and all act on its answer: otherwise some could end while others train on.
+        """Requeues the job. Returns whether Slurm has agreed. Collective."""
+        # Rank 0 asks Slurm, and all ranks use its answer. Otherwise some could end while others train.
         refusal = _refusal_to_requeue() if trainer.is_global_zero else None
         refusal = trainer.strategy.broadcast(refusal)
         if refusal is not None:
@@ -320,9 +321,9 @@ class SavesWhenPreempted(BetweenBatches):
         return refusal is None
 
     def _end(self, saved: list[str]) -> None:
-        """Ends training on all ranks. In a Slurm job, leaves it to Slurm, which requeues only what it has ended itself.
+        """Ends training on all ranks. A Slurm job waits for Slurm to end it, because Slurm then requeues it.
 
-        An exception, so that the program does not do what it does after a training that is complete.
+        It raises an exception, so that the program does not continue as after a complete training.
         """
         if self._requeue_signal is not None:
             rank_zero_info("Training ends here. The job's next run resumes from it, if `fit` gets no `ckpt_path`.")
@@ -337,15 +338,15 @@ class SavesWhenPreempted(BetweenBatches):
 
 
 def _save_for_job(trainer: Trainer) -> list[str]:
-    """Saves the checkpoint that Lightning looks for when a Slurm job runs again. Collective; returns the path."""
-    # The name has a number that grows with the files in the folder, which ranks may see at different times.
+    """Saves the checkpoint that Lightning looks for when a Slurm job runs again. Collective. Returns the path."""
+    # The name has a number that grows with the files in the folder. Ranks may see these at different times.
     path = trainer.strategy.broadcast(path_for_slurm_job(trainer))
     trainer.save_checkpoint(path)
     return [path]
 
 
 def _save_last(trainer: Trainer) -> list[str]:
-    """Saves through users' callbacks that save the last, for ``ckpt_path="last"``. Collective; returns the paths."""
+    """Saves by users' callbacks that save the last, for ``ckpt_path="last"``. Collective. Returns the paths."""
     saving = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.save_last is True]
     for callback in saving:
         save_last(callback, trainer)

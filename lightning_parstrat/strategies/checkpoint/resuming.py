@@ -1,4 +1,4 @@
-"""Training that resumes as if it had not stopped: what a checkpoint keeps of loaders and random numbers."""
+"""Training that resumes as if it had not stopped, by the states of loaders and random numbers in a checkpoint."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,12 +25,12 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class Resume(Part):
-    """Where a training is: what a checkpoint keeps of it, and how a training goes on from there.
+    """The place of a training: what a checkpoint keeps of it, and how a training resumes there.
 
     Args:
-        strategy: The strategy it is a part of.
-        ranks: Its ranks.
-        positions: Where loaders stand.
+        strategy: The strategy that it is a part of.
+        ranks: The strategy's ranks.
+        positions: The loaders' places.
         points: Moments at which training can resume.
     """
 
@@ -43,12 +43,12 @@ class Resume(Part):
 
     @override
     def setup_optimizers(self) -> None:
-        """A new training has not been set to where its checkpoint was saved."""
+        """Notes that a new training has not been set to its checkpoint's place."""
         self._goes_on = False
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Has loaders that are trained on know their place, from which a checkpoint's training goes on."""
+        """Makes the training's loaders know their places, and resume at those of a checkpoint."""
         if self._trainer.training:
             control = self._ranks.control if self._ranks.have_joined else None
             self._positions.follow(
@@ -58,16 +58,16 @@ class Resume(Part):
 
     @override
     def on_train_start(self) -> None:
-        """Restores the checkpoint's random numbers where training resumes within an epoch."""
+        """Restores the checkpoint's random numbers if training resumes within an epoch."""
         self.go_on()
         self._random, self._trains = RandomNumbers(), True
 
     def go_on(self) -> None:
-        """Begins where a checkpoint was saved: when training starts, or before a callback saves then."""
+        """Resumes at the checkpoint's place: when training starts, or earlier, before a save by a callback."""
         trainer = trainer_of(self._strategy.lightning_module)
         if self._trains or trainer is None or not trainer.training or not iterators_in_training(trainer):
             return
-        # Each time: what callbacks draw meanwhile was not drawn before.
+        # In each call: the uninterrupted training has not drawn what callbacks draw meanwhile.
         self._random.before_training(trainer)
         if not self._goes_on:
             self._positions.begin_training(trainer)
@@ -76,28 +76,28 @@ class Resume(Part):
 
     @override
     def on_validation_end(self) -> None:
-        """Notes what a validation has drawn."""
+        """Notes the random numbers after a validation."""
         self._points.end_validation()
 
     @override
     def on_train_end(self) -> None:
-        """Notes where the loaders stand."""
+        """Keeps the places of the loaders."""
         self._positions.end_training(self._trainer)
         self._trains = False
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Notes where the loaders stand, for a checkpoint that is saved all the same. Not collective."""
-        # What a loader of the user's raises when it is asked must not stand in for this exception.
+        """Keeps the places of the loaders, for a checkpoint that is saved all the same. Not collective."""
+        # A user's loader may raise when it is asked. That must not hide this exception.
         with suppress(Exception):
             if self._trains:
                 self._positions.end_training(self._trainer)
 
     @override
     def teardown(self) -> None:
-        """Gives the loaders back."""
+        """Restores the loaders."""
         self._trains = False
-        # An exception may have been raised before there was a Trainer.
+        # An exception may come before there is a Trainer.
         trainer = trainer_of(self._strategy.lightning_module)
         if trainer is not None:
             fetches_alone(trainer)
@@ -105,11 +105,11 @@ class Resume(Part):
         self._positions.release()
 
     def load(self, checkpoint: dict[str, Any], entries: Mapping[str, Any]) -> None:
-        """Takes over where a checkpoint's training was.
+        """Takes over the place of a checkpoint's training.
 
         Args:
-            checkpoint: As Lightning has it.
-            entries: What this package has kept in it.
+            checkpoint: The checkpoint, as Lightning has it.
+            entries: This package's entries in it.
         """
         rank, number = self._strategy.global_rank, self._strategy.world_size
         self._points.load(checkpoint, entries.get(VALIDATION_IS_DUE), trainer_of(self._strategy.lightning_module))
@@ -118,11 +118,11 @@ class Resume(Part):
         self._positions.load(entries.get(LOADERS), given)
 
     def before_loaders(self) -> None:
-        """Call before Lightning makes the training's loaders: whatever draws later would shift their shuffling."""
+        """Call before Lightning makes the training's loaders, because draws in between would change their shuffling."""
         self._random.before_loaders()
 
     def set_back(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A checkpoint as it would have been saved where training can resume, and an entry that says how."""
+        """The checkpoint set back to a point at which training can resume, and an entry about that point."""
         if not can_be_resumed(checkpoint):
             return checkpoint, {}
         point = self._points.point_of_save(self._trainer)
@@ -130,13 +130,14 @@ class Resume(Part):
         return back, {VALIDATION_IS_DUE: point.validation_is_due}
 
     def gather(self, control: Collectives | None, goes_on: bool) -> dict[str, Any]:
-        """Each rank's random numbers, and where its loaders stand; without ``control`` this rank's.
+        """Each rank's random numbers and loaders' places. Without ``control``, those of this rank.
 
         Collective in ``control``: some 10 KB from each rank to rank 0.
 
         Args:
-            control: Of all ranks.
-            goes_on: Whether the checkpoint keeps them; otherwise loaders are not asked, which draws from some samplers.
+            control: The collectives of all ranks.
+            goes_on: Whether training can resume from the checkpoint. Otherwise loaders are not asked for their states,
+                because that draws from some samplers.
         """
         trainer = self._trainer
         point = self._points.point_of_save(trainer)
@@ -152,9 +153,9 @@ class Resume(Part):
         }
 
     def gather_alone(self, goes_on: bool) -> dict[str, Any]:
-        """What :meth:`gather` returns, of this rank alone, with an empty place for each other rank. Not collective."""
+        """The result of :meth:`gather` for this rank alone, with empty places for other ranks. Not collective."""
         states = self.gather(None, goes_on)
         loaders = states[LOADERS]
-        # Without the places, a training among several would take the rest for all that is left.
+        # Without the empty places, a training of several ranks would take this rank's rest for the whole rest.
         absent = [[None] * len(of_rank) for of_rank in loaders["ranks"]] * (self._strategy.world_size - 1)
         return {**states, LOADERS: {**loaders, "ranks": [*loaders["ranks"], *absent]}}

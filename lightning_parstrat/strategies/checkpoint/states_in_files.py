@@ -1,4 +1,4 @@
-"""What a rank needs to go on, in a sharded checkpoint: in that rank's own file, and the rest says of how many ranks."""
+"""Each rank's states for a resume are in its own file of a sharded checkpoint. The rest has the number of ranks."""
 
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -10,64 +10,64 @@ from lightning_parstrat.strategies.checkpoint.resume import RNG
 from lightning_parstrat.strategies.data.positions import LOADERS
 
 _OF_RANKS = {RNG: "states", LOADERS: "ranks"}
-"""Which part of an entry is a list with an item for each rank."""
+"""The part of an entry that is a list with an item for each rank."""
 
 _COUNT = "ranks"
-"""Among what all ranks say together of their random numbers: how many they are."""
+"""The key of the number of ranks, within the entry on random numbers."""
 
 
 def left_to_files(entries: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """What all ranks say together.
+    """The part of these entries that is the same for all ranks.
 
     Args:
-        entries: What a full checkpoint would have, with one rank's states or all.
-        ranks: How many write theirs.
+        entries: The entries of a full checkpoint, with the states of one rank or of all.
+        ranks: The number of ranks that write their states.
     """
     within_epoch = {key: {"within_epoch": entries[key]["within_epoch"]} for key in _OF_RANKS}
     return {**within_epoch, RNG: {**within_epoch[RNG], _COUNT: ranks}}
 
 
 def own_states(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank says alone, given what a full checkpoint of one rank would have."""
+    """This rank's states, from the entries of a full checkpoint of this rank alone."""
     return {key: entries[key][name][0] for key, name in _OF_RANKS.items()}
 
 
 def ranks_of(random: Mapping[str, Any]) -> int:
-    """Of how many ranks a checkpoint has random numbers, whether full or sharded."""
+    """The number of ranks whose random numbers a checkpoint has, full or sharded."""
     return int(random[_COUNT]) if _COUNT in random else len(random["states"])
 
 
 def with_files(own: Mapping[str, Any]) -> range:
-    """The ranks whose files have to be read."""
+    """The ranks whose files must be read."""
     return range(own[RNG][_COUNT])
 
 
 def restored_files(own: Mapping[str, Any], rank: int, size: int) -> Sequence[int]:
-    """Of :func:`with_files` those that one of several ranks reads, which share them out.
+    """The files of :func:`with_files` that one of several ranks reads. The ranks divide them.
 
-    With another number of ranks, after an epoch's end, nothing of them is restored, and none is read.
+    After the end of an epoch, another number of ranks restores nothing from them, and reads none.
     """
     ranks = with_files(own)
     return ranks[rank::size] if len(ranks) == size or own[LOADERS]["within_epoch"] else ()
 
 
 def with_states_of_all(own: Mapping[str, Any], read: Mapping[int, Any], control: Collectives | None) -> dict[str, Any]:
-    """This package's entries as a full checkpoint has them, but that a rank knows its own alone where that will do.
+    """This package's entries as in a full checkpoint. If that suffices, a rank gets its own states alone.
 
-    Collective where there are several ranks, and another number of them than has saved.
+    Collective if there are several ranks, and another number of ranks has saved.
 
     Args:
         own: This package's entries of a sharded checkpoint.
-        read: What ranks have said alone, by the rank: what this process has read of their files.
-        control: Of the ranks that load it; None for one process alone.
+        read: The states that this process has read from files of ranks, by the rank.
+        control: The group of the ranks that load it. None for one process alone.
     """
     ranks, filled = ranks_of(own[RNG]), dict(own)
     if control is not None and ranks != control.world_size:
-        # Without random numbers, which another number of ranks does not restore.
+        # Without random numbers, because another number of ranks does not restore them.
         places = {rank: {RNG: None, LOADERS: said[LOADERS]} for rank, said in read.items()}
         read = dict(ChainMap(*all_gather_object(places, control.group)))
     for key, name in _OF_RANKS.items():
-        # Where none was read, loaders have no list: they begin anew.
+        # If no file was read, loaders have no list, and begin their samples again.
         known = range(ranks if read or key == RNG else 0)
         of_ranks = [read[rank][key] if rank in read else None for rank in known]
         filled[key] = {name: of_ranks, "within_epoch": own[key]["within_epoch"]}

@@ -20,10 +20,10 @@ from lightning_parstrat.strategies.lightning_compat import unwrapped
 
 
 class TrainingState:
-    """State of a module that every rank has whole, and of optimizers that may be sharded.
+    """The state of a module that every rank has whole, and of optimizers that may be sharded.
 
     Args:
-        strategy: Has the module and the optimizers.
+        strategy: The strategy with the module and the optimizers.
     """
 
     def __init__(self, strategy: DDPStrategy) -> None:
@@ -31,11 +31,11 @@ class TrainingState:
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's, in their order."""
+        """The user's optimizers, in their order."""
         return [unwrapped(one) for one in self._strategy.optimizers]
 
     def is_sharded(self, optimizer: Optimizer) -> bool:
-        """Whether no rank has all of an optimizer's state."""
+        """Whether each rank has only a part of an optimizer's state."""
         return is_sharded(optimizer)
 
     @property
@@ -52,18 +52,18 @@ class TrainingState:
         """The state of a module that is not whole. Collective.
 
         Args:
-            saves_sharded: Whether shards stay where they are.
+            saves_sharded: Whether the shards are not gathered.
         """
         raise NotImplementedError
 
     def of_optimizer(self, optimizer: Optimizer, saves_sharded: bool) -> dict[str, Any]:
-        """The state of an optimizer that is sharded: on rank 0's host in torch's own format, elsewhere the groups.
+        """The state of a sharded optimizer: on rank 0's host in torch's own format, on other ranks the groups.
 
         Collective.
 
         Args:
-            optimizer: The user's.
-            saves_sharded: Whether shards stay where they are, and placeholders take the place of tensors.
+            optimizer: The user's optimizer.
+            saves_sharded: Whether the shards are not gathered, and placeholders take the place of tensors.
         """
         return gather_state_dict(optimizer, False, self._stand_in_for(optimizer) if saves_sharded else None)
 
@@ -76,22 +76,22 @@ class TrainingState:
         return stand_in
 
     def completed(self, checkpoint: dict[str, Any], gathers: bool) -> dict[str, Any]:
-        """A checkpoint in which what hooks have put is whole, too. Collective if it ``gathers``."""
+        """A checkpoint whose entries from hooks are whole, too. Collective if it ``gathers``."""
         return checkpoint
 
     def with_own_storage(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint with tensors whose storage holds nothing else: a parameter lies in a bucket with others."""
+        """The checkpoint with tensors in separate storages. A parameter shares the storage of a bucket with others."""
         storages = {address for one in self._shardings if one.attached for b in one.buckets for address in b.storages}
         saved: dict[str, Any] = with_own_storage(checkpoint, storages) if storages else checkpoint
         return saved
 
     def pieces(self) -> CheckpointPieces:
-        """Who writes which part of a sharded checkpoint."""
+        """Which rank writes which part of a sharded checkpoint."""
         cuts = {None: self._cuts_of_parameters(), **{n: self.cuts_of(one) for n, one in enumerate(self.optimizers)}}
         return CheckpointPieces(self._written_parameters(), self.optimizers, cuts, self._groups_with_a_copy)
 
     def filled(self, loaded: ShardedCheckpoint) -> dict[str, Any]:
-        """What a sharded checkpoint holds, but for the optimizers' tensors. Collective."""
+        """The content of a sharded checkpoint, without the optimizers' tensors. Collective."""
         states = {key: value for key, value in loaded.skeleton.items() if key == "optimizer_states"}
         rest = {key: value for key, value in loaded.skeleton.items() if key not in states}
         cuts: dict[Any, Cut] = {("state_dict", name): cut for name, cut in self._cuts_of_weights().items()}
@@ -100,36 +100,36 @@ class TrainingState:
     def own_part(
         self, optimizer: Optimizer, state: dict[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] | None
     ) -> dict[str, Any]:
-        """What an optimizer is given of a state that was loaded.
+        """The state that this rank gives to an optimizer, of a loaded state.
 
         Args:
-            optimizer: The user's.
-            state: In torch's own format.
-            read: Reads this rank's part of a sharded checkpoint's state; None if ``state`` has the tensors.
+            optimizer: The user's optimizer.
+            state: The loaded state in torch's own format.
+            read: Reads this rank's part of a sharded checkpoint's state. None if ``state`` has the tensors.
         """
         if read is not None:
             return read(state)
         if is_sharded(optimizer):
             return state
-        # Mapped tensors would be stepped in place: each page copied on its first write, and the file kept open.
+        # Steps in place on mapped tensors would copy each page on its first write, and keep the file open.
         copied: dict[str, Any] = replace_leaves(state, torch.clone)
         return copied
 
     def cuts_of(self, optimizer: Optimizer) -> Mapping[Tensor, Cut]:
-        """How an optimizer's state of its parameters is cut; of the rest, every rank has the whole."""
+        """How an optimizer's state is cut, by its parameters. Other parameters' state is whole on every rank."""
         return cuts_in_buckets(sharding_of(optimizer).slots) if is_sharded(optimizer) else {}
 
     def _written_parameters(self) -> Mapping[str, Tensor]:
-        """Parameters that all ranks have, or have a part of, and write together; their names are the same on all."""
+        """Parameters that all ranks write together, as each has all or a part of them. Names are the same on all."""
         module = self._strategy.lightning_module
         return {} if module is None else dict(module.named_parameters())
 
     def _cuts_of_parameters(self) -> Mapping[Tensor, Cut]:
-        """How ranks share these out, where that is given."""
+        """How ranks divide these parameters, if the optimizers have sharded them."""
         return cuts_in_buckets({p: slot for one in self._shardings if one.attached for p, slot in one.slots.items()})
 
     def _cuts_of_weights(self) -> Mapping[str, Cut]:
-        """How those weights are cut of which this rank loads its part alone, by their names in the checkpoint."""
+        """How weights are cut, by their names in the checkpoint, if this rank loads only its part of them."""
         return {}
 
     @property
@@ -138,7 +138,7 @@ class TrainingState:
 
     @property
     def _groups_with_a_copy(self) -> Sequence[Sequence[int]]:
-        """Of each copy of what is sharded the ranks that together hold it, in the order of their shards."""
-        # By the optimizers: they stay sharded when the training has ended.
+        """For each copy of the sharded state, the ranks that hold it together, in the order of their shards."""
+        # From the optimizers, because they stay sharded when the training has ended.
         groups = (sharding.shard_groups.groups for sharding in self._shardings if sharding.buckets)
         return next(groups, (range(self._strategy.world_size),))
