@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy"]
 
-# A package without a folder: no other finder can find a module in it and execute it with the original names.
+# A package without a folder, so that no other finder can find a module in it and execute it with original names.
 __path__: list[str] = []
 
 _ORIGINAL = f"{__package__}.strategies"

@@ -94,10 +94,10 @@ def footprints(training: Training) -> list[Footprint]:
 
 
 def recommend(rows: list[dict[str, Any]], training: Training, room: float | None) -> tuple[str | None, str]:
-    """The recommended flag and the reason: of those that fit in ``room`` bytes, the one that shards least, or a faster.
+    """The recommended flag, and the reason.
 
-    The flag is None if none fits. Lightning's ``ddp`` is left out: for the same results it holds more memory than
-    ``ddp_tuned``.
+    Of the flags that fit in ``room`` bytes, it is the one that shards least, or a faster one. It is None if none fits.
+    Lightning's ``ddp`` is left out: for the same results it holds more memory than ``ddp_tuned``.
     """
     by_name = {row["strategy"]: row for row in rows if row["strategy"] != "ddp"}
     fitting = [name for name, row in by_name.items() if row["fits"] is not False]

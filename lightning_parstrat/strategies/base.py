@@ -72,8 +72,8 @@ class ComposedStrategy(DDPStrategy):
             ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks. ``"raise"`` ends
             the training on all ranks. ``"skip"`` and ``"raise"`` make the host wait in every step.
         warn_after_seconds: After how many seconds without progress a rank that waits for others logs one line. The
-            line names the call or hook that waits, the missing ranks, and the call that each of them is in. ``None``
-            logs nothing before the ``timeout``.
+            line names the call or hook, and the missing ranks with the place that each has reached. ``None`` logs
+            nothing before the ``timeout``.
         **kwargs: Arguments of the base class.
 
     Raises:

@@ -151,8 +151,8 @@ def warn_of_untried_versions() -> None:
 class BetweenBatches(Callback):
     """A callback without hooks within a step: Lightning skips hooks that are None.
 
-    A call of a hook takes a dozen further calls, five times in every step, even if the hook does nothing. A part that
-    needs a hook sets it on the object.
+    A call of a hook takes a dozen further calls, even if the hook does nothing, and a step has five hooks. A callback
+    that needs a hook when a batch begins sets it on the object.
     """
 
     on_train_batch_start = None  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Lines for the user: what was sharded, and at the end what a step cost."""
+"""Lines for the log: the sharding of a training, and at its end the cost of a step."""
 
 import resource
 import statistics
@@ -14,10 +14,10 @@ from lightning_parstrat.distributed.comm.collectives import Traffic
 from lightning_parstrat.distributed.engine.summary import ShardingSummary
 
 _STEPS_THAT_SETTLE = 3
-"""The first steps allocate and plan buckets; they do not count."""
+"""The first steps allocate and plan buckets. They do not count."""
 
 _FEWEST_STEPS = 20
-"""Medians of fewer say little."""
+"""Medians of fewer steps are not reliable."""
 
 _STEPS_KEPT = 1000
 
@@ -28,15 +28,15 @@ BF16_SAVES_NOTHING = (
 
 
 def describe(flag: str, summary: ShardingSummary, observers: Sequence[str]) -> str:
-    """One line for the start of a fit: what is sharded, what is not and why, and for whom gradients are exposed.
+    """The line for the start of a fit. It names sharded state, unsharded state with reasons, and readers of gradients.
 
     Args:
         flag: The strategy's name.
-        summary: What was sharded.
-        observers: Who may look at gradients; empty where they are hidden.
+        summary: The sharding.
+        observers: Code that may read gradients. Empty if gradients are hidden.
 
     Returns:
-        An empty text where there is nothing to train.
+        The line. Empty if there is nothing to train.
     """
     parts = [_sharded(summary)] if summary.parameters else []
     parts += [
@@ -53,7 +53,7 @@ def describe(flag: str, summary: ShardingSummary, observers: Sequence[str]) -> s
 
 
 def named(observers: Sequence[str]) -> str:
-    """The first two of them."""
+    """The first two observers."""
     return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
 
 
@@ -64,7 +64,7 @@ def _sharded(summary: ShardingSummary) -> str:
         share = summary.owned_bytes / max(summary.parameter_bytes, 1)
         line = f"{line}, optimizer state of {share:.0%} of them on this one"
     elif not any(summary.state_bytes):
-        # As of SGD without momentum.
+        # For example SGD without momentum.
         line = f"{line}, no optimizer state to shard"
     else:
         unsharded, own = summary.state_bytes
@@ -82,7 +82,7 @@ class _Step(NamedTuple):
 
 
 class StepMeter:
-    """Time, waiting and traffic of the last steps, on this rank. Not collective; the host never waits for a GPU.
+    """Time, waiting and traffic of the last steps, on this rank. Not collective. The host never waits for a GPU.
 
     Args:
         flag: The strategy's name.
@@ -97,11 +97,11 @@ class StepMeter:
         self._last: tuple[int, float, float, int] | None = None
 
     def note(self, global_step: int, traffic: Traffic) -> None:
-        """Call before each batch and at the end; a step lasts from one change of ``global_step`` to the next.
+        """Call before each batch and at the end. A step lasts from one change of ``global_step`` to the next.
 
         Args:
             global_step: Number of optimizer steps so far.
-            traffic: All that this rank has sent, and waited for, so far.
+            traffic: The bytes that this rank has sent so far, and its time of waiting.
         """
         sent = traffic.reduce_scatter_bytes + traffic.all_gather_bytes + traffic.all_reduce_bytes
         now = (global_step, time.perf_counter(), traffic.waited_seconds, sent)
@@ -115,13 +115,13 @@ class StepMeter:
         self._last = now
 
     def line(self) -> str | None:
-        """Medians over the last steps, without the first few; None after a short training."""
+        """Medians over the last steps, without the first few. None after a short training."""
         if len(self._steps) < _FEWEST_STEPS:
             return None
         seconds = statistics.median(step.seconds for step in self._steps)
         waited = statistics.median(step.waited_seconds for step in self._steps)
         sent = statistics.median(step.bytes_sent for step in self._steps)
-        # On a GPU the streams wait, not the host; timing them would need synchronisation.
+        # On a GPU the streams wait, not the host. Timing them would need synchronization.
         exposed = "" if self._device.type == "cuda" else f", {_milliseconds(waited)} of it waiting for other ranks"
         return (
             f"{self._flag}: {_milliseconds(seconds)} per step (median of {len(self._steps)}){exposed};"

@@ -51,8 +51,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     Args:
         bucket_cap_mb: The largest size of a bucket in MiB. The ranks send a bucket of gradients as soon as it is ready.
             Smaller buckets overlap better with backward. Larger ones pay the latency of a collective less often, and
-            that latency grows with the number of ranks. ``"auto"`` follows from the number of ranks, the device and
-            the model: 8 MiB on a few CPUs, from 64 to 512 on GPUs.
+            that latency grows with the number of ranks. ``"auto"`` depends on the number of ranks, the device and the
+            model. It is 8 MiB on a few CPUs, and from 64 to 512 MiB on GPUs.
         partition: How parameters are divided over the ranks. ``"element"`` cuts a parameter if the end of a shard lies
             in it. ``"parameter"`` leaves each uncut on one rank. Optimizers that use whole matrices need that, such as
             Muon, Adafactor and Shampoo. ``"auto"`` takes ``"element"`` for torch's element-wise optimizers, and
@@ -156,7 +156,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The optimizers in training. If they are set in the middle of it, new ones are sharded; collective."""
+        """The optimizers in training. If new ones are set within the training, they are sharded. Collective then."""
         return self._optimizers
 
     @optimizers.setter
@@ -240,7 +240,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             (rank_zero_warn if summary.replicated else rank_zero_info)(line)
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
-        """Lets micro-batches be reduced one by one, unless a user of gradients may read accumulated ones."""
+        """Lets micro-batches be reduced one by one, unless code may read accumulated gradients."""
         if self._engine is None:
             return
         module = self._training_module
@@ -248,7 +248,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         # A user who blocks the sending of gradients by hand expects that none is sent.
         between += [] if module.automatic_optimization else ["manual optimization"]
         sharded = self._engine.accumulate_in_shards(not between)
-        # No user of gradients on this rank: `expose_gradients=True` asked for it, or another rank's callback.
+        # Without such code on this rank, `expose_gradients=True` or another rank's callback is the reason.
         unknown = "whoever expose_gradients=True is for" if self._policy.expose_gradients is True else "another rank"
         self._kept_whole_for = [] if sharded else list(dict.fromkeys(between)) or [unknown]
 
@@ -332,7 +332,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Notes that other ranks may never call this rank's teardown with it."""
+        """Notes that other ranks may never reach the teardown that this rank runs."""
         super().on_exception(exception)
         self._failed = True
 

@@ -109,7 +109,7 @@ class Checkpoints(Part):
             _ = self._ranks.control
 
     def module_state(self, by_lightning: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The module's state. Collective, after an exception too: ranks then wait a few seconds for each other."""
+        """The module's state. Collective if it is sharded, and after an exception: ranks wait a few seconds then."""
         self._resume.go_on()
         # When Lightning saves, it asks for this first: before anything waits for other ranks.
         self._absent = self._ranks.out_of_reach()
@@ -391,7 +391,7 @@ class Checkpoints(Part):
                 self._pending.finish(self._strategy.is_global_zero)
 
     def leaves_out_barrier(self, names: tuple[Any, ...]) -> bool:
-        """Whether to skip a barrier: that at the end of a save, if some ranks did not take part in the save."""
+        """Whether to skip a barrier. It is skipped at the end of a save that some ranks did not take part in."""
         if not self._absent or names[:1] != (_AFTER_SAVING,):
             return False
         self._absent = []

@@ -1,8 +1,8 @@
 """A preempted training saves at the end of a batch. A Slurm job is requeued, and resumes there.
 
-Lightning saves within the signal handler, wherever each rank is: in the middle of a step, of a collective, or of
-another save. Here the handler only records the signal. Each step's control message shows all ranks whether any of them
-got one, and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
+Lightning saves within the signal handler. A rank may then be in the middle of a step, of a collective, or of another
+save. Here the handler only records the signal. Each step's control message shows all ranks whether any of them got one,
+and all save after the same batch. That batch ends an accumulation window, so that no gradient is lost.
 """
 
 import os

@@ -48,8 +48,8 @@ class ResumePoints:
     """Records moments at which a training can resume, for checkpoints that are saved at other moments. Not collective.
 
     A checkpoint does not hold gradients. If it is saved within an accumulation window, it is set back to the window's
-    start, so that the window's batches are trained again. If it is saved when the next batch has already been fetched,
-    it is set back to the moment before.
+    start. Then the window's batches are trained again. If it is saved when the next batch has already been fetched, it
+    is set back to the moment before.
 
     Args:
         positions: Knows the loaders' places.
@@ -83,7 +83,7 @@ class ResumePoints:
         before_fetches(trainer, self._begin_fetch)
 
     def _begin_fetch(self, trainer: Trainer) -> None:
-        """Records the moment before a batch is fetched, if there are loaders whose states are lost later."""
+        """Records the moment before a batch is fetched, if loaders have own states that cannot be read later."""
         if self._positions.before_fetch(trainer):
             self._fetching_point = ResumePoint(
                 rng_state(), self._positions.now(trainer, within_epoch=True, fetching=True)

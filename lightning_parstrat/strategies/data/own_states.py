@@ -33,10 +33,10 @@ def is_stateful(owner: Any) -> bool:
 
 
 class OwnStates:
-    """Records the states of these loaders before each batch is fetched, as many as a checkpoint may be set back by.
+    """Records the states of these loaders before each batch is fetched.
 
-    Not collective. In every batch, it asks loaders for their states and pickles them. For a large state,
-    :func:`copy.deepcopy` would take ten times as long.
+    It keeps as many as a checkpoint may be set back by. Not collective. In every batch, it asks loaders for their
+    states and pickles them. For a large state, :func:`copy.deepcopy` would take ten times as long.
     """
 
     def __init__(self) -> None:

@@ -196,7 +196,7 @@ class LoaderPositions:
         if self._at_end:
             return self._at_end[within_epoch]
         progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        # Before a fetch, the fetcher does not count a batch that no step has got.
+        # While a batch is fetched, the fetcher's queue lacks one that no step has got yet.
         fetched = batches_fetched(trainer) if fetching else batches_fetched_ahead(trainer) + progress.ready
         ahead = fetched - progress.processed
         at_most = progress.processed if mode_of_loaders(trainer) == "max_size" else None
@@ -272,7 +272,7 @@ def _begin_all_passes(trainer: Trainer) -> None:
 
 
 def _begin_epoch_without_length(trainer: Trainer) -> None:
-    """Makes Lightning count from 0 after a resume at the end of an epoch, if it does not know the epoch's length.
+    """Makes Lightning count from 0 after a resume at the end of an epoch of unknown length.
 
     If it knows the length, it does so itself. Otherwise, accumulation windows would continue those of the epoch before.
     """

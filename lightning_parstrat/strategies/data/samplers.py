@@ -1,6 +1,6 @@
-"""Samplers of data loaders that can begin in the middle of an epoch: they draw the same indices again, and drop them.
+"""Samplers of data loaders that can begin within an epoch: they draw the same indices again, and drop them.
 
-A checkpoint holds the random state in which an epoch began, the number of drawn indices, and a digest of them. It holds
+A checkpoint holds the random state in which an epoch began, and the number and a digest of the drawn indices. It holds
 the indices only if another number of ranks has begun the epoch.
 """
 
@@ -284,7 +284,7 @@ class PositionedSampler(StandIn):
         alone: list[Any] = []
         whole = begin.get("whole")
         if "items" not in begin and type(source) in (DistributedSampler, DistributedSamplerWrapper):
-            # All orders at once: of N ranks, rank r has items r, r + N, r + 2N of the order of a single rank.
+            # All orders at once. Of N ranks, rank r has items r, r + N, r + 2N of the order of a single rank.
             whole = len(source.dataset)
             with self._drawn_again(_as_rank(source, 0, 1), begin) as items:
                 alone = list(items)

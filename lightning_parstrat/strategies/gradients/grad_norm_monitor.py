@@ -20,8 +20,8 @@ class GradNormMonitor(Callback):
     - ``grad_clip_ratio``: the share of steps that clipping by norm made smaller. Logged if clipping by norm is on.
     - ``skipped_steps``: how many steps of the training were skipped. Their norms are not in the above.
 
-    The values are in ``trainer.callback_metrics`` too. If clipping by norm does not measure the norm already, the
-    callback costs one pass over the gradients and one scalar all-reduce a step. The host waits only for a log.
+    The values are in ``trainer.callback_metrics`` too. Without clipping by norm, the callback costs one pass over the
+    gradients and one scalar all-reduce a step. The host waits only for a log.
 
     Args:
         prefix: The text that the names begin with, such as ``"train/"``.
@@ -46,7 +46,7 @@ class GradNormMonitor(Callback):
         """
         if stage != "fit":
             return
-        # Not by class: Lightning takes callbacks of its other package, and these expect strategies of that package.
+        # Not by class: Lightning takes callbacks of its other package, too, and our strategies there are other classes.
         if not hasattr(trainer.strategy, "on_gradient_norm"):
             raise MisconfigurationException(
                 f"GradNormMonitor needs a strategy that knows the norm, and found {type(trainer.strategy).__name__}."

@@ -1,6 +1,6 @@
 """Under torchrun, the number of started ranks counts, not the number that the Trainer asks for.
 
-torchrun restarts a training with fewer ranks when it has lost a node, and with more when a node has joined. The program
+If a node is lost, torchrun restarts a training with fewer ranks. If a node joins, it restarts with more. The program
 does not change, nor do its ``devices`` and ``num_nodes``. Lightning would refuse to continue. If only some nodes have
 fewer ranks, it would split the data among ranks that do not exist. And torch would wait for ranks that have ended.
 """
