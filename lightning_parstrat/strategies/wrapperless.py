@@ -85,9 +85,9 @@ class Buffers(Part):
     def before_step(self) -> None:
         """Broadcasts the buffers if they are due.
 
-        They are due before the first forward, and before a forward that follows a backward with a sending of gradients.
-        DDP takes every training and validation step for a forward. Under manual optimization no backward counts as
-        sending.
+        They are due before the first forward, and before each forward after one that has sent its gradients. DDP takes
+        every training and validation step for a forward. Under manual optimization, DDP takes no forward for one that
+        has sent its gradients.
         """
         if not self._exist:
             return

@@ -236,7 +236,7 @@ def _complete_last_batch(checkpoint: dict[str, Any]) -> None:
 
 
 def loaders_of_rank(checkpoint: Mapping[str, Any], saved: Mapping[str, Any], rank: int, ranks: int) -> list[Any]:
-    """The states of a rank's stateful loaders, which it puts into the checkpoint. Empty if there are none.
+    """The states of a rank's stateful loaders. They replace those of rank 0 in the checkpoint. Empty if there are none.
 
     Args:
         checkpoint: The checkpoint as Lightning has it, with rank 0's states.

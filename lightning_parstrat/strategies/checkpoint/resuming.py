@@ -25,7 +25,7 @@ from lightning_parstrat.strategies.parts import Part
 
 
 class Resume(Part):
-    """The place of a training: what a checkpoint keeps of it, and how a training resumes there.
+    """Saves the place of a training in checkpoints, and resumes a training at a checkpoint's place.
 
     Args:
         strategy: The strategy that it is a part of.

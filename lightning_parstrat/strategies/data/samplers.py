@@ -151,7 +151,7 @@ class PositionedSampler(StandIn):
         ]
         # By identity, because loader and sampler usually share one.
         self._generators = list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
-        # The loader refuses to set this attribute. A change of its `__dict__` passes by that check.
+        # The loader refuses to set this attribute. A change of its `__dict__` bypasses that check.
         vars(dataloader)[self._name] = self
 
     def remove(self, dataloader: DataLoader[Any]) -> None:
