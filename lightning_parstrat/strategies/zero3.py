@@ -239,7 +239,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._buffers.before_step()
         output = super().training_step(*args, **kwargs)
         if any(map(holds_shards, output.values() if isinstance(output, Mapping) else (output,))):
-            # A shard's backward may be collective, and other ranks may not take part. This rank would wait for them.
+            # A shard's operations may be collective, and other ranks may not take part. This rank would wait for them.
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
