@@ -18,7 +18,7 @@ from lightning_parstrat._namespaces import PUBLIC, public_class
 if TYPE_CHECKING:
     from pytorch_lightning import callbacks, strategies
 
-    from lightning_parstrat.strategies import ddp, zero1
+    from lightning_parstrat.strategies import ddp, zero1, zero3
     from lightning_parstrat.strategies.gradients import grad_norm_monitor
 
     # To a type checker, the classes belong to both namespaces: they have our arguments, and the Trainer takes them.
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     class ZeRO1Strategy(zero1.ZeRO1Strategy, strategies.DDPStrategy):  # type: ignore[misc]
         """The same as :class:`lightning_parstrat.ZeRO1Strategy`."""
 
+    class ZeRO3Strategy(zero3.ZeRO3Strategy, strategies.DDPStrategy):  # type: ignore[misc]
+        """The same as :class:`lightning_parstrat.ZeRO3Strategy`."""
 
-__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy"]
+
+__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy"]
 
 # A package without a folder, so that no other finder can find a module in it and execute it with original names.
 __path__: list[str] = []
