@@ -53,8 +53,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """Trains with parameters, gradients and optimizer state sharded over the ranks (ZeRO stage 3), by torch's FSDP2.
 
     Results are DDP's. With N ranks, each holds 1/N of all three between steps. A unit's parameters are gathered before
-    its forward and its backward, and freed after them. So the ranks send 1.5 times as many bytes as under DDP. Unused
-    parameters need no flag. Between steps, ``param`` and ``param.grad`` are
+    its forward and its backward, and freed after them. So by default the ranks send 1.5 times as many bytes as under
+    DDP. Unused parameters need no flag. Between steps, ``param`` and ``param.grad`` are
     :class:`~torch.distributed.tensor.DTensor`. To read one, call ``full_tensor()`` on all ranks.
 
     Args:
