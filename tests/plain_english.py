@@ -3,6 +3,7 @@
 It finds sentences that are too long, words that the field does not use, and conditions that trail as "where".
 """
 
+import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -60,6 +61,14 @@ def paragraphs_of(markdown: str) -> Iterator[str]:
             yield " ".join(re.sub(r"^\s*(?:[-*>]|\d+\.) ", "", words).split())
 
 
+def docstrings_of(source: str) -> str:
+    """The docstrings of a file, each argument in them a paragraph."""
+    nodes = (one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return re.sub(r"\n *(?=[*\w]+: )", "\n\n", "\n\n".join(ast.get_docstring(one) or "" for one in nodes)).replace(
+        "\n    ", "\n"
+    )
+
+
 def sentences_of(paragraph: str) -> list[str]:
     """Its sentences. Code counts as one word, and a dot within it ends nothing."""
     plain = re.sub(r"(`+)[^`]+\1", lambda code: re.sub(r"[\s.:;?!]", "_", code[0]), paragraph)
@@ -88,7 +97,8 @@ def check(paths: Iterable[Path]) -> tuple[list[Finding], dict[str, float]]:
     found, means = [], {}
     for path in paths:
         name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
-        sentences = [one for part in paragraphs_of(path.read_text()) for one in sentences_of(part)]
+        text = docstrings_of(path.read_text()) if path.suffix == ".py" else path.read_text()
+        sentences = [one for part in paragraphs_of(text) for one in sentences_of(part)]
         lengths = [words_of(one) for one in sentences if words_of(one) > 3]
         means[name] = sum(lengths) / max(len(lengths), 1)
         if means[name] > LONGEST_MEAN:
@@ -100,8 +110,7 @@ def check(paths: Iterable[Path]) -> tuple[list[Finding], dict[str, float]]:
 
 def main(files: list[str]) -> int:
     """Prints what is wrong; returns the exit status."""
-    every = [path for glob in GLOBS for path in sorted(ROOT.glob(glob))]
-    chosen = [Path(file).resolve() for file in files] or every
+    chosen = [Path(file).resolve() for file in files] or [one for glob in GLOBS for one in sorted(ROOT.glob(glob))]
     found, means = check(chosen)
     for file, sentence, complaint in found:
         print(f"{file}: {complaint}\n    {sentence}")

@@ -23,6 +23,15 @@ def test_a_sentence_is_found_that_breaks_a_rule(sentence: str, complaint: str, t
     assert complaint in one.complaint and one.sentence == sentence.strip()
 
 
+def test_docstrings_are_prose_and_code_is_not(tmp_path: Path) -> None:
+    source = (
+        '"""Fine."""\n\ndef anew():\n    """Fine.\n\n    Args:\n        one: Made anew.\n        two: Fine.\n    """\n'
+    )
+    (tmp_path / "code.py").write_text(source)
+    (found,) = check([tmp_path / "code.py"])[0]
+    assert found.sentence == "one: Made anew."
+
+
 def test_code_links_and_titles_are_not_prose() -> None:
     page = "# Made anew\n\n```python\nanew = 1\n```\n\nSee `anew. where`, [a page](anew.md).\n\n| a. b | `c` |\n"
     page += "- One.\n- Two. Three.\n"

@@ -1,8 +1,8 @@
 """Which micro-batches an optimizer step is made of, and the scale that makes the sum of their gradients a mean.
 
-Lightning divides every loss by ``accumulate`` (K), so the reduction receives the sum, over ranks and micro-batches, of
-gradients of ``loss / K``. The scales here turn that sum into the gradient of one big batch. They are applied where the
-reduction multiplies anyway, so a short window costs nothing extra.
+Lightning divides every loss by ``accumulate`` (K). So the reduction receives a sum over ranks and micro-batches, of
+gradients of ``loss / K``. The scales here turn that sum into the gradient of one big batch. The reduction multiplies by
+a scale anyway, so a short window costs nothing extra.
 """
 
 import math
@@ -14,14 +14,15 @@ PartialWindow = Literal["exact", "lightning"]
 class AccumulationWindow:
     """Counts the micro-batches since gradients were last zeroed.
 
-    Lightning zeroes them at every batch of the epoch whose index is a multiple of K. A window is shorter than K at the
-    end of an epoch, and after a resume inside one: checkpoints do not hold accumulated gradients.
+    Lightning zeroes gradients at every batch of the epoch whose index is a multiple of K. A window is shorter than K at
+    the end of an epoch. It is also shorter after a resume inside an epoch: checkpoints do not hold accumulated
+    gradients.
     """
 
     def __init__(self) -> None:
         self.micro_batches = 0
         self._ran: set[int] = set()
-        # Infinity: whatever index comes first (a resume may start inside an epoch), it begins a run.
+        # Infinity: the first index begins a run, whatever it is. A resume may start inside an epoch.
         self._last: float = math.inf
         self._first_of_run = 0
 
@@ -48,26 +49,26 @@ class AccumulationWindow:
         return begins
 
     def run_backward(self) -> None:
-        """Counts a backward of the latest batch; one more of the same batch (a closure evaluated again) replaces it."""
+        """Counts a backward of the latest batch. A second backward of the same batch (by a closure) replaces it."""
         self._ran.add(int(self._last))
 
     @property
     def backwards(self) -> int:
-        """How many of the micro-batches have had a backward on this rank: a training step may have skipped some."""
+        """How many of the micro-batches had a backward on this rank. A training step may have skipped some."""
         return len(self._ran)
 
 
 def gradient_scale(*, accumulate: int, micro_batches: int, world_size: int, partial_window: PartialWindow) -> float:
-    """The factor for the sum of the gradients of ``loss / accumulate``, where all micro-batches weigh the same.
+    """The factor for the sum of the gradients of ``loss / accumulate``, if all micro-batches weigh the same.
 
     Args:
         accumulate: K, how many micro-batches a full window has.
-        micro_batches: k, how many this one has on each rank.
+        micro_batches: k, how many this window has on each rank.
         world_size: N, the number of ranks summed over.
         partial_window: ``"exact"`` gives the mean over the k micro-batches, ``"lightning"`` divides by K.
 
     Returns:
-        K / (k N), exactly 1 / N for a full window; or 1 / N.
+        K / (k N), which is exactly 1 / N for a full window. With ``"lightning"``, 1 / N.
     """
     counted = accumulate if partial_window == "lightning" else micro_batches
     return accumulate / (counted * world_size)
@@ -84,16 +85,17 @@ def weighted_gradient_scale(
         total_weight: The sum of all weights of all micro-batches on all ranks, at least 0.
         reference: See :func:`reference_weight`.
         accumulate: K, how many micro-batches a full window has.
-        micro_batches: k, how many this one has.
+        micro_batches: k, how many this window has.
         partial_window: ``"lightning"`` makes the step of a short window smaller by k / K, as stock Lightning does.
 
     Returns:
-        The scale; 0 where nothing has any weight.
+        The scale. If the sum of weights is 0, the scale is 0.
     """
-    # A batch of nothing but padding, say: its gradients are 0, and 0 / 0 would make them NaN.
+    # A batch may be all padding. Its gradients are 0, and 0 / 0 would make them NaN.
     if total_weight == 0:
         return 0.0
-    # The other way round than above: the weights already hold the window's true size, so only K is to be undone.
+    # The reverse of `gradient_scale`: the weights already hold the window's true size. Only the division by K is
+    # undone.
     counted = micro_batches if partial_window == "lightning" else accumulate
     # The quotient first: `counted * reference` may overflow.
     return counted * (reference / total_weight)
@@ -102,13 +104,13 @@ def weighted_gradient_scale(
 def reference_weight(mean_weight: float) -> float:
     """The power of two nearest to the mean weight.
 
-    Weights are divided by it before they multiply a loss: raw token counts would overflow 16 bits, and would need a
-    loss scale of their own. Dividing by a power of two is exact: results change only by over- or underflow.
+    Weights are divided by this power before they multiply a loss. Raw token counts would overflow 16 bits, and would
+    need a separate loss scale. Dividing by a power of two is exact. Results change only by overflow or underflow.
 
     Args:
         mean_weight: Positive and finite.
     """
     fraction, exponent = math.frexp(mean_weight)
-    # Decided by the fraction alone: weights that all double must double the reference, and change nothing else.
-    # 1023 is the largest exponent of a float; rounding up beyond it would raise.
+    # Only the fraction decides. If all weights double, the reference must double, and nothing else may change.
+    # 1023 is the largest exponent of a float. Rounding up beyond it would raise.
     return math.ldexp(1.0, min(exponent if fraction >= math.sqrt(0.5) else exponent - 1, 1023))

@@ -1,4 +1,4 @@
-"""Wrong names of a strategy's arguments: the nearest right one, or what stands for an argument of another strategy."""
+"""Wrong names of a strategy's arguments: the nearest right one, or the advice for another strategy's argument."""
 
 import inspect
 import re
@@ -54,7 +54,7 @@ _STANDS_FOR = {
     "allgather_bucket_size reduce_bucket_size": "`bucket_cap_mb` of ZeRO1Strategy is a bucket's size in MiB.",
     "config": "There is no file of its own: give arguments here and to the Trainer.",
 }
-"""By names of arguments that other strategies have, what stands for them."""
+"""Advice by names of arguments that other strategies have."""
 
 STANDS_FOR = {name: line for names, line in _STANDS_FOR.items() for name in names.split()}
 
@@ -79,11 +79,11 @@ def arguments_of(classes: Iterable[type]) -> list[str]:
 
 
 def advice(strategy: str, name: str, known: Collection[str]) -> str:
-    """What to say of an argument that a strategy does not have.
+    """The message about an argument that a strategy does not have.
 
     Args:
         strategy: The class's name.
-        name: The argument's.
+        name: The argument's name.
         known: The arguments that it has.
     """
     near = get_close_matches(name, known, n=1)
@@ -95,13 +95,13 @@ def refuse(strategy: type, names: Iterable[str], known: Collection[str]) -> NoRe
     """Refuses arguments that a strategy does not have.
 
     Raises:
-        TypeError: Says of each what is right.
+        TypeError: The message contains the right name of each argument.
     """
     raise TypeError("\n".join(advice(strategy.__name__, name, known) for name in names))
 
 
 def explain_errors(parser: Any) -> None:
-    """Lets a command line's parser say of a strategy's wrong argument what :func:`advice` says. Once is enough.
+    """Adds :func:`advice` to a command line's error about a strategy's wrong argument. A second call does nothing.
 
     Args:
         parser: A class derived from jsonargparse's.

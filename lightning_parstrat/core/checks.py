@@ -28,10 +28,10 @@ def check_flags(policy: object, *names: str) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number. bool is a subclass of int: True would pass as 1."""
+    """Whether a value is a finite number. bool is a subclass of int, so True would pass as 1 without a check."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Whether it is a whole number, and at least so large."""
+    """Whether a value is a whole number of at least ``least``."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least

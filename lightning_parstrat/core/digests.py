@@ -4,13 +4,13 @@ import hashlib
 
 
 def digest(value: object) -> int:
-    """A number of 61 bits that differs (but for chance) where values do, and is the same in all processes.
+    """A number of 61 bits, the same in all processes. If two values differ, their numbers differ (but for chance).
 
-    Ranks compare it and its negative as int64, with room for numbers that stand for nothing. Not ``hash()``: Python
-    seeds that of strings differently in each process.
+    Ranks compare the number and its negative as int64. 61 bits leave room for numbers that stand for nothing.
+    ``hash()`` does not work: Python seeds the hash of a string differently in each process.
 
     Args:
-        value: Bytes, or anything whose ``repr`` says all that is compared.
+        value: Bytes, or anything whose ``repr`` contains all that is compared.
     """
     content = value if isinstance(value, bytes) else repr(value).encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 3

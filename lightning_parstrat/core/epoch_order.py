@@ -1,4 +1,4 @@
-"""What is left of an epoch that some ranks have begun, and how others share it."""
+"""The rest of an epoch that some ranks have begun, and how others share it."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -8,12 +8,12 @@ _NOTHING = object()
 
 
 def left_of_turns(parts: Sequence[Sequence[Any]], taken: Sequence[int], whole: int | None = None) -> list[Any]:
-    """What nobody has taken of an order in which ranks take turns: of N, rank r takes items r, r + N, r + 2N.
+    """The items that no rank has taken, in an order in which ranks take turns. Of N, rank r takes r, r + N, r + 2N.
 
     Args:
         parts: The items of each rank.
-        taken: How many of them each rank has taken.
-        whole: How many there are together, without padding; None if that is unknown.
+        taken: How many of these items each rank has taken.
+        whole: How many items there are together, without padding. If that is unknown, None.
     """
     rounds = enumerate(zip_longest(*parts, fillvalue=_NOTHING))
     return [
@@ -25,7 +25,7 @@ def left_of_turns(parts: Sequence[Sequence[Any]], taken: Sequence[int], whole: i
 
 
 def share(order: Sequence[Any], rank: int, ranks: int) -> list[Any]:
-    """A rank's items, equally many on every rank: the first ones come once more where the ranks do not divide them.
+    """A rank's items, equally many on every rank. If the ranks do not divide the items, the first ones are repeated.
 
     Args:
         order: All items.
@@ -33,5 +33,5 @@ def share(order: Sequence[Any], rank: int, ranks: int) -> list[Any]:
         ranks: Number of ranks.
     """
     each = -(-len(order) // ranks)
-    # As often as it takes: a hundred ranks may share three items.
+    # Items are repeated as often as needed: a hundred ranks may share three items.
     return [order[place % len(order)] for place in range(rank, each * ranks, ranks)]

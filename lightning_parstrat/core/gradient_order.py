@@ -3,21 +3,21 @@
 from collections.abc import Sequence
 
 WORTH_NEW_BUCKETS = 0.05
-"""The share of a backward for which gradients wait in vain, on average, from which on buckets are made anew."""
+"""Buckets are rebuilt from this share on: the part of a backward for which gradients wait in vain, on average."""
 
 
 def share_waited(buckets: Sequence[Sequence[tuple[int, int]]]) -> float:
-    """How long gradients wait for others that have to leave first, as a share of the backward.
+    """How long gradients wait for others that have to be sent first, as a share of the backward.
 
-    Gradients are taken to need time by their size. A bucket leaves when all of its gradients are there and all buckets
-    before it have left. The time in which a bucket fills in the best order does not count.
+    The time that a gradient takes is assumed to be proportional to its size. A bucket is sent when all its gradients
+    are ready and all earlier buckets are sent. The time in which a bucket fills in the best order does not count.
 
     Args:
-        buckets: In the order in which they leave, for each gradient its position in the order in which backward makes
-            them, and its bytes.
+        buckets: Buckets in the order in which they are sent. Each gradient is its position in the order of backward,
+            and its bytes.
 
     Returns:
-        The mean over bytes: about 0 in the best order, about 0.5 if everything waits for the last gradient.
+        The mean over bytes. It is about 0 in the best order, and about 0.5 if everything waits for the last gradient.
     """
     made = sorted(one for bucket in buckets for one in bucket)
     total = sum(size for _, size in made) or 1

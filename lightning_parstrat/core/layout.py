@@ -1,7 +1,7 @@
 """Which rank owns which element of which parameter, in which bucket: one pure function, the same on every rank.
 
-Buffers, collectives, optimizer and checkpoints all consume the plan that :func:`plan_buckets` returns; none of them
-computes an offset of its own (the idea is Megatron-LM's distributed optimizer's). Offsets count elements.
+Buffers, collectives, optimizer and checkpoints all consume the plan that :func:`plan_buckets` returns. None of them
+computes a different offset. The idea is that of Megatron-LM's distributed optimizer. Offsets count elements.
 """
 
 import heapq
@@ -18,16 +18,16 @@ Partition = Literal["element", "parameter"]
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSpec:
-    """What the plan needs to know about one parameter.
+    """The properties of one parameter that the plan needs.
 
     Args:
         name: Its qualified name, for messages and for the fingerprint.
         shape: Its shape.
-        dtype: The name of its dtype; ranks must agree on it.
+        dtype: The name of its dtype. All ranks must agree on the dtype.
         itemsize: Bytes per element.
-        group: Parameters share a bucket only where their groups are equal, such as (dtype, device, optimizer).
-        update_cost: What the optimizer's update of it costs, in any unit that is the same for all; None where that is
-            proportional to its number of elements. See :mod:`lightning_parstrat.core.update_cost`.
+        group: Parameters share a bucket only if their groups are equal, such as (dtype, device, optimizer).
+        update_cost: The cost of the optimizer's update, in any unit that is the same for all parameters. If the cost is
+            proportional to the number of elements, None. See :mod:`lightning_parstrat.core.update_cost`.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 1 for a 0-d parameter."""
+        """Number of elements. A 0-d parameter has 1."""
         product = 1
         for size in self.shape:
             product *= size
@@ -57,12 +57,12 @@ class LayoutPolicy:
 
     Args:
         world_size: Number of ranks that share the optimizer state.
-        bucket_cap_bytes: A bucket is closed before it would grow beyond this; a larger parameter has its own bucket.
-        partition: ``"element"`` cuts every bucket into equal shards wherever the cut falls; ``"parameter"`` lets no
-            parameter cross a shard boundary: shards of one bucket then differ in length, and only over all buckets do
+        bucket_cap_bytes: A bucket is closed before it would exceed this. A larger parameter has a separate bucket.
+        partition: ``"element"`` cuts every bucket into equal shards, also inside a parameter. ``"parameter"`` lets no
+            parameter cross a shard boundary. The shards of one bucket then differ in length. Only over all buckets do
             the ranks own about the same.
-        alignment_bytes: Parameters and shards start at multiples of this; 64 is a cache line, 256 what a GPU's own
-            allocations start at, which matrix products look at when they choose a kernel.
+        alignment_bytes: Parameters and shards start at multiples of this. 64 is a cache line. 256 is the alignment of a
+            GPU's allocations, by which matrix products choose a kernel.
 
     Raises:
         ValueError: An argument is out of range.
@@ -101,7 +101,7 @@ class ShardSlice(NamedTuple):
 
     @property
     def elements(self) -> slice:
-        """Those of the parameter, 1-D in storage order, that the rank owns."""
+        """The elements of the parameter that the rank owns, 1-D in storage order."""
         return slice(self.parameter_start, self.parameter_start + self.numel)
 
 
@@ -114,22 +114,22 @@ class Part(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many they are."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 def parts_of(bounds: Sequence[int], start: int, stop: int) -> Iterator[Part]:
-    """Which of the elements ``[start, stop)`` lie in which shard, in their order; a shard with none is left out.
+    """Which of the elements ``[start, stop)`` lie in which shard, in order. Shards without any are left out.
 
-    Found by bisection: in the logarithm of the world size for each part.
+    Bisection finds each part in the logarithm of the world size.
 
     Args:
         bounds: Shard s has the elements ``[bounds[s], bounds[s + 1])``.
         start: The first element.
-        stop: The one after the last, at most ``bounds[-1]``.
+        stop: The element after the last, at most ``bounds[-1]``.
     """
     while start < stop:
-        # Of shards that begin there, the last is the one that is not empty.
+        # Of shards that begin at the same element, only the last is not empty.
         shard = bisect_right(bounds, start) - 1
         end = min(stop, bounds[shard + 1])
         yield Part(shard, start, end)
@@ -140,7 +140,7 @@ def even_bounds(numel: int, world_size: int) -> range:
     """The bounds of equal parts.
 
     Args:
-        numel: Of all parts, a multiple of the world size, and not zero.
+        numel: Elements of all parts. It is a multiple of the world size, and not zero.
         world_size: Number of parts.
     """
     return range(0, numel + 1, numel // world_size)
@@ -149,8 +149,8 @@ def even_bounds(numel: int, world_size: int) -> range:
 class BucketLayout(NamedTuple):
     """One bucket, padding included: rank r owns the elements ``[bounds[r], bounds[r + 1])``.
 
-    ``bounds`` has ``world_size + 1`` entries; where the shards are equal it is a range, which costs nothing to keep.
-    The number of elements is a multiple of the world size either way, so that any bucket can be cut into equal parts.
+    ``bounds`` has ``world_size + 1`` entries. If the shards are equal, ``bounds`` is a range, which costs nothing to
+    keep. The number of elements is always a multiple of the world size. So any bucket can be cut into equal parts.
     """
 
     slots: tuple[Slot, ...]
@@ -185,7 +185,7 @@ class BucketLayout(NamedTuple):
         return ShardSlice(slot.parameter, first - slot.offset, first - start, last - first)
 
     def shard_slices(self, rank: int) -> tuple[ShardSlice, ...]:
-        """The slices that ``rank`` owns, in the order of the slots; parameters it owns nothing of are left out."""
+        """The slices that ``rank`` owns, in the order of the slots. Parameters without a slice are left out."""
         slices = (self.slice_of(slot, rank) for slot in self.slots)
         return tuple(shard_slice for shard_slice in slices if shard_slice is not None)
 
@@ -198,13 +198,13 @@ def plan_buckets(
     Args:
         parameters: In the order in which their gradients are expected to become ready.
         policy: How to lay them out.
-        groups: Which of them share a bucket, by their positions, in the order of the buckets; by default as many as
-            fit under the cap. See :func:`group_as_named`.
+        groups: Positions of the parameters that share a bucket, in the order of the buckets. By default, as many as fit
+            under the cap. See :func:`group_as_named`.
 
     Returns:
-        The buckets in the order of their reductions: that of ``groups``, or by when their last gradient is expected.
-        Linear in the number of parameters, independent of the world size (``"parameter"``: times its logarithm, plus
-        one number per rank and bucket).
+        The buckets in the order of their reductions. That is the order of ``groups``, or the order in which their last
+        gradients are expected. The time is linear in the number of parameters, and independent of the world size. With
+        ``"parameter"``, multiply by the logarithm of the world size, and add one number per rank and bucket.
     """
     if groups is None:
         groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
@@ -230,14 +230,14 @@ def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[
         plan: Names of parameters per bucket, in the order of the buckets.
 
     Returns:
-        Positions in ``parameters`` per bucket; None where the plan is of other parameters, or puts together what may
-        not share a bucket.
+        Positions in ``parameters`` per bucket. If the plan is of other parameters, or joins parameters that may not
+        share a bucket, None.
     """
     positions = {spec.name: index for index, spec in enumerate(parameters)}
     # A name that occurs twice does not identify a parameter.
     if len(positions) != len(parameters):
         return None
-    # Names without a parameter are passed over: it may have been frozen since.
+    # Names without a parameter are skipped: the parameter may have been frozen since.
     groups = [[positions[name] for name in bucket if name in positions] for bucket in plan]
     groups = [bucket for bucket in groups if bucket]
     if sorted(index for bucket in groups for index in bucket) != list(range(len(parameters))):
@@ -250,7 +250,7 @@ def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[
 def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
     """Groups the positions of parameters, in their order, so that no bucket of several exceeds the cap.
 
-    But for what :func:`take_small_along` has put together.
+    Only parameters that :func:`take_small_along` has joined may exceed the cap.
     """
     closed: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
@@ -275,26 +275,28 @@ def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[li
 
 
 _SMALL = 32
-"""A parameter is small beside one that is so many times as large."""
+"""A parameter is small if a neighbour is at least so many times as large."""
 
 _LARGE = 2**20
-"""Bytes of a parameter that is worth a bucket of its own; to send less takes as long as to send nothing."""
+"""Bytes of a parameter that is worth a separate bucket. Sending fewer bytes takes as long as sending none."""
 
 
 def take_small_along(sizes: Sequence[int], cap_bytes: int) -> list[list[int]]:
-    """Puts small ones together with a large neighbour that exceeds the cap, and so has a bucket of its own.
+    """Joins small parameters with a large neighbour that exceeds the cap, and so has a separate bucket.
 
-    Between two large matrices a norm's weights would travel alone, and pay the latency of a collective for a few bytes.
+    Otherwise a norm's weights between two large matrices would be sent alone. They would pay the latency of a
+    collective for a few bytes.
 
     Args:
-        sizes: Bytes, in the order in which they are to travel.
-        cap_bytes: The largest bucket of several.
+        sizes: Bytes of each parameter, in the order in which parameters are sent.
+        cap_bytes: The largest bucket of several parameters.
 
     Returns:
-        Positions of what stays together, in order; all that a large one takes along is a thirty-second of it at most.
+        Positions of the parameters that stay together, in order. A large parameter takes at most a thirty-second of its
+        size along.
     """
     together: list[list[int]] = []
-    # What the last one may still take along.
+    # Bytes that the last one may still take along.
     room = 0
     for position, size in enumerate(sizes):
         if room and size <= room:
@@ -312,7 +314,7 @@ def take_small_along(sizes: Sequence[int], cap_bytes: int) -> list[list[int]]:
 
 
 def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:
-    """One parameter after the other; the shards' boundaries fall where they may."""
+    """Places one parameter after the other. The shards' boundaries may fall inside a parameter."""
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)
     slots, end = [], 0
@@ -320,7 +322,7 @@ def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy
         offset = _round_up(end, alignment)
         slots.append(Slot(index, offset, spec.numel))
         end = offset + spec.numel
-    # At least one element, so that empty parameters need no special case; a multiple of the alignment times the world
+    # At least one element, so that empty parameters need no special case. A multiple of the alignment times the world
     # size, so that all shards are equal and aligned.
     numel = _round_up(max(end, 1), alignment * policy.world_size)
     return BucketLayout(tuple(slots), even_bounds(numel, policy.world_size), itemsize)
@@ -329,17 +331,17 @@ def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy
 def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list[int]:
     """The rank that owns each parameter: the largest first, each to the rank that has least (bin packing).
 
-    What is balanced is each parameter's share of all update costs plus its share of all elements: the first is the
-    time of a step, the second is memory and traffic. R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969):
-    the fullest rank has at most 4/3 of the optimum. The order of the parameters does not matter.
+    The weight of a parameter is its share of all update costs plus its share of all elements. The first is the time of
+    a step, the second is memory and traffic. R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the
+    fullest rank has at most 4/3 of the optimum. The order of the parameters does not matter.
     """
     costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
-    # `or 1`: where all parameters are empty, 0 / 0 must not arise.
+    # `or 1`: if all parameters are empty, 0 / 0 must not arise.
     total_cost, total_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
     weights = [cost / total_cost + spec.numel / total_numel for cost, spec in zip(costs, parameters, strict=True)]
     loads = [(0.0, rank) for rank in range(world_size)]
     owners = [0] * len(parameters)
-    # Ties go by name, not by position: the order of the parameters must not matter.
+    # Names decide ties, positions do not: the order of the parameters must not matter.
     for index in sorted(range(len(parameters)), key=lambda index: (-weights[index], parameters[index].name)):
         load, owners[index] = loads[0]
         heapq.heapreplace(loads, (load + weights[index], owners[index]))
@@ -347,9 +349,10 @@ def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list
 
 
 def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPolicy) -> BucketLayout:
-    """One rank's parameters after the other's; a rank that owns none of the bucket has an empty shard.
+    """Places the parameters of one rank after those of another. A rank that owns none has an empty shard.
 
-    But for the last, which has the padding: collectives carry equal parts (see ``distributed/comm/collectives.py``).
+    The last rank is an exception: its shard has the padding. Collectives carry equal parts (see
+    ``distributed/comm/collectives.py``).
     """
     itemsize = members[0][1].itemsize
     alignment = max(1, policy.alignment_bytes // itemsize)
@@ -363,7 +366,7 @@ def _keep_uncut(members: list[tuple[int, ParameterSpec, int]], policy: LayoutPol
             starts[index] = end
             end = _round_up(end + spec.numel, alignment)
         bounds.append(end)
-    # At least one element, as above.
+    # At least one element, as in `_cut_anywhere`.
     bounds[-1] = _round_up(max(end, 1), alignment * policy.world_size)
     slots = tuple(Slot(index, starts[index], spec.numel) for index, spec, _ in members)
     return BucketLayout(slots, tuple(bounds), itemsize)
@@ -374,7 +377,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def owned_bytes(buckets: Sequence[BucketLayout], rank: int) -> int:
-    """Bytes of parameters whose optimizer state ``rank`` holds; padding holds none."""
+    """Bytes of parameters whose optimizer state ``rank`` holds. Padding has no state."""
     return sum(owned.numel * bucket.itemsize for bucket in buckets for owned in bucket.shard_slices(rank))
 
 

@@ -1,7 +1,7 @@
 """Gradient norms over shards: a partial result per rank, its combination, and the factor that clips.
 
-For the p-norm every rank contributes ``sum |g|^p`` (for the maximum norm, ``max |g|``) of what it owns; the sum (the
-maximum) over ranks gives the norm of all gradients, since every element is owned exactly once.
+For the p-norm, every rank contributes ``sum |g|^p`` of the gradients that it owns. For the maximum norm it contributes
+``max |g|``. The sum (the maximum) over ranks gives the norm of all gradients, since exactly one rank owns each element.
 """
 
 import math
@@ -15,15 +15,15 @@ def partial_norm(norms: Sequence[Tensor], norm_type: float, device: torch.device
     """This rank's contribution to the norm of all gradients.
 
     Args:
-        norms: Those of the gradients this rank owns, 0-d tensors; may be empty. On every rank summed in the same dtype,
-            see :func:`accumulation_dtype`.
+        norms: Norms of the gradients that this rank owns, 0-d tensors. There may be none. Sum them in the same dtype on
+            every rank, see :func:`accumulation_dtype`.
         norm_type: p > 0, or ``math.inf``.
         device: The device of the result.
 
     Returns:
-        1-D, to be combined over ranks: ``[sum |g|^p]`` in float64, since powers overflow sooner than norms; for
-        infinity ``[max |g|, whether any is NaN]``, since a maximum over ranks may pass over a NaN. Zeros where there
-        is nothing.
+        1-D, to be combined over ranks. For a finite p, ``[sum |g|^p]`` in float64, since powers overflow sooner than
+        norms. For infinity, ``[max |g|, whether any is NaN]``, since a maximum over ranks may skip a NaN. Without
+        norms, zeros.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
@@ -45,10 +45,10 @@ def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor
     Args:
         combined: 1-D, see :func:`partial_norm`.
         norm_type: The same p.
-        dtype: Of the result.
+        dtype: The dtype of the result.
 
     Returns:
-        A 0-d tensor; NaN where any gradient is.
+        A 0-d tensor. If any gradient is NaN, it is NaN.
     """
     if math.isinf(norm_type):
         return torch.where(combined[1] > 0, math.nan, combined[0]).to(dtype)
@@ -56,11 +56,14 @@ def total_norm(combined: Tensor, norm_type: float, dtype: torch.dtype) -> Tensor
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm; at most 1."""
+    """The factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients of this norm, at most 1."""
     # The 1e-6 is torch's: clipped gradients must equal those of `clip_grad_norm_`.
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def accumulation_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """float64 where any gradient has 64-bit components, else float32: 16-bit sums of squares overflow."""
+    """The dtype in which squares are summed: 16-bit sums overflow.
+
+    If any gradient has 64-bit components it is float64, otherwise float32.
+    """
     return torch.float64 if {torch.float64, torch.complex128} & set(dtypes) else torch.float32

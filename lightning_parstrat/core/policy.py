@@ -29,27 +29,27 @@ class ShardingPolicy:
     """How parameters are bucketed and owned.
 
     Args:
-        bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets start travelling earlier;
-            larger ones pay the latency of a collective less often. ``"auto"`` follows the number of ranks, the device
-            and the model, see :func:`~lightning_parstrat.core.bucket_cap.default_bucket_cap`.
-        partition: ``"element"`` cuts parameters wherever a shard ends; ``"parameter"`` keeps each parameter on one
-            rank, which optimizers that work on uncut matrices need; ``"auto"`` chooses by the optimizer.
-        expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward: always, never, or
-            (``"auto"``) where someone may look.
-        master_weights: Whether parameters in 16 bits are stepped in an fp32 copy of each rank's shard: where there are
-            any (``"auto"``), never, or always (True), where it is an error if there are none.
+        bucket_cap_mb: The largest size of a bucket in MiB (2**20 bytes). Smaller buckets are sent earlier. Larger ones
+            pay the latency of a collective less often. ``"auto"`` follows the number of ranks, the device and the
+            model, see :func:`~lightning_parstrat.core.bucket_cap.default_bucket_cap`.
+        partition: ``"element"`` cuts parameters at every end of a shard. ``"parameter"`` keeps each parameter on one
+            rank. Optimizers that work on uncut matrices need that. ``"auto"`` chooses by the optimizer.
+        expose_gradients: Whether ``param.grad`` shows the reduced gradients after backward. True always does, and False
+            never. ``"auto"`` does if a callback or hook may read them.
+        master_weights: Whether each rank steps 16-bit parameters in an fp32 copy of its shard. ``"auto"`` does if there
+            are any, False never does. True always does, and raises an error if there are none.
         overlap_param_gather: Whether parameters may arrive after the step, while the next forward begins.
-        max_inflight_buckets: How many buckets of gradients may be in flight before backward waits for the first of
-            them, at least 1; None for as many as there are; ``"auto"`` for 4 on a GPU, whose host runs ahead and would
-            keep the buffers of all, and as many as there are on CPUs.
+        max_inflight_buckets: How many buckets of gradients may be in flight, at least 1. Beyond that, backward waits
+            for the first of them. None sets no bound. ``"auto"`` is 4 on a GPU, and no bound on CPUs. The host of a GPU
+            runs ahead and would keep the buffers of all.
         shard_group: Which ranks share a copy of the optimizer state: ``"all"``, those of a ``"node"``, or so many
-            consecutive ones. See :mod:`lightning_parstrat.core.shard_groups`.
-        shard_gradients: Whether gradients that are accumulated over micro-batches are sharded between them, too.
-        reduce_dtype: The dtype in which fp32 gradients travel to their shards' owners, who sum them in fp32.
-        gather_dtype: The dtype in which fp32 parameters are all-gathered; each rank steps its shard in fp32.
+            consecutive ranks. See :mod:`lightning_parstrat.core.shard_groups`.
+        shard_gradients: Whether accumulated gradients are sharded between micro-batches, too.
+        reduce_dtype: The dtype in which fp32 gradients are sent to the owners of their shards. The owners sum in fp32.
+        gather_dtype: The dtype in which fp32 parameters are all-gathered. Each rank steps its shard in fp32.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     bucket_cap_mb: BucketCap = "auto"
@@ -88,25 +88,25 @@ class ShardingPolicy:
         """The cap in bytes, at least one.
 
         Args:
-            model_bytes: What is reduced in a step.
-            ranks: Those that share a copy of what is sharded.
-            device_type: Of the gradients.
-            copies: Groups of so many ranks.
+            model_bytes: Bytes that a step reduces.
+            ranks: The number of ranks that share a copy of the sharded state.
+            device_type: The device of the gradients.
+            copies: The number of groups of so many ranks.
         """
         if self.bucket_cap_mb == "auto":
             return default_bucket_cap(model_bytes, ranks, device_type, copies)
         return max(1, int(self.bucket_cap_mb * 2**20))
 
     def bound_in_flight(self, device_type: str) -> int | None:
-        """How many buckets of gradients may be in flight; None where ranks send only what any of them has.
+        """How many buckets of gradients may be in flight. If ranks send only what any of them has, None.
 
-        On a GPU there always is a bound, if only one that is never reached: where there is, ranks send all that is
-        expected before they agree on what came. Else one rank's host could wait for the others' flags while the
-        others, within their backwards, wait for their device (an allocation may), and so for the bucket that the first
-        has not sent.
+        On a GPU there always is a bound, though it may never be reached. With a bound, ranks send all that is expected
+        before they agree on what came. Without a bound, two waits could block each other. One rank's host waits for the
+        flags of the others. The others, within their backwards, wait for their device (an allocation may). So they wait
+        for the bucket that the first rank has not sent.
 
         Args:
-            device_type: Of the gradients.
+            device_type: The device of the gradients.
         """
         if device_type == "cpu":
             return None if self.max_inflight_buckets == "auto" else self.max_inflight_buckets
@@ -115,19 +115,19 @@ class ShardingPolicy:
         return sys.maxsize if self.max_inflight_buckets is None else self.max_inflight_buckets
 
     def master_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """What shards of parameters of ``dtype`` are kept and stepped in, where that needs a copy of them."""
+        """The dtype in which a copy of shards of ``dtype`` is kept and stepped. If no copy is needed, None."""
         narrow = dtype in (torch.float16, torch.bfloat16)
-        # What is rounded for the all-gather needs a copy, too: without it, updates smaller than a bf16 step would be
-        # lost.
+        # Parameters that are rounded for the all-gather need a copy, too. Without a copy, updates smaller than a bf16
+        # step would be lost.
         rounded = self.gathered_in(dtype) != dtype
         return torch.float32 if (narrow and self.master_weights is not False) or rounded else None
 
     def reduced_in(self, dtype: torch.dtype) -> torch.dtype:
-        """What gradients of ``dtype`` travel in."""
+        """The dtype in which gradients of ``dtype`` are sent."""
         return _narrowed(dtype, self.reduce_dtype)
 
     def gathered_in(self, dtype: torch.dtype) -> torch.dtype:
-        """What parameters of ``dtype`` travel in."""
+        """The dtype in which parameters of ``dtype`` are sent."""
         return _narrowed(dtype, self.gather_dtype)
 
 
@@ -136,16 +136,16 @@ class FullShardingPolicy:
     """How parameters are sharded, gathered and reduced by FSDP2.
 
     Args:
-        wrap: Names of classes whose modules are gathered one by one; None to find repeated blocks.
+        wrap: Names of classes whose modules are gathered one by one. None finds repeated blocks.
         min_num_params: The smallest number of parameters of a block that is found.
         reshard_after_forward: Whether parameters are freed between forward and backward.
-        shard_gradients: Whether gradients that are accumulated over micro-batches are sharded between them.
-        reduce_dtype: The dtype in which gradients travel; None for their own. They are summed in fp32.
-        gather_dtype: The dtype in which parameters travel and are used; None for their own. ``"auto"`` is ``"bf16"``
-            for weights of layers that "bf16-mixed" would round anyway, and None for all others.
+        shard_gradients: Whether accumulated gradients are sharded between micro-batches.
+        reduce_dtype: The dtype in which gradients are sent. None keeps the gradients' dtype. They are summed in fp32.
+        gather_dtype: The dtype in which parameters are sent and used. None keeps the parameters' dtype. ``"auto"`` is
+            ``"bf16"`` for weights of layers that "bf16-mixed" would round anyway, and None for all others.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     wrap: Sequence[str] | None = None
@@ -167,18 +167,18 @@ class FullShardingPolicy:
 
 
 _IN_FLIGHT_ON_GPU = 4
-"""Enough to keep the wire busy: one is sent, one waits for it, and two are being filled."""
+"""Enough to keep the network busy: one bucket is sent, one waits for it, and two are being filled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitPolicy:
-    """When a rank that waits for others says so.
+    """When a rank that waits for other ranks logs a warning.
 
     Args:
-        warn_after_seconds: After how many seconds without progress it does, a positive number; None for never.
+        warn_after_seconds: Seconds without progress after which the rank warns, a positive number. None never warns.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     warn_after_seconds: float | None = 15.0
@@ -190,23 +190,23 @@ class WaitPolicy:
 
 
 def _narrowed(dtype: torch.dtype, choice: WireDtype) -> torch.dtype:
-    # Only fp32: 16-bit types would gain nothing, and who trains in fp64 wants its digits.
+    # Only fp32 is narrowed. 16-bit types would gain nothing, and a training in fp64 needs its digits.
     return torch.bfloat16 if choice == "bf16" and dtype == torch.float32 else dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPolicy:
-    """What the gradient of a step is the mean of, how it is clipped, and what happens when it is not finite.
+    """Which mean the gradient of a step is, how it is clipped, and what happens if it is not finite.
 
     Args:
-        partial_window: Whether a window with fewer micro-batches than ``accumulate_grad_batches`` gives the mean over
-            those it has (``"exact"``), or less (``"lightning"``).
-        clip_scope: Whose gradients the norm is taken of: the ``"optimizer"``'s, or those of all (``"global"``).
-        norm_type: p of the p-norm, positive; infinity for the maximum.
+        partial_window: How a window with fewer micro-batches than ``accumulate_grad_batches`` is scaled. ``"exact"``
+            gives the mean over its micro-batches, ``"lightning"`` gives less.
+        clip_scope: Which gradients the norm covers: those of the ``"optimizer"``, or those of all (``"global"``).
+        norm_type: p of the p-norm, a positive number. Infinity takes the maximum.
         nonfinite_grads: ``"propagate"`` steps all the same, ``"skip"`` does not step, ``"raise"`` ends the training.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     partial_window: PartialWindow = "exact"
@@ -228,14 +228,15 @@ class GradientPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPolicy:
-    """What a checkpoint is written as, and when.
+    """The format of a checkpoint, and when it is written.
 
     Args:
-        checkpoint_format: ``"full"``, one file that every strategy reads; ``"sharded"``, a folder that all ranks write.
-        async_save: Whether training goes on while a sharded checkpoint is being written.
+        checkpoint_format: ``"full"`` is one file that every strategy reads. ``"sharded"`` is a folder that all ranks
+            write.
+        async_save: Whether training continues while a sharded checkpoint is being written.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     checkpoint_format: CheckpointFormat = "full"

@@ -1,8 +1,8 @@
 """Groups of ranks that together hold one copy of the optimizer state: sharded within a group, the same in each.
 
-Reduce-scatters and all-gathers then go around rings of a group's ranks, whose latency grows with their number, and what
-groups have to tell each other is an all-reduce of a shard, which has a tree. The price is the state: 1/G of it on each
-rank, with G ranks in a group, not 1/N.
+Reduce-scatters and all-gathers then use rings of a group's ranks. The latency of a ring grows with its ranks. Between
+groups, a shard is all-reduced, by a tree. The price is memory: with G ranks in a group, each rank holds 1/G of the
+state, not 1/N.
 """
 
 from collections import Counter
@@ -12,11 +12,11 @@ from typing import Literal, NamedTuple
 from lightning_parstrat.core.topology import Topology
 
 ShardGroupChoice = Literal["all", "node"] | int
-"""``"all"``: one group; ``"node"``: the ranks of each node; a number: so many consecutive ranks."""
+"""``"all"`` is one group. ``"node"`` groups the ranks of each node. A number groups so many consecutive ranks."""
 
 
 class ShardPlace(NamedTuple):
-    """What one rank holds of a state that groups of ranks hold a copy of each.
+    """The part of a state that one rank holds, if groups of ranks hold a copy each.
 
     Attributes:
         shard: The number of its shard within its group.
@@ -30,10 +30,10 @@ class ShardPlace(NamedTuple):
 
 
 class ShardGroups(NamedTuple):
-    """The groups of all ranks. Every rank is in one, and all have equally many.
+    """The groups of all ranks. Every rank is in one group, and all groups have equally many ranks.
 
     Attributes:
-        groups: The ranks of each, in the order of their shards. Rank 0 is in the first.
+        groups: The ranks of each group, in the order of their shards. Rank 0 is in the first.
     """
 
     groups: tuple[Sequence[int], ...]
@@ -45,14 +45,14 @@ class ShardGroups(NamedTuple):
 
     @classmethod
     def chosen(cls, choice: ShardGroupChoice, topology: Topology) -> "ShardGroups":
-        """The groups that a choice comes to on these ranks.
+        """The groups that follow from a choice on these ranks.
 
         Args:
             choice: See :data:`ShardGroupChoice`.
             topology: Which ranks share a node.
 
         Raises:
-            ValueError: The ranks cannot be divided into groups of equally many; the message says what can be done.
+            ValueError: The ranks cannot be divided into equal groups. The message contains what you can choose.
         """
         world_size = topology.world_size
         if choice == "all":
@@ -92,17 +92,17 @@ class ShardGroups(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in all."""
+        """Number of all ranks."""
         return self.size * self.copies
 
     def rings_carry_more(self, topology: Topology | None) -> bool:
-        """Whether a ring within a group takes less time for twice the bytes than an all-to-all.
+        """Whether a ring within a group sends twice the bytes in less time than an all-to-all takes.
 
-        Of R ranks on each of several nodes, an all-to-all sends (1 - R / G) of a bucket over a rank's own network
-        interface; a ring sends twice the bytes over the interfaces of R ranks together.
+        Let each of several nodes have R ranks. An all-to-all sends (1 - R / G) of a bucket over a rank's own network
+        interface. A ring sends twice the bytes, over the interfaces of R ranks together.
 
         Args:
-            topology: Which ranks share a node; None for all.
+            topology: Which ranks share a node. None means that all do.
         """
         if topology is None:
             return False
@@ -111,31 +111,31 @@ class ShardGroups(NamedTuple):
         return on_node * (self.size - on_node) > 2 * self.size
 
     def place(self, rank: int) -> ShardPlace:
-        """What ``rank`` holds."""
+        """The part that ``rank`` holds."""
         copy = next(number for number, group in enumerate(self.groups) if rank in group)
         return ShardPlace(self.groups[copy].index(rank), copy, self.copies)
 
     def mates(self, rank: int) -> Sequence[int]:
-        """The ranks of the group of ``rank``, itself among them, in the order of their shards."""
+        """The ranks of the group of ``rank``, ``rank`` among them, in the order of their shards."""
         return self.groups[self.place(rank).copy]
 
     def holders(self, rank: int) -> Sequence[int]:
-        """The ranks that hold the same shard as ``rank``, itself among them, in the order of their groups."""
+        """The ranks that hold the same shard as ``rank``, ``rank`` among them, in the order of their groups."""
         shard = self.place(rank).shard
         return tuple(group[shard] for group in self.groups)
 
 
 def advised_size(world_size: int) -> int | None:
-    """How many ranks of a GPU cluster should share a copy, where a ring of all takes longer than is hidden.
+    """How many ranks of a GPU cluster should share a copy, if not all of a ring's time is hidden.
 
-    By an estimate (``benchmarks/scale/estimate.py``), groups of 32 to 64 expose about as much from 128 ranks on,
-    where one group of all exposes more with every doubling. Of those sizes the largest, which holds least.
+    The source is an estimate (``benchmarks/scale/estimate.py``). From 128 ranks on, groups of 32 to 64 expose about as
+    much. One group of all exposes more with every doubling. The largest of those sizes is chosen, since it holds least.
 
     Args:
         world_size: Number of ranks.
 
     Returns:
-        None where one group of all is as good, or no such size divides the number of ranks.
+        If one group of all is as good, or no such size divides the number of ranks, None.
     """
     if world_size < _RANKS_FROM_WHICH_IT_PAYS:
         return None
@@ -146,7 +146,7 @@ _RANKS_FROM_WHICH_IT_PAYS = 128
 
 
 def piece_bounds(numel: int, count: int) -> list[int]:
-    """Where so many pieces of about the same length begin and end; some may be empty."""
+    """The bounds of so many pieces of about the same length. Some pieces may be empty."""
     return [numel * number // count for number in range(count + 1)]
 
 

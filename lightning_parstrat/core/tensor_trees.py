@@ -13,14 +13,14 @@ Path = tuple[Any, ...]
 
 
 class Leaf(NamedTuple):
-    """A tensor, and where it is."""
+    """A tensor, and its path in the tree."""
 
     path: Path
     tensor: Tensor
 
     @property
     def name(self) -> str:
-        """The path as one string, unique in its tree: keys and positions of other types than str are shown as such."""
+        """The path as one string, unique in its tree. Keys that are no strings are shown as strings."""
         # Escaped: a key that contains a slash must not collide with a path of two keys.
         return "/".join(str(key).replace("%", "%25").replace("/", "%2F") for key in self.path)
 
@@ -38,11 +38,11 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[Leaf]:
 
 
 def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of a tree with other tensors; parts in which all stay the same are not copied.
+    """A copy of a tree with other tensors. Parts in which all tensors stay the same are not copied.
 
     Args:
-        tree: Is left as it is.
-        replacement: Returns what stands in the place of a tensor, or the tensor itself.
+        tree: Is not changed.
+        replacement: Returns the replacement of a tensor, or the tensor itself.
     """
     if isinstance(tree, Tensor):
         return replacement(tree)
@@ -50,7 +50,7 @@ def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
         new = {key: replace_leaves(value, replacement) for key, value in tree.items()}
         if all(new[key] is value for key, value in tree.items()):
             return tree
-        # A shallow copy keeps the type and what hangs on it, such as a state dict's `_metadata`.
+        # A shallow copy keeps the type and its attributes, such as a state dict's `_metadata`.
         result = copy.copy(tree)
         result.update(new)
         return result
@@ -66,14 +66,14 @@ def replace_leaves(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
 
 
 def in_storage_order(tensor: Tensor) -> Tensor:
-    """A tensor as 1-D: a view of its elements as they lie in memory where it is dense, else a row-major copy."""
+    """A tensor as 1-D. If the tensor is dense, a view of its elements in memory order, otherwise a row-major copy."""
     if torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     return tensor.contiguous().view(-1)
 
 
 def with_narrow_storage(tensor: Tensor) -> Tensor:
-    """A tensor on the same memory whose storage is no larger than itself, so that saving it saves nothing else."""
+    """A tensor on the same memory, with a storage no larger than itself. Saving it saves nothing else."""
     storage = tensor.untyped_storage()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset() * tensor.itemsize
@@ -88,7 +88,7 @@ def with_narrow_storage(tensor: Tensor) -> Tensor:
 def with_own_storage(value: Any, storages: set[int]) -> Any:
     """A copy of a tree in which tensors that lie in ``storages`` have storage that holds nothing else.
 
-    Nothing is copied: they lie where they did.
+    No memory is copied: the new tensors use the same memory.
 
     Args:
         value: What is to be saved.

@@ -1,15 +1,15 @@
-"""Which ranks share a node: between nodes the wire is slow, within one it is not."""
+"""Which ranks share a node. The network between nodes is slow, the transfers within a node are not."""
 
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """What one rank knows of the node that it is on. Ranks share a node where both are equal.
+    """The node of one rank, as that rank knows it. If name and number are equal, two ranks share a node.
 
     Attributes:
-        name: What it is called.
-        number: Its number among the nodes, as the launcher has given it; 0 where there is none.
+        name: The node's name.
+        number: Its number among the nodes, as the launcher has given it. If the launcher gives none, 0.
     """
 
     name: str
@@ -20,7 +20,7 @@ class Topology(NamedTuple):
     """The node of every rank.
 
     Attributes:
-        nodes: For each rank the number of its node; nodes are numbered in the order of their first ranks.
+        nodes: For each rank the number of its node. Nodes are numbered in the order of their first ranks.
     """
 
     nodes: tuple[int, ...]
@@ -53,13 +53,13 @@ class Topology(NamedTuple):
         return self.nodes[rank] == self.nodes[other]
 
     def node_mates(self, rank: int) -> tuple[int, ...]:
-        """The ranks on the node of ``rank``, itself among them, in order."""
+        """The ranks on the node of ``rank``, ``rank`` among them, in order."""
         return tuple(other for other in range(self.world_size) if self.share_node(rank, other))
 
     def counterparts(self, rank: int) -> tuple[int, ...]:
-        """The ranks at the same place within their nodes as ``rank``, by node; itself among them.
+        """The ranks at the same place within their nodes as ``rank``, by node, ``rank`` among them.
 
-        Only where all nodes have equally many ranks.
+        All nodes must have equally many ranks.
         """
         place = self.node_mates(rank).index(rank)
         first_of_nodes = dict.fromkeys(self.nodes)

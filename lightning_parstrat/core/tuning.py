@@ -1,4 +1,4 @@
-"""Which sizes of DDP's buckets are tried, and what came of it."""
+"""Which sizes of DDP's buckets are tried, and the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class TuningPolicy:
     """How DDP's buckets are chosen.
 
     Args:
-        bucket_cap_mb: ``"auto"`` tries sizes; a number of MiB (2**20 bytes) is the size of all buckets; a list has one
-            number for each, in the order in which they are sent.
-        tune_steps: How many steps are measured to compare two sizes, half of them at a time.
-        tune_tolerance: The smallest gain for which buckets are changed, as a share of the time from the start of
+        bucket_cap_mb: ``"auto"`` tries sizes. A number of MiB (2**20 bytes) is the size of all buckets. A list has one
+            number for each bucket, in the order in which buckets are sent.
+        tune_steps: How many steps of each size are measured to compare two sizes, half of them at a time.
+        tune_tolerance: The smallest gain for which buckets are changed. It is a share of the time from the start of
             forward to the end of backward.
 
     Raises:
-        ValueError: A value is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
     bucket_cap_mb: CapsInMiB = "auto"
@@ -44,9 +44,9 @@ class TuningPolicy:
 
 
 class Tried(NamedTuple):
-    """A size that was tried: of all buckets in bytes, or None for torch's default; and its seconds.
+    """A size that was tried, in bytes of all buckets, and its seconds. torch's default size is None.
 
-    Seconds are those of a forward and backward, communication included: the median of the slowest rank.
+    Seconds are those of a forward and backward, communication included. They are the median of the slowest rank.
     """
 
     cap: int | None
@@ -55,14 +55,14 @@ class Tried(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TuningReport:
-    """What was found about the buckets of one training.
+    """The result of tuning the buckets of one training.
 
     Attributes:
         verdict: ``"tuned"``, ``"default is best"`` or ``"not tuned"``.
-        reason: Why, as text.
-        cap: Bytes at which each bucket is full; None for the default's.
-        tried: The sizes that were tried, each as it was measured last.
-        steps: How many steps it took, all of which trained.
+        reason: The reason, as text.
+        cap: Bytes at which each bucket is full. For the default, None.
+        tried: The sizes that were tried, each with its latest measurement.
+        steps: How many steps the tuning took. All of them trained.
         from_cache: Whether the size comes from an earlier training.
     """
 
@@ -75,7 +75,7 @@ class TuningReport:
 
     @property
     def bucket_cap_mb(self) -> float | None:
-        """The result as ``bucket_cap_mb`` of :class:`~lightning_parstrat.TunedDDPStrategy`; None for the default's."""
+        """The result as ``bucket_cap_mb`` of :class:`~lightning_parstrat.TunedDDPStrategy`. For the default, None."""
         return None if self.cap is None else self.cap / 2**20
 
     @property
@@ -97,27 +97,27 @@ _RESULTS: dict[Verdict, str] = {
 
 
 def sizes_to_try(nbytes: int) -> list[int]:
-    """The sizes beside the default's that lead to other buckets than it, and than each other, in bytes.
+    """Sizes in bytes that lead to other buckets than the default, and than each other.
 
     Args:
         nbytes: Bytes of all gradients.
     """
     smaller = [size for size in _SIZES if size < nbytes]
-    # All larger ones make one bucket; so does the default, where its first bucket takes everything.
+    # All larger sizes make one bucket. So does the default, if its first bucket takes everything.
     larger = [size for size in _SIZES if size >= nbytes > 2**20]
     return smaller + larger[:1]
 
 
 def fastest(tried: Sequence[Tried]) -> Tried:
-    """The fastest but for the default; of equal ones the largest, which sends the fewest messages."""
+    """The fastest size other than the default. Of equal ones, the largest, which sends the fewest messages."""
     return min((one for one in tried if one.cap is not None), key=lambda one: (one.seconds, -(one.cap or 0)))
 
 
 def verdict_on(default: Tried, best: Tried, tolerance: float) -> TuningReport:
-    """Whether a size is kept that was measured in turns with the default.
+    """Whether a size is kept that was measured in alternation with the default.
 
     Args:
-        default: The default, as it was measured in these turns.
+        default: The default, as measured in this alternation.
         best: The size.
         tolerance: The smallest gain for which buckets are changed, as a share of the default's time.
     """

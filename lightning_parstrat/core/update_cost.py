@@ -1,13 +1,13 @@
-"""What an optimizer's update of one parameter costs, where that does not grow with its elements alone.
+"""The cost of an optimizer's update of one parameter, if it grows with more than the number of elements.
 
-Uncut parameters are distributed over the ranks by these costs: a rank that owned all large matrices would keep the
-others waiting in every step.
+These costs distribute uncut parameters over the ranks. If one rank owned all large matrices, the other ranks would wait
+in every step.
 """
 
 from collections.abc import Sequence
 
 _ELEMENTWISE_WORK = 10
-"""Operations per element for momentum, weight decay and the update itself; a small number beside any matrix product."""
+"""Operations per element for momentum, weight decay and the update itself. A matrix product has many more."""
 
 
 def elementwise(numel: int) -> float:
@@ -18,12 +18,13 @@ def elementwise(numel: int) -> float:
 def newton_schulz(shape: Sequence[int], steps: int) -> float:
     """Operations of one orthogonalised update of a matrix, as Muon makes it.
 
-    Each of the ``steps`` iterations multiplies an m x n matrix (m <= n) with its transpose, the m x m product with
-    itself, and the result with the matrix: ``2 m^2 n + 2 m^3 + 2 m^2 n`` operations. Keller Jordan, "Muon: An optimizer
-    for hidden layers in neural networks" (2024), section "Runtime analysis".
+    Each of the ``steps`` iterations makes three products, with an m x n matrix (m <= n). The matrix is multiplied with
+    its transpose, the m x m product with itself, and the result with the matrix. These are ``2 m^2 n + 2 m^3 + 2 m^2
+    n`` operations. Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024), section "Runtime
+    analysis".
 
     Args:
-        shape: The parameter's; all dimensions after the first count as one, as torch's Muon does not take any other.
+        shape: The parameter's shape. All dimensions after the first count as one. torch's Muon accepts no others.
         steps: Iterations per update.
 
     Returns:

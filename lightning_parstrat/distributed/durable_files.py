@@ -1,7 +1,7 @@
-"""Files and folders that are complete or absent, however the program or the machine ends.
+"""Files and folders that are complete or absent, even if the program or the machine ends.
 
-They are written under a temporary name in the same folder, brought to the disk (fsync), and renamed; the rename is
-brought to the disk, too. Until then, whatever had the name before is unchanged.
+A file is written under a temporary name in the same folder, and synced to the disk (fsync). Then it is renamed, and the
+rename is synced, too. Until then, the earlier file of that name is unchanged.
 """
 
 import ctypes
@@ -19,14 +19,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PREFIX = ".saving-"
-"""Prefix of temporary names. Lightning finds checkpoints by patterns of names, none of which may match these."""
+"""Prefix of temporary names. Lightning finds checkpoints by patterns of names. None of these may match the prefix."""
 
 _TEMPORARY = re.compile(re.escape(PREFIX) + r".+-\d+-[0-9a-f]{12}")
 _TRIES = 10
 _SECONDS_UNTIL_LEFT_BEHIND = 3600.0
 # Not at once: a process of another container on this host is not visible here.
 _SECONDS_AFTER_ITS_PROCESS = 600.0
-# AT_FDCWD and RENAME_EXCHANGE of Linux' headers; Python has neither the constants nor the call.
+# AT_FDCWD and RENAME_EXCHANGE of Linux' headers. Python has neither the constants nor the call.
 _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
 
 
@@ -38,13 +38,13 @@ def temporary_name(folder: Path) -> Path:
 
 @contextmanager
 def written_durably(path: Path) -> Iterator[Path]:
-    """Yields the path to write a file to, which takes the name ``path`` when it is complete. Not collective.
+    """Yields the path to write a file to. The complete file gets the name ``path``. Not collective.
 
     Args:
-        path: An existing file is replaced; a missing folder is created.
+        path: An existing file is replaced. A missing folder is created.
 
     Raises:
-        OSError: It could not be written; an existing file is unchanged.
+        OSError: The file could not be written. An existing file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_left_behind(path.parent)
@@ -63,26 +63,26 @@ def written_durably(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def with_errors_of_the_disk() -> Iterator[None]:
-    """Within it, what is raised where ``torch.save`` cannot write is the error of the disk, such as that it is full."""
+    """Within it, if ``torch.save`` cannot write, the error is that of the disk: for example, the disk is full."""
     try:
         yield
     except RuntimeError as error:
-        # torch says of its zip file that it is at an "unexpected pos".
+        # torch's error for its zip file is an "unexpected pos".
         if isinstance(error.__context__, OSError) and "inline_container" in str(error):
             raise error.__context__ from None
         raise
 
 
 def put_in_place(temporary: Path, path: Path) -> None:
-    """Gives a file or folder its final name, and removes what had the name before.
+    """Gives a file or folder its final name, and removes the earlier file or folder of that name.
 
-    A file replaces a file in one step. Folders change places in one step where the file system can do that (ext4, xfs,
-    btrfs, tmpfs and others). Elsewhere, a crash between two renames leaves the old folder under a name that begins
-    alike, so that a search for ``last*.ckpt`` finds it; :func:`recover` brings it back.
+    A file replaces a file in one step. If the file system can exchange folders in one step, it does so (ext4, xfs,
+    btrfs, tmpfs and others). On other file systems, there are two renames. A crash between them leaves the old folder
+    under a name with the same beginning. A search for ``last*.ckpt`` finds it, and :func:`recover` restores it.
 
     Raises:
-        IsADirectoryError: The name belongs to a folder that holds other things than a checkpoint.
-        FileExistsError: It belongs to a device, or the like.
+        IsADirectoryError: The name belongs to a folder that contains other files than a checkpoint's.
+        FileExistsError: The name belongs to a device, or the like.
     """
     tries_left = _TRIES
     while True:
@@ -90,7 +90,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
             _put_in_place(temporary, path)
             return
         except OSError as error:
-            # Another job has given the name to something else, or removed it, since it was looked at.
+            # Another job has given the name to another file, or removed it, since the check.
             tries_left -= 1
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or not temporary.exists() or not tries_left:
                 raise
@@ -101,7 +101,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     # rename(2) puts a file over a file or a link, but a folder only over an empty folder.
     is_replaced_by_rename = not path.exists() or path.is_symlink() or not (path.is_dir() or temporary.is_dir())
     if is_replaced_by_rename and not (path.is_symlink() and temporary.is_dir()):
-        # The folder is synced as well: it holds the name, and a crash could bring back the old one.
+        # The folder is synced as well: it holds the name, and a crash could restore the old one.
         os.replace(temporary, path)
         sync(path.parent)
         return
@@ -110,7 +110,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
         remove(temporary)
         return
     replaced = _replaced_name(path)
-    # Without the exchange: between the two renames nothing has the name, so the old folder stays until after them.
+    # Without the exchange: between the two renames no file has the name, so the old folder stays until after them.
     check_may_be_replaced(replaced)
     remove(replaced)
     os.rename(path, replaced)
@@ -120,19 +120,19 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def check_may_be_replaced(path: Path) -> None:
-    """Refuses to replace a folder that holds other things than a checkpoint, and what is neither file nor folder.
+    """Raises an error if a path must not be replaced, as it is no checkpoint's folder and no file.
 
     Raises:
-        IsADirectoryError: ``path`` is such a folder.
-        FileExistsError: It is a device, or the like.
+        IsADirectoryError: ``path`` is a folder that contains other files than a checkpoint's.
+        FileExistsError: ``path`` is a device, or the like.
     """
     try:
-        # Asked once: another job may remove it meanwhile.
+        # Read once: another job may remove it meanwhile.
         kind = path.stat().st_mode
     except OSError:
         return
     if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-        # Else root's save to /dev/null would leave a file there, for the whole machine.
+        # Otherwise root's save to /dev/null would leave a file there, for the whole machine.
         raise FileExistsError(errno.EEXIST, "what is neither a file nor a folder is not replaced", str(path))
     if not path.is_dir() or path.is_symlink():
         return
@@ -146,7 +146,7 @@ def check_may_be_replaced(path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Brings back what had the name ``path`` after a crash between the two renames of :func:`put_in_place`."""
+    """Restores the name ``path`` after a crash between the two renames of :func:`put_in_place`."""
     replaced = _replaced_name(path)
     if not os.path.lexists(path) and os.path.lexists(replaced):
         try:
@@ -169,8 +169,8 @@ def remove(path: Path) -> None:
 
 
 def remove_atomically(path: Path) -> None:
-    """Removes a file, a link or a folder, if it exists, so that it is complete until it is gone."""
-    # Removing a folder takes many steps: done under its own name, a crash would leave half a checkpoint.
+    """Removes a file, a link or a folder, if it exists. It is complete until it is removed."""
+    # Removing a folder takes many steps. Under its own name, a crash would leave half a checkpoint.
     temporary = temporary_name(path.parent)
     try:
         os.rename(path, temporary)
@@ -182,10 +182,11 @@ def remove_atomically(path: Path) -> None:
 
 
 def remove_left_behind(folder: Path) -> None:
-    """Removes what programs that ended while writing have left here, where that is certain.
+    """Removes the files of programs that ended while writing here, if that is certain.
 
-    Other jobs may be writing to the same folder, from other machines; their files change all the time. What has not
-    changed for an hour is taken to be abandoned, or for ten minutes if its process was on this machine and has ended.
+    Other jobs may be writing to the same folder, from other machines. Their files change all the time. A file is taken
+    to be abandoned after an hour without a change. If its process was on this machine and has ended, ten minutes
+    suffice.
     """
     own = f"{PREFIX}{socket.gethostname()}-"
     for path in (one for one in folder.glob(f"{PREFIX}*") if _TEMPORARY.fullmatch(one.name)):
@@ -229,7 +230,7 @@ def _replaced_name(path: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Makes two paths change places in one step, by renameat2(2) of Linux. False where the system cannot."""
+    """Exchanges two paths in one step, by renameat2(2) of Linux. If the system cannot, returns False."""
     rename = _renameat2()
     if rename is None:
         return False
@@ -237,7 +238,7 @@ def _exchange(one: Path, other: Path) -> bool:
     if rename(*arguments) == 0:
         return True
     number = ctypes.get_errno()
-    # The kernel or the file system cannot exchange; any other error is a real one.
+    # The kernel or the file system cannot exchange. Any other error is a real one.
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
     raise OSError(number, os.strerror(number), str(one), None, str(other))

@@ -1,122 +1,123 @@
-"""What of torch is private, and used all the same: behind plain names, each with what it is for.
+"""The private names of torch that the package uses: each behind a plain name, with its purpose.
 
-The rest of the package asks here, so that what another version of torch has changed is one file's work. Names are
-dotted; what only objects have stands under the class, or else the module, whose source assigns it. All were seen in the
-versions of :data:`TORCH_SEEN`.
-``tests/test_private_names.py`` reads the two lists, and holds them against what is installed and against the package's
-sources.
+All other files import them from here. So a change in another version of torch is a change of one file. Names are
+dotted. An attribute that only objects have is listed under the class whose source assigns it, or under the module. All
+names were seen in the versions of :data:`TORCH_SEEN`. ``tests/test_private_names.py`` reads the two lists. It compares
+them with the installed version and with the package's sources.
 
 Used through this file: what for | what happens without it.
 
     torch._C._current_graph_task_id
-        tells a gradient of the backward that was announced from one of a backward inside it | zero1_custom fails in the
-        first backward
+        Separates a gradient of the announced backward from that of a backward inside it | zero1_custom fails in the
+        first backward.
     torch.autograd.Variable._execution_engine
-        runs the flush of gradients when backward ends, as DDP does | zero1_custom fails in the first backward
+        Runs the flush of gradients when backward ends, as DDP does | zero1_custom fails in the first backward.
     torch.Tensor._post_accumulate_grad_hooks
-        finds out whether a user's hook was registered after ours, or sees what has accumulated; is no reason to wait
-        for a parameter | zero1_custom cannot be imported
+        Finds out whether a user's hook was registered after ours, or sees accumulated gradients. Access does not wait
+        for a parameter | zero1_custom cannot be imported.
     torch.Tensor._backward_hooks
-        is no reason to wait for a parameter | zero1_custom cannot be imported
+        Access does not wait for a parameter | zero1_custom cannot be imported.
     torch.nn.Module._parameters
-        waits for what a module holds; the public `parameters()` takes six times as long, before every module's call |
-        zero1_custom fails in the second forward, ddp_tuned in the first backward; use `parameters(recurse=False)`
+        Waits for a module's parameters. The public `parameters()` takes six times as long, before every module's call |
+        zero1_custom fails in the second forward, ddp_tuned in the first backward. Use `parameters(recurse=False)`.
     torch.nn.Module._modules
-        looks in every backward whether a module has got or lost parameters; the public `children()` takes longer |
-        ddp_tuned does not begin; use `children()`
+        Checks in every backward whether a module has got or lost parameters. The public `children()` takes longer |
+        ddp_tuned does not begin. Use `children()`.
     torch._C._storage_Use_Count
-        finds out whether tensors of the user's lie in a buffer that a bucket is about to reuse | zero1_custom fails
-        where a training changed parameters' data
+        Finds out whether a user's tensors lie in a buffer that a bucket will reuse | If a training changed parameters'
+        data, zero1_custom fails.
     torch.UntypedStorage._cdata
-        names a storage to `_storage_Use_Count` | as above
+        Identifies a storage to `_storage_Use_Count` | As for `_storage_Use_Count`.
     torch._dynamo.callback.callback_handler
-        keeps parameters from being in flight while torch.compile looks at them | zero1_custom does not begin; without
-        the call, code compiled in training reads old parameters
+        Keeps parameters from being in flight while torch.compile reads them | zero1_custom does not begin. Without the
+        call, code compiled in training reads old parameters.
     torch._dynamo.eval_frame.OptimizedModule
-        knows a compiled module | strategies do not begin
+        Recognizes a compiled module | Strategies do not begin.
     torch.nn.Module._compiled_call_impl
-        knows a module that was compiled in place, and waits for parameters before its code | strategies do not begin
+        Recognizes a module that was compiled in place, and waits for parameters before its code | Strategies do not
+        begin.
     lightning.pytorch.core.module.LightningModule._compiler_ctx
-        knows a LightningModule that was compiled; here, as floor 1 asks | its parameters are gathered while it runs,
-        and compiled code reads old ones
+        Recognizes a LightningModule that was compiled. It is here, as floor 1 uses it | Its parameters are gathered
+        while it runs, and compiled code reads old ones.
     torch.autograd._profiler_enabled
-        names what a step does only where somebody traces it | zero1_custom does not begin
+        Names the parts of a step only during a trace | zero1_custom does not begin.
     torch._foreach_norm
-        norms of many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
+        Norms of many tensors, in few kernels | A step of zero1_custom or of ddp_tuned that clips fails.
     torch._foreach_mul_
-        scales many tensors, in few kernels | a step of zero1_custom or of ddp_tuned that clips fails
+        Scales many tensors, in few kernels | A step of zero1_custom or of ddp_tuned that clips fails.
     torch._foreach_copy_
-        copies gradients into a bucket, in few kernels | zero1_custom fails in backward
+        Copies gradients into a bucket, in few kernels | zero1_custom fails in backward.
     torch.distributed.distributed_c10d._get_default_store
-        a place where ranks report when collectives do not work | no strategy begins
+        A store in which ranks report when collectives do not work | No strategy begins.
     torch.distributed.distributed_c10d._world
-        all groups of this process, of which those of a GPU are to end | a rank whose peers have failed waits for its
-        GPU until a timeout
+        All groups of this process, to end those of a GPU | A rank whose peers have failed waits for its GPU until a
+        timeout.
     torch.distributed.ProcessGroup._get_backend
-        as `_world` | as `_world`
+        As `_world` | As `_world`.
     torch.distributed.ProcessGroup._get_sequence_number_for_group
-        whether a rank has launched what another one waits for | on GPUs, and in DDP's backward, a rank waits in silence
+        Whether a rank has launched the collective that another one waits for | On GPUs, and in DDP's backward, a rank
+        waits without a message.
     torch.nn.parallel.distributed._ddp_params_and_buffers_to_ignore
-        the names that a user has told DDP to ignore, which are ignored here, too | they are broadcast and sharded like
-        the others
+        The names that a user makes DDP ignore. They are ignored here, too | They are broadcast and sharded like the
+        others.
     torch.nn.parallel.distributed.DistributedDataParallel._use_python_reducer
-        torch.compile sends gradients by itself | ddp_tuned does not begin
+        torch.compile sends gradients by itself | ddp_tuned does not begin.
     torch.nn.parallel.distributed.DistributedDataParallel._check_reducer_finalized
-        raises torch's own error where a reducer that is exchanged still waits for a gradient | ddp_tuned cannot change
-        buckets
+        Raises torch's own error if a reducer that is exchanged still waits for a gradient | ddp_tuned cannot change
+        buckets.
     torch.nn.parallel.distributed.DistributedDataParallel._remove_autograd_hooks
-        takes an old reducer off the parameters, whoever still holds it | ddp_tuned ends with an error
+        Removes an old reducer's hooks from the parameters, even if a reference keeps the reducer | ddp_tuned ends with
+        an error.
     torch.optim.optimizer._global_optimizer_pre_hooks
-        runs the user's hooks of all optimizers once a step, on full parameters | strategies cannot be imported
+        Runs the user's hooks of all optimizers once a step, on full parameters | Strategies cannot be imported.
     torch.optim.optimizer._global_optimizer_post_hooks
-        as `_global_optimizer_pre_hooks` | strategies cannot be imported
+        As `_global_optimizer_pre_hooks` | Strategies cannot be imported.
     torch.optim.Optimizer._optimizer_step_pre_hooks
-        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
-        optimizer run twice in a step, or on a copy
+        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
+        optimizer run twice in a step, or on a copy.
     torch.optim.Optimizer._optimizer_step_post_hooks
-        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
-        optimizer run twice in a step, or on a copy
+        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
+        optimizer run twice in a step, or on a copy.
     torch.optim.Optimizer._optimizer_state_dict_pre_hooks
-        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
-        optimizer run twice in a step, or on a copy
+        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
+        optimizer run twice in a step, or on a copy.
     torch.optim.Optimizer._optimizer_state_dict_post_hooks
-        runs the user's hooks of an optimizer once, on full parameters and unsharded state | the user's hooks of an
-        optimizer run twice in a step, or on a copy
+        Runs the user's hooks of an optimizer once, on full parameters and unsharded state | The user's hooks of an
+        optimizer run twice in a step, or on a copy.
     torch.optim.lr_scheduler._wrapped_by_lr_sched
-        tells a scheduler's wrapper of `step` from a user's, and marks the one that stands in for it | an optimizer with
-        a scheduler is stepped on all ranks, as under `ddp`
+        Separates a scheduler's wrapper of `step` from a user's, and marks the method that replaces it | An optimizer
+        with a scheduler is stepped on all ranks, as under `ddp`.
     torch.optim.lr_scheduler._opt_called
-        tells schedulers that the optimizer has stepped | schedulers warn of a wrong order of steps
+        Tells schedulers that the optimizer has stepped | Schedulers warn of a wrong order of steps.
     torch.optim.Adam._step_supports_amp_scaling
-        knows optimizers that unscale gradients, and leave steps out, by themselves (`fused=True`) | their skipped steps
-        in 16-mixed are not counted
+        Recognizes optimizers that unscale gradients, and skip steps, by themselves (`fused=True`) | Their skipped steps
+        in 16-mixed are not counted.
     torch.utils.data.dataloader._BaseDataLoaderIter._sampler_iter
-        what a data loader draws indices from, which knows its order | training does not begin; give loaders a
-        `state_dict`, or resume at the begin of an epoch
+        The source of a data loader's indices, which contains their order | Training does not begin. Give loaders a
+        `state_dict`, or resume at the start of an epoch.
     torch.utils.data.dataloader._BaseDataLoaderIter._num_yielded
-        how many batches a data loader has handed out, whatever its workers have prefetched | a checkpoint within an
-        epoch cannot be saved
+        How many batches a data loader has returned, without those that its workers have prefetched | A checkpoint
+        within an epoch cannot be saved.
     torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._fsdp_param_group
-        finds what gathers a sharded parameter | zero3_custom does not begin
+        Finds the object that gathers a sharded parameter | zero3_custom does not begin.
     torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam._unsharded_param
-        finds what was written to gathered parameters, and those that this rank has not used | zero3_custom does not
-        begin
+        Finds writes to gathered parameters, and parameters that this rank has not used | zero3_custom does not begin.
     torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._to_sharded
-        keeps what was written to gathered parameters before they are freed | such writes are lost
+        Keeps writes to gathered parameters before they are freed | Such writes are lost.
     torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup._reshard_after_forward_event
-        has the next gather of a GPU wait for what was written | such writes may come one gather late
+        Makes the next gather of a GPU wait for writes | Such writes may come one gather late.
 
 Read or overridden on themselves by classes in ``strategies/``: what for | what happens without it.
 
     torch.amp.GradScaler._scale
-        knows whether a loss was scaled yet | clipping in 16-mixed fails
+        Whether a loss was scaled yet | Clipping in 16-mixed fails.
     torch.amp.GradScaler._per_optimizer_states
-        knows whether an unscaled optimizer is still to step | clipping in 16-mixed fails
+        Whether an unscaled optimizer is still to step | Clipping in 16-mixed fails.
     torch.amp.GradScaler._unscale_grads_
-        is overridden: unscales gradients in shards | zero1_custom in 16-mixed steps scaled gradients
+        Overridden: unscales gradients in shards | zero1_custom in 16-mixed steps scaled gradients.
     torch.amp.GradScaler._maybe_opt_step
-        is overridden: skips a step on all ranks when any rank must | zero1_custom in 16-mixed may skip a step on some
-        ranks only
+        Overridden: skips a step on all ranks when any rank must | zero1_custom in 16-mixed may skip a step on some
+        ranks only.
 """
 
 import dataclasses
@@ -140,11 +141,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 TORCH_SEEN = ("2.11.0", "2.13.0")
-"""The versions of torch that the names above were seen in, and the tests have run with; the last is the pinned one."""
+"""The versions of torch in which the names above were seen, and with which the tests have run. The last is pinned."""
 
 
 def is_newer(version: str, seen: Collection[str]) -> bool:
-    """Whether a version is of a later minor release than all that were seen; one that has no numbers is not."""
+    """Whether a version is of a later minor release than all seen ones. A version without numbers is not."""
     minors = [tuple(map(int, re.findall(r"\d+", one)[:2])) for one in (version, *seen)]
     return minors[0] > max(minors[1:])
 
@@ -152,7 +153,7 @@ def is_newer(version: str, seen: Collection[str]) -> bool:
 # Backward.
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward that runs in this thread. An alias, as it is asked for every gradient."""
+"""The number of the backward that runs in this thread. An alias, as every gradient calls it."""
 
 GRADIENT_HOOKS: tuple[Any, ...] = (cast(Any, Tensor)._backward_hooks, cast(Any, Tensor)._post_accumulate_grad_hooks)
 """The attributes of a tensor that hold hooks for its gradient."""
@@ -161,13 +162,13 @@ GRADIENT_HOOKS: tuple[Any, ...] = (cast(Any, Tensor)._backward_hooks, cast(Any, 
 call_after_backward: Callable[[Callable[[], None]], None] = cast(
     Any, torch.autograd.Variable
 )._execution_engine.queue_callback
-"""Has its argument called when the backward that is running ends."""
+"""Calls its argument when the running backward ends."""
 
 
 accumulated_gradient_hooks: Callable[[Tensor], dict[int, Any] | None] = operator.attrgetter(
     "_post_accumulate_grad_hooks"
 )
-"""The hooks for a parameter's accumulated gradient, by their ids, in the order in which they were registered."""
+"""The hooks for a parameter's accumulated gradient, by their ids, in the order of registration."""
 
 
 def gradient_hooks(parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
@@ -182,7 +183,10 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def lend_hooks(parameter: Tensor, leaf: Tensor) -> RemovableHandle:
-    """Has the hooks that ``parameter`` has by then run on the gradient of ``leaf``, which stands for it in graphs."""
+    """Runs the hooks of ``parameter`` on the gradient of ``leaf``, which replaces it in graphs.
+
+    The hooks are those that ``parameter`` has when the gradient arrives.
+    """
 
     def run(gradient: Tensor) -> Tensor:
         for hook in list((cast(Any, parameter)._backward_hooks or {}).values()):
@@ -194,7 +198,7 @@ def lend_hooks(parameter: Tensor, leaf: Tensor) -> RemovableHandle:
 
 
 def take_over_attributes(old: Tensor, new: Tensor) -> None:
-    """Gives a parameter that takes another's place what users have set on that one: attributes, and hooks."""
+    """Gives a replacing parameter the attributes and hooks that users have set on the replaced one."""
     vars(new).update(vars(old))
     trainable = new.requires_grad
     new.requires_grad_(True)
@@ -213,18 +217,18 @@ own_parameters: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrg
 
 
 def held_by(modules: Iterable[nn.Module]) -> list[Collection[nn.Module | Tensor | None]]:
-    """Views of what each of ``modules`` holds itself, now and later: modules, parameters, None where a name is free."""
+    """Views of what each of ``modules`` holds itself, now and later: modules and parameters. A free name holds None."""
     return [names.values() for module in modules for names in (module._modules, module._parameters)]
 
 
 def names_ignored_by_ddp(module: nn.Module) -> set[str]:
-    """Names of parameters and buffers that a user has told DDP to leave alone."""
+    """Names of parameters and buffers that a user makes DDP ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether code was made of the module, or of a part of it, that depends on the class of parameters."""
-    # Imported with the first optimizer, in any case; before that it would only take time.
+    """Whether the module, or a part of it, has compiled code that depends on the class of parameters."""
+    # The first optimizer imports it in any case. Before that, the import would only take time.
     from torch._dynamo.eval_frame import OptimizedModule
 
     if getattr(module, "_compiler_ctx", None) is not None:
@@ -243,17 +247,17 @@ def is_compiled_as_a_whole(module: nn.Module) -> bool:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What calling the module calls, where it was compiled in place."""
+    """If the module was compiled in place, the function that calling the module calls."""
     return module._compiled_call_impl
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Has a call of the module, which was compiled in place, call something else."""
+    """Replaces the function that a call of a module calls, if the module was compiled in place."""
     module._compiled_call_impl = call
 
 
 def ignore_warnings_of_global_hooks(module: nn.Module) -> None:
-    """Leaves out what torch says where hooks of all modules meet a compiled part: ours do nothing a second time."""
+    """Suppresses torch's warning about global hooks and a compiled part: ours do nothing a second time."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     if any(isinstance(part, OptimizedModule) for part in module.modules()):
@@ -262,24 +266,24 @@ def ignore_warnings_of_global_hooks(module: nn.Module) -> None:
 
 def replays_captured_graphs(module: nn.Module) -> bool:
     """Whether any part of the module was given to ``torch.cuda.make_graphed_callables``."""
-    # That sets `forward` on the instance; a function knows where it was defined.
+    # That function sets `forward` on the instance. A function has the module of its definition.
     forwards = (vars(child).get("forward") for child in module.modules())
     return any(getattr(forward, "__module__", None) == "torch.cuda.graphs" for forward in forwards)
 
 
 profiler_is_enabled: Callable[[], bool] = cast(Any, torch.autograd)._profiler_enabled
-"""Whether ``torch.profiler`` (or its predecessor) records what this thread does. An alias, as every mark asks."""
+"""Whether ``torch.profiler`` (or its predecessor) records this thread. An alias, as every mark calls it."""
 
 
 def call_before_compiling(callback: Callable[..., Any]) -> None:
-    """Has ``callback`` called whenever torch.compile is about to look at code."""
+    """Calls ``callback`` whenever torch.compile is about to read code."""
     from torch._dynamo.callback import callback_handler
 
     callback_handler.register_start_callback(callback)
 
 
 def looks_at_code(occasion: Any) -> bool:
-    """Whether :func:`call_before_compiling` has called for that, rather than for a backward, or to capture a graph."""
+    """Whether code caused a call of :func:`call_before_compiling`, not a backward, nor the capture of a graph."""
     return bool(occasion.callback_trigger.name == "DYNAMO")
 
 
@@ -304,9 +308,9 @@ def check_reducer_finalized(ddp: DistributedDataParallel) -> None:
 
 
 def remove_hooks(ddp: DistributedDataParallel) -> None:
-    """Takes the wrapper's reducer off the parameters, after which it reduces nothing. Not collective.
+    """Removes the hooks of the wrapper's reducer, which then reduces nothing. Not collective.
 
-    Else the module cannot be trained by another wrapper while somebody, such as a traceback, still holds this one.
+    Otherwise another wrapper could not train the module while a reference, such as a traceback's, keeps this one.
     """
     cast(Any, ddp).reducer._remove_autograd_hooks()
 
@@ -328,12 +332,12 @@ def _fsdp_group(module: nn.Module) -> Any:
 
 
 def gathered_by_fsdp(module: nn.Module) -> list[tuple[Any, Tensor]]:
-    """The sharded parameters that a module gathers itself, each with what it is gathered into. It is gathered now."""
+    """The sharded parameters that a gathered module gathers itself, each with its gathered tensor."""
     return [(shard, fsdp_param._unsharded_param) for shard, fsdp_param in fsdp_params_of(module)]
 
 
 def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None:
-    """Has ``callback`` called before a sharded module frees what it has gathered; takes the place of an earlier one."""
+    """Calls ``callback`` before a sharded module frees its gathered parameters. It replaces an earlier callback."""
     group = _fsdp_group(module)
     if group is None:
         return
@@ -343,7 +347,7 @@ def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None
             if group.is_unsharded:
                 callback()
                 if group.device.type == "cuda":
-                    # The next gather reads shards on a stream of its own: not before they are written.
+                    # The next gather reads shards on a separate stream: not before they are written.
                     group._reshard_after_forward_event = torch.cuda.current_stream(group.device).record_event()
         finally:
             type(group)._to_sharded(group)
@@ -352,16 +356,16 @@ def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None
 
 
 def reduce_unused_too(module: nn.Module) -> None:
-    """Has a sharded module reduce zeros for those of its parameters that this rank has not used: others may have."""
+    """Makes a sharded module reduce zeros for its parameters that this rank has not used: other ranks may have."""
     group = _fsdp_group(module)
     if group is not None:
-        # FSDP2's own `set_reduce_scatter_unused_params` takes no gradients that are wider than their parameters.
+        # FSDP2's own `set_reduce_scatter_unused_params` accepts no gradients that are wider than their parameters.
         group.post_backward = functools.partial(_reduce_with_zeros, group)
 
 
 def _reduce_with_zeros(group: Any, *unused: Any) -> None:
     for fsdp_param in group.fsdp_params if group.reduce_grads else ():
-        # Before it is gathered for the first time, there is none.
+        # Before the first gather, there is none.
         gathered: Any = getattr(fsdp_param, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad or fsdp_param.unsharded_accumulated_grad is not None:
             continue
@@ -371,9 +375,9 @@ def _reduce_with_zeros(group: Any, *unused: Any) -> None:
 
 
 def gather_in(fsdp_param: Any, dtype: torch.dtype | None) -> None:
-    """Has FSDP2 gather one parameter in a dtype from now on, or in its own. Nothing is gathered.
+    """Makes FSDP2 gather one parameter in a dtype from now on, or in the parameter's dtype. Nothing is gathered.
 
-    What it was gathered into before is forgotten: it may have had another dtype.
+    The earlier gathered tensor is dropped: it may have had another dtype.
     """
 
     def set_dtypes(policy: Any) -> None:
@@ -385,7 +389,7 @@ def gather_in(fsdp_param: Any, dtype: torch.dtype | None) -> None:
 
 
 def is_gathered_in_a_chosen_dtype(fsdp_param: Any) -> bool:
-    """Whether :func:`gather_in` was called for a parameter. Not of those that a user has sharded."""
+    """Whether :func:`gather_in` was called for a parameter. It is not called for those that a user has sharded."""
     return "init_dtype_attrs" in vars(fsdp_param)
 
 
@@ -393,12 +397,12 @@ def is_gathered_in_a_chosen_dtype(fsdp_param: Any) -> bool:
 
 
 def index_iterator(batches: Any) -> Any:
-    """What a data loader's iterator draws indices from; None where it is none of torch's."""
+    """The source of indices of a data loader's iterator. If the iterator is not torch's, None."""
     return batches._sampler_iter if isinstance(batches, _BaseDataLoaderIter) else None
 
 
 def batches_handed_out(batches: Any) -> int:
-    """How many batches a data loader's iterator has handed out in its present pass."""
+    """How many batches a data loader's iterator has returned in its present pass."""
     number: int = batches._num_yielded
     return number
 
@@ -407,20 +411,20 @@ def batches_handed_out(batches: Any) -> int:
 
 
 norm_all: Callable[..., Sequence[Tensor]] = torch._foreach_norm
-"""The norm of each of several tensors; at least one."""
+"""The norm of each of several tensors, at least one."""
 
 multiply_all: Callable[[list[Tensor], Tensor | float], None] = cast(Any, torch)._foreach_mul_
-"""Multiplies tensors, of which there is at least one, in place."""
+"""Multiplies tensors in place, at least one."""
 
 copy_all: Callable[[list[Tensor], list[Tensor]], None] = cast(Any, torch)._foreach_copy_
-"""Copies, to places of their shapes, tensors of which there is at least one."""
+"""Copies tensors, at least one, to places of their shapes."""
 
 
 # Memory and files.
 
 
 def users_of_storage(tensor: Tensor) -> int:
-    """How many tensors and handles share a tensor's memory; the handle that is made to ask counts."""
+    """How many tensors and handles share a tensor's memory. The handle that the count needs is included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -428,22 +432,22 @@ def users_of_storage(tensor: Tensor) -> int:
 
 
 def default_store() -> Store:
-    """The store over which the default process group has found together."""
+    """The store by which the ranks of the default process group have connected."""
     return _get_default_store()
 
 
 def nccl_backends() -> list[Any]:
-    """What sends by NCCL, of all groups of this process."""
+    """The NCCL backends of all groups of this process."""
     found = []
     for group in _world.pg_map:
-        # Of a GPU it sends nothing.
+        # A group without a GPU backend raises.
         with suppress(RuntimeError):
             found.append(cast(Any, group)._get_backend(torch.device("cuda")))
     return [backend for backend in found if backend.name() == "nccl"]
 
 
 def collectives_launched(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has launched by the group; 0 where its backend does not count. Any thread."""
+    """How many collectives this rank has launched by the group. If the backend does not count, 0. Any thread."""
     try:
         return int(cast(Any, group)._get_sequence_number_for_group())
     except RuntimeError:
@@ -461,7 +465,7 @@ def _hooks() -> set[str]:
 
 
 def takes_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks can be registered with the optimizer: not if its class has left out ``Optimizer.__init__``."""
+    """Whether hooks can be registered with the optimizer: only if its class calls ``Optimizer.__init__``."""
     return _hooks() <= vars(optimizer).keys()
 
 
@@ -483,7 +487,7 @@ def attributes_without_hooks(optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Within it ``step`` of the optimizer's own class runs no hooks: they have been run, on the full groups."""
+    """Within it, ``step`` of the optimizer's own class runs no hooks: they have run, on the full groups."""
     own = vars(optimizer)
     kept = {name: own[name] for name in _STEP_HOOKS if name in own}
     of_all_optimizers: list[OrderedDict[int, Any]] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]  # type: ignore[list-item]
@@ -500,13 +504,13 @@ def without_step_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 def run_hooks_before_state_dict(optimizer: Optimizer) -> None:
-    """Runs what was registered to run before the optimizer's state is asked for."""
+    """Runs the hooks that are registered to run before the optimizer's state is read."""
     for hook in optimizer._optimizer_state_dict_pre_hooks.values():
         hook(optimizer)
 
 
 def run_hooks_after_state_dict(optimizer: Optimizer, state_dict: dict[Any, Any]) -> dict[Any, Any]:
-    """Runs what was registered to change the optimizer's state dict; returns what comes of it."""
+    """Runs the hooks that are registered to change the optimizer's state dict. Returns their result."""
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         state_dict = hook(optimizer, state_dict) or state_dict
     return state_dict
@@ -518,7 +522,7 @@ def is_wrapped_by_scheduler(step: Callable[..., Any]) -> bool:
 
 
 def mark_as_wrapped(step: Callable[..., Any]) -> None:
-    """Has schedulers take ``step`` for a wrapper of theirs, which they do not wrap again."""
+    """Makes schedulers take ``step`` for their wrapper, which they do not wrap again."""
     cast(Any, step)._wrapped_by_lr_sched = True
 
 

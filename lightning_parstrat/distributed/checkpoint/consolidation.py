@@ -19,20 +19,20 @@ _ALIGNMENT = 64
 def consolidate(checkpoint: ShardedCheckpoint, destination: Path) -> None:
     """Writes an ordinary checkpoint, as ``torch.save`` would.
 
-    Tensors are read into a file beside it that has no name, and that is as large as the checkpoint: the kernel keeps in
-    memory what it has room for.
+    Tensors are read into an unnamed file beside it, as large as the checkpoint. The kernel keeps as much of the file in
+    memory as it has room for.
 
     Args:
         checkpoint: The sharded checkpoint.
-        destination: The file; an existing one is replaced when all is written.
+        destination: The file. An existing one is replaced when all is written.
 
     Raises:
-        OSError: It could not be written; an existing file is unchanged.
+        OSError: The file could not be written. An existing file is unchanged.
     """
     found = {source: leaf.tensor for leaf in leaves(checkpoint.skeleton) if (source := source_of(leaf.tensor))}
     nbytes = sum(_aligned(tensor.nbytes) for tensor in found.values())
     with written_durably(destination) as temporary, tempfile.TemporaryFile(dir=destination.parent) as file:
-        # Not where memory is written: there a full disk would end the process.
+        # Not later, when memory is written: a full disk would then end the process.
         os.posix_fallocate(file.fileno(), 0, nbytes + _ALIGNMENT)
         memory, end = mmap.mmap(file.fileno(), nbytes + _ALIGNMENT), 0
 
@@ -41,7 +41,7 @@ def consolidate(checkpoint: ShardedCheckpoint, destination: Path) -> None:
             if not tensor.numel():
                 return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             begin, end = end, end + _aligned(tensor.nbytes)
-            # Each with a storage of its own, as it is saved.
+            # Each tensor has a separate storage, as it is saved.
             flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
             return flat.as_strided(tensor.shape, tensor.stride())
 

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.checkpoint`` asks for: who writes and reads what. It takes long to import."""
+"""The classes that ``torch.distributed.checkpoint`` needs: which rank writes and reads what. The import takes long."""
 
 import dataclasses
 import io
@@ -41,14 +41,14 @@ from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, P
 from lightning_parstrat.distributed.durable_files import put_in_place, sync, with_errors_of_the_disk
 
 Held = Mapping[str, Tensor | io.BytesIO] | Exception
-"""What a rank writes by name, or what has kept it from having it."""
+"""The content that a rank writes, by name, or the error that kept the rank from making it."""
 
 
 class LayoutPlanner(SavePlanner):
-    """Has each rank write its pieces, of which nobody has to be told. What is saved is ``{"held": Held}``.
+    """Makes each rank write its pieces. No rank needs a message about them. The saved dictionary is ``{"held": Held}``.
 
     Args:
-        pieces: This rank's.
+        pieces: This rank's pieces.
     """
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
@@ -59,7 +59,7 @@ class LayoutPlanner(SavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Raises what has kept this rank from having its pieces; so do all ranks."""
+        """Raises the error that kept this rank from having its pieces. All ranks then raise."""
         if isinstance(state_dict["held"], Exception):
             raise state_dict["held"]
         self._held = state_dict["held"]
@@ -70,7 +70,7 @@ class LayoutPlanner(SavePlanner):
 
     @override
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        # Broadcast when all is written. Rank 0 makes the one that is kept.
+        # Broadcast when all is written. Rank 0 makes the metadata that is kept.
         return all_plans, Metadata({})
 
     @override
@@ -88,13 +88,13 @@ class LayoutPlanner(SavePlanner):
 
 
 class LayoutWriter(FileSystemWriter):
-    """torch's writer, without a record of each piece that ranks would send rank 0, and it all of them.
+    """torch's writer, but ranks send rank 0 no record of each piece, and rank 0 sends none back.
 
     Args:
         temporary: The folder that is written.
-        path: Its name when it is complete.
-        layout: Who writes what.
-        pieces: This rank's.
+        path: The folder's name when it is complete.
+        layout: Which rank writes which pieces.
+        pieces: This rank's pieces.
     """
 
     def __init__(self, temporary: Path, path: Path, layout: CheckpointLayout, pieces: Sequence[Piece]) -> None:
@@ -103,13 +103,13 @@ class LayoutWriter(FileSystemWriter):
 
     @override
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copies nothing: pieces are views of buckets of all ranks, which torch would copy as a whole."""
+        """Copies nothing. Pieces are views of buckets of all ranks, which torch would copy as a whole."""
         return state_dict
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file; rank 0 is told only how long what precedes the pieces is."""
-        # Nobody reads checksums of elements, and they take as long as writing.
+        """Writes this rank's file. Rank 0 gets only the length of the part before the pieces."""
+        # No code reads checksums of elements, and they take as long as writing.
         with with_errors_of_the_disk(), config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             written = super().write_data(plan, planner).value()
         lengths = [one.size_in_bytes for one in written if one.index.offset is not None]
@@ -128,7 +128,7 @@ class LayoutWriter(FileSystemWriter):
             for one in self._layout.tensors
         }
         begins = [sum(one.size_in_bytes for one in own) for own in results]
-        # As torch says where something lies: of what rank 0 has written beside its pieces.
+        # In torch's form for a place, taken from an entry that rank 0 has written beside its pieces.
         records, some = [], results[0][0].storage_data
         for rank, piece, position in self._layout.placed(begins):
             known[piece.tensor.name].chunks.append(_chunk(piece))
@@ -141,7 +141,7 @@ class LayoutWriter(FileSystemWriter):
         put_in_place(self._temporary, self._final)
 
     def _check_all_there(self, ranks: int) -> None:
-        """With folders of their own, nodes do not see each other's files."""
+        """Checks that rank 0 sees all files. If nodes have separate folders, it does not."""
         for rank in range(ranks):
             if not (self._temporary / file_of(rank)).exists():
                 raise OSError(
@@ -152,11 +152,11 @@ class LayoutWriter(FileSystemWriter):
 
 
 class RunsPlanner(DefaultLoadPlanner):
-    """Has this process read runs of tensors, and bytes, which are in :attr:`content` then.
+    """Makes this process read runs of tensors, and bytes, which are then in :attr:`content`.
 
     Args:
         metadata: The checkpoint's index.
-        wanted: By name; None for bytes.
+        wanted: Runs by name. None for bytes.
     """
 
     def __init__(self, metadata: Metadata, wanted: Mapping[str, Run | None]) -> None:

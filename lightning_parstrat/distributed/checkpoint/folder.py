@@ -1,22 +1,22 @@
-"""What a sharded checkpoint is, without what reads and writes one."""
+"""The form of a sharded checkpoint, without the code that reads and writes one."""
 
 from pathlib import Path
 
 SKELETON = "checkpoint"
-"""Under this name rank 0 writes all that is not in pieces, with placeholders for the tensors that are."""
+"""The name under which rank 0 writes all that is not in pieces, with placeholders for tensors in pieces."""
 
 METADATA = ".metadata"
-"""The file that says where each piece is, as torch calls it."""
+"""The index file, which has the place of each piece, by torch's name."""
 
 OF_ANOTHER_JOB = (
     "probably another job saves to the same folder. Give each job a folder of its own (`dirpath` of ModelCheckpoint, or"
     " `default_root_dir` of the Trainer)."
 )
-"""What to say of a checkpoint that changes while it is read."""
+"""The message about a checkpoint that changes while it is read."""
 
 
 class CheckpointNotSavedError(RuntimeError):
-    """A checkpoint could not be written; an earlier one of that name is unchanged."""
+    """A checkpoint could not be written. An earlier one of that name is unchanged."""
 
 
 class CheckpointDamagedError(ValueError):
@@ -24,12 +24,12 @@ class CheckpointDamagedError(ValueError):
 
 
 def states_of(rank: int) -> str:
-    """Under which name a rank writes what it alone needs to go on."""
+    """The name under which a rank writes the state that it alone needs to resume."""
     return f"ranks/{rank}"
 
 
 def file_of(rank: int) -> str:
-    """The file that a rank writes, as torch calls it."""
+    """The file that a rank writes, by torch's name."""
     return f"__{rank}_0.distcp"
 
 

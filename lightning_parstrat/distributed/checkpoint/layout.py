@@ -1,4 +1,4 @@
-"""Which rank writes what of each tensor, and where in its file: all ranks know it, by how tensors are cut."""
+"""Which rank writes which part of each tensor, and at which place in its file. All ranks know it from the cuts."""
 
 import functools
 import tempfile
@@ -17,9 +17,9 @@ class SavedTensor(NamedTuple):
 
     Attributes:
         name: Unique in the checkpoint.
-        dtype: Of its elements.
-        numel: How many there are.
-        offset: Where its first element lies in what is cut.
+        dtype: The dtype of its elements.
+        numel: The number of elements.
+        offset: The position of its first element in what is cut.
         bounds: Part i of what is cut has the elements ``[bounds[i], bounds[i + 1])``.
     """
 
@@ -51,15 +51,15 @@ class Run(NamedTuple):
 
 
 class CheckpointLayout:
-    """What each rank writes, in this order.
+    """The pieces that each rank writes, in this order.
 
     Args:
-        tensors: All of them.
+        tensors: All tensors.
         writers: The rank that writes part i of what is cut.
     """
 
     def __init__(self, tensors: Sequence[SavedTensor], writers: Sequence[int]) -> None:
-        # By size: torch orders what it copies from a GPU so.
+        # By size: torch uses this order for copies from a GPU.
         self.tensors = sorted(tensors, key=lambda tensor: tensor.numel * tensor.dtype.itemsize)
         self._writers = writers
 
@@ -75,10 +75,10 @@ class CheckpointLayout:
         return pieces
 
     def placed(self, begins: Sequence[int]) -> Iterator[tuple[int, Piece, int]]:
-        """The rank, the piece, and where it lies in the rank's file, in bytes.
+        """The rank, the piece, and the piece's position in the rank's file, in bytes.
 
         Args:
-            begins: Where the first piece of each rank's file lies.
+            begins: The position of the first piece in each rank's file.
         """
         ends = list(begins)
         for tensor in self.tensors:
@@ -89,7 +89,7 @@ class CheckpointLayout:
 
 
 def split_bounds(bounds: Sequence[int], copies: int) -> Sequence[int]:
-    """The bounds of parts of which ``copies`` make a shard: one for each rank that holds a copy of it."""
+    """The bounds of parts, of which ``copies`` make a shard: one for each rank that holds a copy of it."""
     if copies == 1:
         return bounds
     starts = [(start, stop) for start, stop in pairwise(bounds) for _ in range(copies)]
@@ -99,7 +99,7 @@ def split_bounds(bounds: Sequence[int], copies: int) -> Sequence[int]:
 
 @functools.lru_cache(2**16)
 def saved_bytes(dtype: torch.dtype, numel: int) -> int:
-    """How many bytes ``torch.save`` writes of a 1-D tensor: as many whatever its elements are."""
+    """How many bytes ``torch.save`` writes of a 1-D tensor. The number does not depend on the elements."""
     # A file with a hole: neither memory nor the disk is touched for the elements.
     with tempfile.TemporaryFile() as file, torch.serialization.skip_data():
         torch.save(torch.empty(numel, dtype=dtype), file)

@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint all ranks write together, and which part of each a rank writes.
 
-A tensor is described in terms that all ranks understand (:class:`TensorSource`). In the checkpoint that rank 0 puts
-together, a placeholder on the meta device stands for it: it has shape, strides and dtype but no elements.
+A tensor is described in terms that all ranks understand (:class:`TensorSource`). In rank 0's checkpoint, a placeholder
+on the meta device replaces the tensor. It has shape, strides and dtype but no elements.
 """
 
 import zlib
@@ -22,12 +22,12 @@ _BYTES_WORTH_SPLITTING = 2**22
 
 
 class TensorSource(NamedTuple):
-    """Which tensor it is, the same on all ranks.
+    """The identity of a tensor, the same on all ranks.
 
     Attributes:
-        optimizer: Position of the optimizer whose state it belongs to; None for a parameter.
+        optimizer: Position of the optimizer whose state contains it. For a parameter, None.
         parameter: Position of the parameter in the optimizer, or its name.
-        entry: Key in the parameter's state; empty for the parameter itself.
+        entry: Key in the parameter's state. For the parameter itself, empty.
     """
 
     optimizer: int | None
@@ -36,22 +36,22 @@ class TensorSource(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Under which it is written."""
+        """The name under which it is written."""
         if self.optimizer is None:
             return f"state_dict/{self.parameter}"
         return f"optimizer_states/{self.optimizer}/state/{self.parameter}/{self.entry}"
 
 
 def placeholder(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, source: TensorSource) -> Tensor:
-    """Stands for a tensor whose elements are written by the ranks that own them; it is pickled with its source."""
+    """Replaces a tensor whose elements are written by the ranks that own them. It is pickled with its source."""
     made = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device="meta")
-    # Of plain values, which `weights_only` lets pass.
+    # Plain values, which `weights_only` allows.
     made.parstrat_source = tuple(source)  # type: ignore[attr-defined]
     return made
 
 
 def source_of(tensor: Tensor) -> TensorSource | None:
-    """What a tensor stands for; None where it is an ordinary one."""
+    """The source of a placeholder. For an ordinary tensor, None."""
     source = getattr(tensor, "parstrat_source", None)
     return None if source is None else TensorSource(*source)
 
@@ -59,17 +59,17 @@ def source_of(tensor: Tensor) -> TensorSource | None:
 class CheckpointPieces:
     """Which pieces of the tensors of a training each rank writes, and this rank's.
 
-    What is sharded is written by its owners: where groups of ranks hold a copy each, those that hold the same shard
-    write equal parts of it, so that all nodes write, and each element is there once. What is replicated (parameters
-    that no optimizer shards, state that every rank keeps) is split evenly where it is large, and otherwise written by
-    one rank.
+    Sharded tensors are written by their owners. If groups of ranks hold a copy each, ranks with the same shard write
+    equal parts of it. So all nodes write, and each element is there once. Replicated tensors are parameters that no
+    optimizer shards, and state that every rank keeps. Large ones are split evenly, and each other one is written by one
+    rank.
 
     Args:
-        parameters: What sources that are no optimizer's name; the same names on all ranks.
+        parameters: Parameters by name, for sources without an optimizer. The names are the same on all ranks.
         optimizers: Sources give positions in this sequence.
-        cuts: By the position of the optimizer whose state it is, and None for parameters themselves: how they are cut.
-            Of what is not in it, every rank has the whole.
-        groups: Of each copy of what is sharded the ranks that together hold it, in the order of their shards.
+        cuts: How tensors are cut, by the position of the optimizer whose state they are. The key None is for parameters
+            themselves. Tensors without an entry are whole on every rank.
+        groups: For each copy of the sharded state, the ranks that together hold it, in the order of their shards.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class CheckpointPieces:
         self._writers = [rank for of_a_shard in zip(*groups, strict=True) for rank in of_a_shard]
 
     def with_placeholders(self, tree: Any) -> Any:
-        """A copy of a tree in which placeholders stand for parameters, wherever they are found."""
-        # By memory, not by identity: a state dict holds detached views. Empty tensors have no memory to tell them
-        # apart.
+        """A copy of a tree in which placeholders replace parameters at every place."""
+        # By memory, not by identity: a state dict holds detached views. Empty tensors have no memory by which to
+        # separate them.
         names = {_memory(parameter): name for name, parameter in self._parameters.items() if parameter.numel()}
         issued: dict[str, Tensor] = {}
 
@@ -106,7 +106,7 @@ class CheckpointPieces:
         return replace_leaves(tree, replacement)
 
     def layout(self, sources: Mapping[TensorSource, torch.dtype]) -> CheckpointLayout:
-        """Which rank writes what of these tensors, by how they are cut alone."""
+        """Which rank writes which part of these tensors. Only their cuts decide."""
         bounds: dict[Any, Sequence[int]] = {}
         tensors = []
         for source, dtype in sources.items():
@@ -123,7 +123,7 @@ class CheckpointPieces:
         return CheckpointLayout(tensors, self._writers)
 
     def part(self, source: TensorSource, piece: Piece) -> Tensor:
-        """Elements of a tensor that this rank writes: 1-D, in storage order, a view where that is possible."""
+        """The elements of a tensor that this rank writes: 1-D, in storage order, a view if possible."""
         elements = slice(piece.start, piece.start + piece.numel)
         parameter, cut = self._find(source)
         if cut is None:
@@ -131,11 +131,11 @@ class CheckpointPieces:
         if source.optimizer is None:
             return cut.of_parameter(elements)
         state = cut.of_state(self._optimizers[source.optimizer], source.entry, elements)
-        # As before a first step: other ranks may keep what this one does not.
+        # As before a first step: other ranks may keep an entry that this one does not.
         return torch.zeros((), dtype=piece.tensor.dtype).expand(piece.numel) if state is None else state
 
     def _shares(self, source: TensorSource, numel: int, nbytes: int) -> range:
-        """How what all ranks have is shared out among them."""
+        """How a tensor that all ranks have is distributed among them for writing."""
         number = len(self._writers)
         if nbytes >= _BYTES_WORTH_SPLITTING:
             length = -(-numel // number)
@@ -162,7 +162,7 @@ def with_placeholders_for_state(state_dict: dict[str, Any], optimizer: Optimizer
     """A copy of a state dict, with placeholders for tensors of their parameter's shape.
 
     Args:
-        state_dict: Of ``optimizer``, in torch's own format: with tensors that are whole on every rank, or DTensors.
+        state_dict: The state of ``optimizer``, in torch's own format. Its tensors are whole on every rank, or DTensors.
         optimizer: Its optimizer, which steps parameters, not shards in buckets.
         position: Position of the optimizer among those of the training.
     """

@@ -34,14 +34,14 @@ class ShardedCheckpoint:
 
     Args:
         folder: The folder.
-        weights_only: Whether what is unpickled may be tensors and plain values only, as in ``torch.load``. (The index
-            of the folder is torch's, which knows no such restriction.)
-        group: Where ranks read it together: those that do, all of them by the same calls. What all of them need is then
-            read by one of them and sent to the others. Works on host memory.
+        weights_only: Whether unpickling allows only tensors and plain values, as in ``torch.load``. (The index of
+            the folder is torch's, and has no such restriction.)
+        group: The group of ranks, if ranks read together, all by the same calls. Content that all of them need is
+            read by one rank and sent to the others. It works on host memory.
 
     Raises:
-        CheckpointDamagedError: Files are missing or too short; the message names them. Where ranks read together, each
-            looks at the sizes of some of the files, and knows of those alone.
+        CheckpointDamagedError: Files are missing or too short. The message names them. If ranks read together, each
+            checks the sizes of some files, and knows only of those.
 
     Attributes:
         skeleton: The checkpoint with placeholders for the tensors whose elements :meth:`read` finds.
@@ -60,27 +60,27 @@ class ShardedCheckpoint:
         self.skeleton: Any = self._object(SKELETON)
 
     def own_of(self, rank: int) -> Any:
-        """What a rank alone needs to go on, see :func:`save_sharded`. Not collective.
+        """The state that a rank alone needs to resume, see :func:`save_sharded`. Not collective.
 
         Args:
-            rank: One of those that have written it.
+            rank: One of the ranks that have written the checkpoint.
 
         Raises:
-            CheckpointDamagedError: It cannot be read, or there is none.
+            CheckpointDamagedError: The state cannot be read, or there is none.
         """
         return self._object(states_of(rank))
 
     def read(self, wanted: Mapping[str, Run | None]) -> dict[str, io.BytesIO]:
-        """Reads runs of tensors into memory: these alone, wherever they lie in what was written. Not collective.
+        """Reads runs of tensors into memory: only these, in any part of the checkpoint. Not collective.
 
         Args:
-            wanted: By the names under which they were written; None for what is no tensor.
+            wanted: Runs by the names under which they were written. For content that is no tensor, None.
 
         Returns:
-            What is no tensor, by name.
+            The content that is no tensor, by name.
 
         Raises:
-            CheckpointDamagedError: They cannot be read.
+            CheckpointDamagedError: The content cannot be read.
         """
         from lightning_parstrat.distributed.checkpoint.dcp import RunsPlanner
 
@@ -92,7 +92,7 @@ class ShardedCheckpoint:
             raise CheckpointDamagedError(
                 f"{', '.join(list(wanted)[:3])} or others cannot be read from {self.folder} ({error}). {_REMEDY}"
             ) from error
-        # Files are opened as they are read: some could be those of another checkpoint.
+        # Files are opened as they are read. Some could be those of another checkpoint.
         self._check_unchanged()
         return planner.content
 
@@ -115,13 +115,14 @@ class ShardedCheckpoint:
     ) -> Any:
         """A copy of a part of the skeleton with its tensors, in host memory.
 
-        Where ranks read together it is collective: each uncut tensor is read by one rank, which broadcasts it. Of what
-        is cut each reads its own part.
+        If ranks read together, it is collective: each uncut tensor is read by one rank, which broadcasts it. Each rank
+        reads its own part of cut tensors.
 
         Args:
             tree: The part of the skeleton.
-            cut_of: How a tensor is cut, by its place in the tree. What a rank has nothing of stays a placeholder.
-            room: Makes the memory for what a placeholder stands for, of its shape and strides.
+            cut_of: How a tensor is cut, by its place in the tree. If a rank has no part of a tensor, the placeholder
+                stays.
+            room: Makes the memory for the tensor behind a placeholder, of its shape and strides.
         """
         uncut: dict[str, Tensor] = {}
         runs: dict[str, Run] = {}
@@ -130,7 +131,7 @@ class ShardedCheckpoint:
             source, cut = source_of(leaf.tensor), cut_of(leaf.path)
             if source is None:
                 return leaf.tensor
-            # Of other strides or shape a run is no shard slice. The optimizer cuts it when it loads it.
+            # With other strides or another shape, a run is no shard slice. The optimizer cuts it when it loads it.
             if cut is None or (leaf.tensor.shape, leaf.tensor.stride()) != (cut.shape, tuple(cut.strides)):
                 if source.name not in uncut:
                     uncut[source.name] = room(leaf.tensor)
@@ -142,18 +143,18 @@ class ShardedCheckpoint:
                 runs[source.name] = Run(part, cut.own.start)
             return OwnPart(runs[source.name].target)
 
-        # By place, not by identity: one tensor may be in several, of which one is cut.
+        # By place, not by identity: one tensor may be in several places, of which one is cut.
         new = iter([replacement(leaf) for leaf in leaves(tree)])
         self._read_uncut(uncut)
         self.read(runs)
         return replace_leaves(tree, lambda _: next(new))
 
     def own_parts(self, optimizer: Optimizer, state_dict: StateDict, cuts: Mapping[Tensor, Cut]) -> StateDict:
-        """An optimizer's state of the skeleton with this rank's parts, see :meth:`filled`.
+        """An optimizer's state from the skeleton with this rank's parts, see :meth:`filled`.
 
         Args:
-            optimizer: The optimizer that will load it.
-            state_dict: From the skeleton.
+            optimizer: The optimizer that will load the state.
+            state_dict: The optimizer's state in the skeleton.
             cuts: How the state of its parameters is cut.
         """
         identifiers = (identifier for group in state_dict["param_groups"] for identifier in group["params"])
@@ -180,7 +181,7 @@ class ShardedCheckpoint:
         try:
             self.read({name: runs[name] for name in names[rank::ranks]})
         except CheckpointDamagedError as error:
-            # The others wait for the elements, whatever they are.
+            # The others wait for the elements, so send them even after an error.
             failure = error
         for number, name in enumerate(names):
             # As bytes: Gloo does not send every dtype.
@@ -205,7 +206,7 @@ class ShardedCheckpoint:
         return metadata
 
     def _check_sizes(self) -> None:
-        """Copies are usually cut short. Sizes are checked without reading; of each file by one rank."""
+        """Checks the sizes of files without reading them, each file on one rank. Copies are usually cut short."""
         sizes: dict[str, int] = {}
         for place in self._reader.storage_data.values():
             sizes[place.relative_path] = max(place.offset + place.length, sizes.get(place.relative_path, 0))

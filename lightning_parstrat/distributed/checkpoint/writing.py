@@ -1,8 +1,8 @@
 """A checkpoint that all ranks write together, by ``torch.distributed.checkpoint``: a file of each rank, and an index.
 
-Each tensor is 1-D in it, its elements in the order in which they lay in memory, so that a shard is one run of them at
-any world size. Rank 0 also writes the checkpoint as Lightning knows it, with placeholders for these tensors. What each
-rank alone needs to go on (random numbers) is in its file: nothing is gathered.
+Each tensor is 1-D in it, with its elements in memory order. So a shard is one run of them at any world size. Rank 0
+also writes the checkpoint in Lightning's form, with placeholders for these tensors. State that each rank alone needs to
+resume (random numbers) is in its file. Nothing is gathered.
 """
 
 import io
@@ -28,7 +28,7 @@ from lightning_parstrat.distributed.durable_files import (
 
 
 class Outline(NamedTuple):
-    """What rank 0 sends the others about a save."""
+    """The message about a save that rank 0 sends to the others."""
 
     temporary: str
     sources: dict[TensorSource, torch.dtype]
@@ -44,23 +44,24 @@ def save_sharded(
 ) -> Callable[[], None] | None:
     """Writes a checkpoint, each rank its part. Collective.
 
-    Rank 0 sends the others the list of tensors (about 100 bytes each); where each rank writes what, all know by the
-    layout. When each has written and synced a file of its own, rank 0 writes the index and gives the folder its name.
+    Rank 0 sends the others the list of tensors (about 100 bytes each). From the layout, all ranks know which rank
+    writes which part. When each rank has written and synced its own file, rank 0 writes the index and gives the folder
+    its name.
 
     Args:
-        checkpoint: Rank 0's, with placeholders in it; those of other ranks are ignored.
-        path: The folder; an existing one is replaced when all is written. All ranks must see the same file system.
-        pieces: Finds this rank's part of what placeholders stand for.
-        own: What this rank alone needs to go on: a loader's state, say.
-        group: Of all ranks; works on host memory.
-        asynchronous: Whether to return when this rank has copied its part to host memory, while a thread writes it.
-            Until that save is waited for, the group is the thread's.
+        checkpoint: Rank 0's checkpoint, with placeholders in it. Those of other ranks are ignored.
+        path: The folder. An existing one is replaced when all is written. All ranks must see the same file system.
+        pieces: Finds this rank's part of the tensors behind placeholders.
+        own: State that this rank alone needs to resume, such as a loader's.
+        group: The group of all ranks. It works on host memory.
+        asynchronous: Whether to return when this rank has copied its part to host memory, while a thread writes the
+            part. Until that save is waited for, only the thread may use the group.
 
     Returns:
-        If it is asynchronous, what returns when the folder is complete, and raises as this function does.
+        If it is asynchronous, a function that returns when the folder is complete, and raises as this function does.
 
     Raises:
-        CheckpointNotSavedError: Some rank could not write; an existing folder at ``path`` is unchanged.
+        CheckpointNotSavedError: Some rank could not write. An existing folder at ``path`` is unchanged.
     """
     # Here, as it takes long to import.
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -79,11 +80,11 @@ def save_sharded(
         held = {SKELETON: skeleton} if rank == 0 else {}
         held[states_of(rank)] = _pickled(own)
         for piece in mine:
-            # Not as a part of a larger storage: torch would copy it, and keep the copy until all is written.
+            # Not as a part of a larger storage: torch would copy the part, and keep the copy until all is written.
             part = with_narrow_storage(pieces.part(sources[piece.tensor.name], piece).to(piece.tensor.dtype))
             held[piece.tensor.name] = torch.empty_like(part, device="cpu").copy_(part) if asynchronous else part
     except Exception as error:
-        # The others learn it when torch asks for plans.
+        # The other ranks get the error when torch collects plans.
         held = error
     temporary = Path(outline.temporary)
     arguments: dict[str, Any] = {
@@ -99,11 +100,11 @@ def save_sharded(
 
 
 def _complete(path: Path, save: Callable[[], Any], temporary: Path | None) -> None:
-    """Saves, or waits for that; raises one error for what has failed on any rank."""
+    """Saves, or waits for the save. Raises one error for the failures of all ranks."""
     try:
         save()
     except BaseException as error:
-        # One rank cleans up: several would get in each other's way on a shared file system.
+        # One rank cleans up. Several would disturb each other on a shared file system.
         if temporary is not None:
             remove(temporary)
         failures: Mapping[int, Any] | None = getattr(error, "failures", None)
@@ -119,7 +120,7 @@ def _not_saved(path: Path, said: str) -> CheckpointNotSavedError:
 
 
 def _prepare(checkpoint: Any, path: Path, skeleton: io.BytesIO) -> Outline:
-    """Everything that may fail on rank 0 before any rank writes."""
+    """Does everything that may fail on rank 0 before any rank writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     check_may_be_replaced(path)
     remove_left_behind(path.parent)
@@ -133,8 +134,8 @@ def _prepare(checkpoint: Any, path: Path, skeleton: io.BytesIO) -> Outline:
                 "In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them. A hook"
                 f" has changed {leaf.name}: leave it as it is, or use checkpoint_format='full'."
             )
-    # Into memory, and now: what cannot be pickled fails before gigabytes have been written; and training may go on, and
-    # change the checkpoint's objects, before the file is written.
+    # Into memory, and now. An object that cannot be pickled fails before gigabytes have been written. Training may
+    # continue, and change the checkpoint's objects, before the file is written.
     torch.save(checkpoint, skeleton)
     return Outline(str(temporary_name(path.parent)), sources)
 

@@ -1,8 +1,8 @@
 """Keeps ranks that torchrun has restarted from reading what earlier ranks left in the agent's store.
 
-torchrun's agent outlives its ranks, and so does its store, in which they find each other. Nothing in the store tells
+torchrun's agent outlives its ranks, and so does its store, in which they find each other. The store does not separate
 one start from the next: each agent counts its own restarts. So restarted ranks would find the addresses of ranks that
-have ended, and wait for them forever. Here they agree on a prefix that no earlier start has used.
+have ended, and wait for them forever. Here, ranks agree on a prefix that no earlier start has used.
 """
 
 import atexit
@@ -22,7 +22,7 @@ def connect_agent_store(
 ) -> Store:
     """Connects to the store of torchrun's agent, under a prefix that only the ranks of this start know.
 
-    Collective: all ranks of this start must call it. A few messages between each rank and the store.
+    Collective: all ranks of this start must call it. It costs a few messages between each rank and the store.
 
     Args:
         address: Host on which the agent listens.
@@ -37,7 +37,7 @@ def connect_agent_store(
     Raises:
         torch.distributed.DistStoreError: Other ranks, or the agent, did not answer in time.
     """
-    # Never the master: the agent serves this port, and a rank that tried to would fail to bind it.
+    # Never the master: the agent serves this port, and a master here would fail to bind it.
     store = TCPStore(address, port, is_master=False, timeout=timeout)
     prefix = _hand_out_prefix(store, world_size, timeout) if rank == 0 else _ask_for_prefix(store, rank)
     return PrefixStore(prefix, store)
@@ -49,16 +49,16 @@ def join_over_store(
     """Creates the default process group over a store. Collective.
 
     Args:
-        store: Of :func:`connect_agent_store`.
-        backend: Of the process group.
+        store: The store of :func:`connect_agent_store`.
+        backend: The backend of the process group.
         rank: This rank.
         world_size: Number of ranks in this start.
-        device: With it NCCL connects at once.
-        timeout: Of the process group; None for the backend's default.
+        device: If it is given, NCCL connects at once.
+        timeout: The timeout of the process group. None for the backend's default.
     """
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device, timeout=timeout)
     if backend == "nccl":
-        # As Lightning does: torch warns of NCCL's groups that a process leaves behind.
+        # As Lightning does: torch warns of NCCL groups that a process does not destroy.
         atexit.register(_leave)
 
 
@@ -68,11 +68,11 @@ def _leave() -> None:
 
 
 def _ask_for_prefix(store: Store, rank: int) -> str:
-    # A fresh name: whatever answers to it was meant for this start. `get` blocks until it does.
+    # A fresh name: an answer to it was meant for this start. `get` blocks until the answer.
     own = f"parstrat/{uuid4().hex}"
     store.set(_place(rank), own)
     prefix: str = store.get(own).decode()
-    # Rank 0 goes on answering until it sees this, so that no rank can miss the answer.
+    # Rank 0 answers until it sees this, so that no rank can miss the answer.
     store.set(_receipt(prefix, rank), "")
     return prefix
 

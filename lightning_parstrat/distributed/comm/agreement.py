@@ -1,4 +1,4 @@
-"""Agreement between ranks that the host waits for: values of any kind, flags and extremes."""
+"""Agreement between ranks for which the host waits: values of any kind, flags and extremes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -15,23 +15,23 @@ T = TypeVar("T")
 
 
 def broadcast_object(value: Any, group: dist.ProcessGroup) -> Any:
-    """The value of the group's first rank, on all of them. Collective; pickled; works on host memory."""
+    """The value of the group's first rank, on all of them. Collective. It is pickled, and works on host memory."""
     holder = [value]
     dist.broadcast_object_list(holder, group=group, group_src=0)
     return holder[0]
 
 
 def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Each rank's value, on all ranks. Collective; pickled; works on host memory."""
+    """Each rank's value, on all ranks. Collective. Values are pickled, in host memory."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Each rank's value on rank 0, nothing elsewhere. Collective; pickled but where alone; works on host memory.
+    """Each rank's value on rank 0, nothing elsewhere. Collective. Values are in host memory.
 
-    Rank 0 receives one after the other, in two messages each.
+    Values are pickled, but not those of a single rank. Rank 0 receives one after the other, in two messages each.
     """
     if dist.get_rank(group) > 0:
         dist.send_object_list([value], group=group, group_dst=0)
@@ -45,7 +45,7 @@ def gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
-    """The largest and the smallest of all ranks' numbers. Collective; one all-reduce of 16 bytes."""
+    """The largest and the smallest of all ranks' numbers. Collective: one all-reduce of 16 bytes."""
     # The smallest is minus the largest negative: one all-reduce by MAX gives both.
     extremes = torch.tensor([number, -number], dtype=torch.int64)
     with marked("lightning_parstrat: agree between ranks"):
@@ -55,13 +55,13 @@ def extremes_over_ranks(number: int, control: Collectives) -> tuple[int, int]:
 
 
 def all_have_same(number: int, control: Collectives) -> bool:
-    """Whether all ranks have the same number. Collective; one all-reduce of 16 bytes."""
+    """Whether all ranks have the same number. Collective: one all-reduce of 16 bytes."""
     largest, smallest = extremes_over_ranks(number, control)
     return largest == smallest
 
 
 def check_agreement(control: Collectives, number: int) -> None:
-    """Compares a number over all ranks. Collective; one all-reduce of 16 bytes.
+    """Compares a number over all ranks. Collective: one all-reduce of 16 bytes.
 
     Raises:
         ValueError: The ranks have different numbers, that is, different parameters or plans.
@@ -74,10 +74,10 @@ def check_agreement(control: Collectives, number: int) -> None:
 
 
 def topology_of_ranks(node: Node, control: Collectives) -> Topology:
-    """Which ranks share a node. Collective; one all-reduce of 8 bytes a rank.
+    """Which ranks share a node. Collective: one all-reduce of 8 bytes a rank.
 
     Args:
-        node: This rank's.
+        node: This rank's node.
         control: Works on host memory.
     """
     keys = torch.zeros(control.world_size, dtype=torch.int64)
@@ -88,7 +88,7 @@ def topology_of_ranks(node: Node, control: Collectives) -> Topology:
 
 
 def wait_for_all(control: Collectives) -> None:
-    """Returns when all ranks have called it. Collective; some bytes, over connections that exist already.
+    """Returns when all ranks have called it. Collective: some bytes, over existing connections.
 
     Raises:
         RuntimeError: Ranks did not arrive within the group's timeout, or have ended.
@@ -104,15 +104,15 @@ def all_or_none(
     error: Callable[[dict[int, str]], Exception],
     shows_own: bool = False,
 ) -> T:
-    """What an action returns, if it succeeds on all ranks; where it fails on one, all raise. Collective.
+    """Returns an action's result, if the action succeeds on all ranks. If it fails on one, all raise. Collective.
 
-    A rank that raised alone would leave the others waiting for it in the next collective. One small reduction where
-    nothing fails.
+    If one rank raised alone, the others would wait for it in the next collective. If nothing fails, it costs one small
+    reduction.
 
     Args:
-        action: Done by each rank; collective itself only if it succeeds on all ranks or none.
-        control: Of the ranks; None for one process alone, whose own error is raised as it is.
-        error: What is raised, given what has failed on which ranks.
+        action: Called on each rank. It may be collective only if it succeeds on all ranks or on none.
+        control: Collectives of the ranks. None is for one process alone, which raises its own error unchanged.
+        error: Makes the error, given what has failed on which ranks.
         shows_own: Whether a rank whose action has failed raises its own error instead.
     """
     result: Any = None
@@ -133,12 +133,12 @@ def all_or_none(
 
 
 def from_first_rank(ask: Callable[[], T], group: dist.ProcessGroup, error: Callable[[str], Exception]) -> T:
-    """What rank 0 returns, on all ranks; where it fails, all raise. Collective.
+    """Rank 0's result, on all ranks. If rank 0 fails, all raise. Collective.
 
     Args:
         ask: Called on rank 0 alone.
-        group: Of the ranks; works on host memory.
-        error: What is raised, given what has failed on rank 0.
+        group: The group of the ranks. It works on host memory.
+        error: Makes the error, given what has failed on rank 0.
     """
     answer: Any = None
     failure: Exception | None = None
@@ -155,12 +155,12 @@ def from_first_rank(ask: Callable[[], T], group: dist.ProcessGroup, error: Calla
 
 
 def any_rank(flag: bool, control: Collectives) -> bool:
-    """Whether the flag is set on any rank. Collective; the host waits."""
+    """Whether the flag is set on any rank. Collective. The host waits."""
     return any_rank_for_each([flag], control)[0]
 
 
 def any_rank_for_each(flags: Sequence[bool], control: Collectives) -> list[bool]:
-    """For each flag, whether it is set on any rank. Collective; the host waits; 4 bytes per flag."""
+    """For each flag, whether it is set on any rank. Collective: 4 bytes per flag. The host waits."""
     combined = torch.tensor(flags, dtype=torch.int32)
     with marked("lightning_parstrat: agree between ranks"):
         control.all_reduce(combined, op=dist.ReduceOp.MAX).wait()

@@ -1,6 +1,6 @@
 """Which collectives suit a process group and a device: torch's own, chunks that the ranks exchange, or none.
 
-torch's own are for GPUs; those between CPUs are in ``collectives.py``, but for many ranks.
+torch's own are for GPUs. Those between CPUs are in ``collectives.py``, but those for many ranks are here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,7 @@ from lightning_parstrat.distributed.comm.work import (
 )
 
 MOST_BY_PAIRS = 16
-"""Of more CPU ranks, a message for each pair would be too many: Gloo's own collectives go around a ring."""
+"""The most CPU ranks with a message for each pair. With more ranks, Gloo's own collectives use a ring."""
 
 
 def make_collectives(
@@ -47,18 +47,18 @@ def make_collectives(
     topology: Topology | None = None,
     shard_groups: ShardGroups | None = None,
 ) -> Collectives:
-    """The collectives that suit the group's size, its ranks' nodes, and the device the tensors live on.
+    """The collectives that suit the group's size, its ranks' nodes, and the tensors' device.
 
-    Not collective, but for several shard groups on a GPU, which have process groups of their own.
+    Not collective. Several shard groups on a GPU are an exception: they have separate process groups.
 
     Args:
         group: The process group.
-        device: Where the tensors are.
-        topology: Which ranks share a node; by default all do.
-        shard_groups: Which ranks share a copy of what is sharded; by default all do.
+        device: The device of the tensors.
+        topology: Which ranks share a node. By default, all do.
+        shard_groups: Which ranks share a copy of the sharded state. By default, all do.
 
     Raises:
-        ValueError: The group sends what lies on the host, and the tensors do not.
+        ValueError: The group sends from host memory, and the tensors are not there.
     """
     if dist.get_world_size(group) == 1:
         return LocalCollectives(group)
@@ -88,7 +88,7 @@ def _grouped_native(
     group: dist.ProcessGroup, device: torch.device, topology: Topology | None, groups: ShardGroups
 ) -> "GroupedNativeCollectives":
     rank = dist.get_rank(group)
-    # Where every rank has a copy of its own, nothing is left to do within.
+    # If every rank has a separate copy, nothing is left to do within.
     within: Collectives = LocalCollectives(group)
     if groups.size > 1:
         within = _native(groups, topology)(subgroup(group, groups.mates(rank)))
@@ -100,7 +100,7 @@ def _grouped_native(
 
 
 class LocalCollectives(Collectives):
-    """World size 1: nothing to send. A sum may stay where it is."""
+    """World size 1: nothing to send. A sum may stay in its buffer."""
 
     sends_nothing = True
 
@@ -117,12 +117,12 @@ class LocalCollectives(Collectives):
 
 
 class NativeCollectives(Collectives):
-    """torch's own collectives, of equal parts, as NCCL requires; an all-to-all brings unequal parts to their owners.
+    """torch's own collectives, of equal parts, as NCCL requires. An all-to-all brings unequal parts to their owners.
 
-    Gradients that are summed in a wider dtype than they travel in take an all-to-all, of as many bytes as the
-    reduce-scatter, and a local sum: until then there is one more buffer of the bucket's size. Unequal parts travel
-    by two collectives, as ``collectives.py`` describes. A stream of their own waits for the first, so that neither the
-    host nor the caller's stream does.
+    For sums in a wider dtype than gradients are sent in, an all-to-all and a local sum replace the reduce-scatter. The
+    all-to-all sends as many bytes. Until the sum, there is one more buffer of the bucket's size. Unequal parts are sent
+    by two collectives, as ``collectives.py`` describes. A separate stream waits for the first, so neither the host nor
+    the caller's stream waits.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -131,7 +131,7 @@ class NativeCollectives(Collectives):
 
     @override
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
-        # A range means equal parts (see `BucketLayout`), the only ones that torch's single-tensor collectives take.
+        # A range means equal parts (see `BucketLayout`), the only ones that torch's single-tensor collectives accept.
         if isinstance(bounds, range):
             return self._reduce_scatter_evenly(buffer, shard)
         equal = even_bounds(buffer.numel(), self.world_size)
@@ -150,7 +150,7 @@ class NativeCollectives(Collectives):
         return as_work(work)
 
     def _exchange_and_sum(self, buffer: Tensor, shard: Tensor) -> Steps:
-        """A sum in a wider dtype than what travels; a reduce-scatter would round partial sums at every rank."""
+        """A sum in a wider dtype than that of the data. A reduce-scatter would round partial sums at every rank."""
         received = torch.empty_like(buffer)
         yield as_work(dist.all_to_all_single(real_view(received), real_view(buffer), group=self.group, async_op=True))
         torch.sum(received.view(self.world_size, -1), 0, dtype=shard.dtype, out=shard)
@@ -158,7 +158,7 @@ class NativeCollectives(Collectives):
     @override
     def _all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Work:
         if isinstance(bounds, range):
-            # In place: where its input lies at this rank's part of the output, NCCL copies nothing.
+            # In place: if the input is this rank's part of the output, NCCL copies nothing.
             return self._all_gather_evenly(buffer, buffer.view(self.world_size, -1)[self.rank])
         equal = even_bounds(buffer.numel(), self.world_size)
         part, stepped = buffer.new_empty(equal.step), buffer[bounds[self.rank] : bounds[self.rank + 1]]
@@ -174,7 +174,7 @@ class NativeCollectives(Collectives):
 
     @contextmanager
     def _beside(self, device: torch.device) -> Iterator[None]:
-        """Within it, what is waited for is waited for beside the caller's stream, after what that has queued."""
+        """Within it, waits are made beside the caller's stream, after the work that it has queued."""
         streams = streams_of(device)
         launching = streams.current()
         self._side = self._side or streams.another()
@@ -183,7 +183,7 @@ class NativeCollectives(Collectives):
             yield
 
     def _pass_on(self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int]) -> Work:
-        """Brings what this rank has by the bounds ``had`` to those who want it by ``wanted``, and theirs here."""
+        """Sends this rank's part by ``had`` to the ranks that need it by ``wanted``, and receives their parts."""
         rank, width = self.rank, 2 if source.is_complex() else 1
         received = [width * size for size in _sizes_by_rank(had, wanted[rank], wanted[rank + 1])]
         sent = [width * size for size in _sizes_by_rank(wanted, had[rank], had[rank + 1])]
@@ -198,10 +198,11 @@ class NativeCollectives(Collectives):
 
 
 class WideningCollectives(NativeCollectives):
-    """Gradients that are summed in a wider dtype than they are in are widened first, and summed around a ring.
+    """Gradients that are summed in a wider dtype are widened first, and summed by a ring.
 
-    An all-to-all sends most of what a rank has over its own network interface, a ring each byte over one interface of a
-    node's: twice the bytes take less time there. Until it is done there is one more buffer of the wider bucket's size.
+    An all-to-all sends most of a rank's data over its own network interface. A ring sends each byte over one interface
+    of a node. So twice the bytes take less time there. Until the sum is done, there is one more buffer of the wider
+    bucket's size.
     """
 
     widens = True
@@ -212,17 +213,17 @@ class WideningCollectives(NativeCollectives):
 
 
 class RingCollectives(PairwiseCollectives):
-    """Gloo's own collectives carry equal parts, in about twice the bytes, around a ring.
+    """Gloo's own collectives carry equal parts, in about twice the bytes, by a ring.
 
-    Gradients that are summed in a wider dtype than they are in are widened first.
+    Gradients that are summed in a wider dtype are widened first.
     """
 
     widens = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        # Gloo tells its collectives from each other by their order. As soon as some are launched by a thread, when
-        # owners have passed on their parts, it launches all.
+        # Gloo identifies its collectives by their order. If owners pass on their parts, a thread launches some
+        # collectives. From then on, it launches all.
         self._launches_in_thread = False
 
     @override
@@ -233,7 +234,8 @@ class RingCollectives(PairwiseCollectives):
 
     @override
     def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: range, tags: Tags) -> Steps:
-        # Each step takes a tag, whether or not it sends messages: who launches those that follow goes by its number.
+        # Each step takes a tag, whether or not it sends messages: the step's number decides which thread launches the
+        # next.
         if self._launches_in_thread:
             next(tags)
             yield DONE
@@ -255,11 +257,11 @@ class GroupedNativeCollectives(Collectives):
     """torch's own collectives, by process groups of a group's ranks and of those that hold the same shard.
 
     Args:
-        group: The process group of all ranks; it carries small messages.
-        groups: Who shares a copy.
+        group: The process group of all ranks. It carries small messages.
+        groups: Which ranks share a copy.
         within: Reduce-scatters and all-gathers among this rank's group.
-        between: Makes what has the process group of those that hold this rank's shard; asked when first summing up.
-        streams: Those of the device.
+        between: Makes the collectives of the ranks that hold this rank's shard. It is called at the first sum.
+        streams: Streams of the device.
     """
 
     def __init__(
@@ -284,18 +286,18 @@ class GroupedNativeCollectives(Collectives):
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         self.traffic.all_reduces += 1
         pieces = [stop - start for start, stop in pairwise(piece_bounds(shard.numel(), self.place.copies))]
-        # As between CPUs: each sums a piece and sends the others the sum. No way takes less.
+        # As between CPUs: each rank sums a piece and sends the others the sum. No way sends less.
         own = (self.place.copies - 2) * pieces[self.place.copy] + shard.numel()
         self.traffic.all_reduce_bytes += own * shard.element_size()
         if self._between is None:
             self._between = self._make_between()
         current = self._streams.current()
-        # The second sum begins after the first: on a stream of its own, so that backward does not wait for either.
+        # The second sum begins after the first, on a separate stream, so that backward does not wait for either.
         with self._streams.on(self._beside):
             self._streams.wait_for(current)
             self._within._reduce_scatter(buffer, shard, bounds).wait()
             second = as_work(self._between.group.allreduce([real_view(shard)]))
-        # Both until somebody waits on the stream that they were allocated on.
+        # Both buffers stay until a wait on the stream on which they were allocated.
         return Transfers([second], buffer, shard)
 
     @override
@@ -304,7 +306,7 @@ class GroupedNativeCollectives(Collectives):
 
 
 def _sizes_by_rank(bounds: Sequence[int], start: int, stop: int) -> list[int]:
-    """How many of the elements ``[start, stop)`` are in each shard, by its number: what an all-to-all takes."""
+    """How many of the elements ``[start, stop)`` are in each shard, by its number: the argument of an all-to-all."""
     sizes = [0] * (len(bounds) - 1)
     for part in parts_of(bounds, start, stop):
         sizes[part.shard] = part.numel

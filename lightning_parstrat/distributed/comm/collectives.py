@@ -1,19 +1,19 @@
-"""What the engine asks of a process group: reduce-scatter and all-gather of flat buckets, and small messages.
+"""The operations that the engine needs of a process group: reduce-scatter and all-gather of buckets, small messages.
 
-All are launched asynchronously. ``backends.py`` says what carries buckets: torch's own collectives on GPUs, and none at
-world size 1. Between CPUs ranks exchange chunks, and sum by themselves: Gloo's own reduce-scatter is an all-reduce in
-disguise and sends about twice the bytes. Here each chunk travels once to whoever needs it. Where nodes hold several
-ranks, it travels between nodes once per node.
+All are launched asynchronously. ``backends.py`` chooses what carries buckets: torch's own collectives on GPUs, and none
+at world size 1. Between CPUs, ranks exchange chunks, and sum by themselves. Gloo's own reduce-scatter is in fact an
+all-reduce and sends about twice the bytes. Here each chunk is sent once to each rank that needs it. If nodes have
+several ranks, a chunk is sent between nodes once per node.
 
-Parts of different length, as whole parameters make them, are carried as equal ones: were each part sent to its owner by
-every rank, the owner of a large matrix would receive N copies of it at once. So a bucket is reduce-scattered in equal
-parts, however it is owned, and the sums are passed on to their owners, each element once. To gather, owners first pass
-on what they have stepped, then equal parts are gathered. Each way a rank sends less than 1 / N of a bucket more in the
-mean, and one that owns all of it a bucket; for a bucket a rank never receives more at once than its length and its own
-part of it.
+Whole parameters make parts of different length. They are carried as equal parts. If every rank sent each part to its
+owner, the owner of a large matrix would receive N copies at once. So a bucket is reduce-scattered in equal parts, for
+all owners. The sums are then passed on to their owners, each element once. To gather, owners first pass on what they
+have stepped, then equal parts are gathered. Each direction costs a rank less than 1 / N of a bucket more in the mean. A
+rank that owns all of a bucket sends one bucket more. For a bucket, a rank never receives more at once than the bucket's
+length and its own part.
 
-Small messages go by recursive doubling: their number grows with the logarithm of the ranks'. A ring, as Gloo's
-all-reduce is one, takes two latencies for each rank: milliseconds from a hundred ranks on.
+Small messages use recursive doubling: their number grows with the logarithm of the number of ranks. A ring, as in
+Gloo's all-reduce, takes two latencies for each rank: milliseconds from a hundred ranks on.
 """
 
 import functools
@@ -50,19 +50,20 @@ from lightning_parstrat.distributed.comm.work import (
 
 
 class Tag(IntEnum):
-    """What a message between two ranks belongs to: those of one tag arrive in the order in which both launch them."""
+    """The purpose of a message between two ranks. Messages of one tag arrive in the order in which both launch them."""
 
     BARRIER = 1
-    """A rank that has not come to a barrier may send other messages meanwhile."""
+    """A rank that has not reached a barrier may send other messages meanwhile."""
     SMALL_REDUCTION = 2
     EXCHANGE = 8
-    """Of the first step of an exchange of buckets; each later step, which another thread launches, has the next."""
+    """Of the first step of an exchange of buckets. Each later step, which another thread launches, has the next
+    number."""
     CONTROL_MESSAGE = 16
     """Of the first training. Each later training has the next number."""
 
 
 Combine = Callable[[Tensor, Tensor], Tensor]
-"""Makes one message of two, of which that of lower ranks comes first."""
+"""Makes one message of two. The message of lower ranks comes first."""
 
 
 class Step(NamedTuple):
@@ -81,17 +82,17 @@ class Step(NamedTuple):
 
 @functools.cache
 def doubling_steps(rank: int, world_size: int) -> Sequence[Step]:
-    """The steps of a rank, in order, after which all ranks have combined the messages of all.
+    """The steps of a rank, in order. After them, all ranks have combined the messages of all.
 
-    Between 2^k ranks each exchanges with k others. Of another number, those beyond the largest power of two first send
-    their message to a lower rank, and receive the result in the end: two latencies more.
+    Between 2^k ranks, each exchanges with k others. For another number, ranks beyond the largest power of two first
+    send their message to a lower rank. They receive the result in the end: two latencies more.
 
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH" (2005), section
     4.5.
     """
     taking_part = 1 << (world_size.bit_length() - 1)
     if rank >= taking_part:
-        # Apart, as the other receives before it sends: they may have to be connected for either, in one order.
+        # Separate, as the other rank receives before it sends: both may need a connection, in one order.
         return [Step(rank - taking_part, True, False), Step(rank - taking_part, False, True)]
     found = [Step(rank ^ (1 << bit), True, True) for bit in range(taking_part.bit_length() - 1)]
     beyond = rank + taking_part
@@ -114,31 +115,31 @@ class Traffic:
     small_reductions: int = 0
     all_reduces: int = 0
     all_reduce_bytes: int = 0
-    # Not compared: two traffics are equal where the same was sent, however long it took.
+    # Not compared: if two traffics sent the same, they are equal, however long it took.
     waited_seconds: float = field(default=0.0, compare=False)
-    """How long this host has waited: on CPU the communication that nothing hid. On a GPU, streams wait instead."""
+    """Seconds that this host has waited: on CPU, communication that nothing hid. On a GPU, streams wait instead."""
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
 class Collectives(ABC):
-    """What the engine asks of a process group. Every method is collective and returns before the transfer is done.
+    """The operations that the engine needs of a process group. Every method is collective and returns before its end.
 
-    All ranks must launch the same operations in the same order. Until the returned :class:`Work` has been waited for,
-    the tensors must be neither touched nor freed.
+    All ranks must launch the same operations in the same order. Before the returned :class:`Work` has been waited for,
+    do not change or free the tensors.
 
     Args:
         group: The process group.
-        groups: Which of its ranks share a copy of what is sharded; by default all do.
+        groups: Which of its ranks share a copy of the sharded state. By default, all do.
 
     Attributes:
-        shard_groups: Which ranks share a copy of what is sharded.
-        place: Which shard of which copy is this rank's.
+        shard_groups: Which ranks share a copy of the sharded state.
+        place: Which shard of which copy belongs to this rank.
         mates: The ranks that share a copy with this one, in the order of their shards.
-        shard_count: How many they are.
-        widens: Whether equal shards of gradients travel in the dtype in which they are summed.
-        sends_nothing: Whether a sum is what this rank gives, and a gather what it has.
+        shard_count: The number of these ranks.
+        widens: Whether equal shards of gradients are sent in the dtype in which they are summed.
+        sends_nothing: Whether a sum is this rank's buffer, and a gather what this rank has.
     """
 
     widens = False
@@ -161,7 +162,7 @@ class Collectives(ABC):
         """The process group.
 
         Raises:
-            RuntimeError: It has been destroyed.
+            RuntimeError: The group has been destroyed.
         """
         found = self._group()
         if found is None:
@@ -173,9 +174,9 @@ class Collectives(ABC):
 
         Args:
             buffer: 1-D, contiguous. Its content is undefined afterwards.
-            shard: 1-D, as long as this rank's part; written once the returned work has been waited for. Where its dtype
-                is wider than the buffer's, sums between CPUs are made in it.
-            bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``; by default all are equal.
+            shard: 1-D, as long as this rank's part. It is written when the returned work has been waited for. If its
+                dtype is wider than the buffer's, sums between CPUs are made in the wider dtype.
+            bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``. By default, all are equal.
 
         Returns:
             The work.
@@ -184,11 +185,11 @@ class Collectives(ABC):
         return self._reduce_scatter(buffer, shard, self._bounds(buffer, bounds))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        """Completes ``buffer``, of which each rank has written its own shard, in place on every rank.
+        """Completes ``buffer`` in place on every rank. Each rank has written its own shard.
 
         Args:
             buffer: 1-D, contiguous.
-            bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``; by default all are equal.
+            bounds: Shard s is ``buffer[bounds[s]:bounds[s + 1]]``. By default, all are equal.
 
         Returns:
             The work.
@@ -197,20 +198,20 @@ class Collectives(ABC):
         return self._all_gather(buffer, self._bounds(buffer, bounds))
 
     def connect(self, device: torch.device, reduces: bool = True) -> None:
-        """Connects this rank with those that it will exchange equal chunks with. Collective; a byte or so to each.
+        """Connects this rank with those with which it will exchange equal chunks. Collective: a byte or so to each.
 
-        Else they would be connected at their first message, within a backward. A rank that waits there for one that has
-        ended waits for five timeouts; the end of a connection is noticed at once.
+        Otherwise they would be connected at their first message, within a backward. A rank that waits there for one
+        that has ended waits for five timeouts. If they are connected, the end of the connection is noticed at once.
 
         Args:
-            device: Of what will be sent.
-            reduces: Whether that will be summed up, or only gathered.
+            device: The device of the data that will be sent.
+            reduces: Whether the data will be summed, or only gathered.
         """
         counted = vars(self.traffic).copy()
-        # Several elements a shard: each that holds it sends the others one.
+        # Several elements a shard: each rank that holds the shard sends the others one.
         buffer = torch.zeros(self.world_size, device=device)
         bounds = self._bounds(buffer, None)
-        # Of a copy that all share, both connect the same ranks.
+        # If all ranks share one copy, both ways connect the same ranks.
         if reduces or self.place.copies == 1:
             self._reduce_scatter(buffer, buffer.new_empty(self.place.copies), bounds).wait()
         else:
@@ -218,8 +219,8 @@ class Collectives(ABC):
         vars(self.traffic).update(counted)
 
     def count(self, counter: str, sent: int) -> None:
-        """Adds to a counter of ``traffic`` what this rank sends; any thread may."""
-        # One may launch the second level of an exchange while the main thread launches the first of the next.
+        """Adds the bytes that this rank sends to a counter of ``traffic``. Any thread may call it."""
+        # A thread may launch the second level of an exchange while the main thread launches the first of the next.
         with self._counting:
             setattr(self.traffic, counter, getattr(self.traffic, counter) + sent)
 
@@ -235,7 +236,8 @@ class Collectives(ABC):
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Work:
         """Combines a small tensor over all ranks, in place. For norms and flags, never for gradients.
 
-        What lies on the host goes by recursive doubling. The first message is sent now, the others by whoever waits.
+        A tensor on the host uses recursive doubling. The first message is sent now, the others by the thread that
+        waits.
         """
         if self.world_size == 1:
             return DONE
@@ -244,23 +246,23 @@ class Collectives(ABC):
             return Exchange(self._reduce_on_host(tensor, _COMBINE[op]))
         how = dist.AllreduceOptions()
         how.reduceOp, how.asyncOp = dist.ReduceOp(op), True
-        # What `dist.all_reduce` comes to, after six times as many calls of Python.
+        # This does the same as `dist.all_reduce`, with a sixth of the calls of Python.
         return as_work(self.group.allreduce([tensor], how))
 
     def _reduce_on_host(self, tensor: Tensor, combine: Combine) -> Steps:
         tensor.copy_((yield from self._doubling(tensor, combine, Tag.SMALL_REDUCTION)))
 
     def combine(self, own: Tensor, combine: Combine, tag: int, threads: ExchangeThreads | None = None) -> Exchange:
-        """Combines messages on the host over all ranks; the result is the same on all, to the last bit.
+        """Combines messages on the host over all ranks. The result is the same on all, to the last bit.
 
-        The first message is sent now, the others by whoever waits, or by threads from now on.
+        The first message is sent now. The thread that waits sends the others, or separate threads from now on.
 
         Args:
-            own: This rank's message: contiguous, and as long as everybody's. It must not be changed until the exchange
-                has ended.
+            own: This rank's message: contiguous, and of the same length on all ranks. It must not change before the
+                exchange has ended.
             combine: Makes one message of two.
             tag: All exchanges of one tag are made by all ranks in the same order.
-            threads: See the exchange through.
+            threads: Complete the exchange.
         """
         exchange = Exchange(self._doubling(own, combine, tag), threads)
         exchange.hand_over()
@@ -272,15 +274,15 @@ class Collectives(ABC):
             messages = [Message(False, received, peer)] * receives + [Message(True, message, peer)] * sends
             yield launch(self.group, messages, tag, message, received)
             if receives and not sends and peer < self.rank:
-                # The answer, which this rank's message is already in.
+                # The answer, which already contains this rank's message.
                 message = received
             elif receives:
-                # In the order of ranks, so that both come to the same bits.
+                # In the order of ranks, so that both get the same bits.
                 message = combine(message, received) if self.rank < peer else combine(received, message)
         return message
 
     def count_small_reduction(self) -> None:
-        """Takes note of a small message that all ranks send, and put together."""
+        """Counts a small message that all ranks send and combine."""
         if self.world_size > 1:
             self.traffic.small_reductions += 1
             _SMALL_REDUCTIONS[self.group] = small_reductions_of(self.group) + 1
@@ -302,33 +304,33 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
 
 
 def small_reductions_of(group: dist.ProcessGroup) -> int:
-    """How many small reductions this rank has launched by the group: where all are, the same on all."""
+    """How many small reductions this rank has launched by the group. If all are by it, the same on all."""
     return _SMALL_REDUCTIONS.get(group, 0)
 
 
 def real_view(tensor: Tensor) -> Tensor:
-    """The tensor, or its components if it is complex: not all backends take complex tensors, and sums are the same."""
+    """The tensor, or its components if it is complex: not all backends accept complex tensors. Sums are the same."""
     return torch.view_as_real(tensor).flatten() if tensor.is_complex() else tensor
 
 
 Counter = Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"]
-"""Of what is sent, in ``traffic``."""
+"""The counter of sent bytes in ``traffic``."""
 
 Chunks = Callable[[int], Sequence[Tensor]]
-"""The chunks that go to a rank, or come from it; both sides list the same ones in the same order."""
+"""The chunks that are sent to a rank, or received from it. Both sides list the same ones in the same order."""
 
 Tags = Iterator[int]
-"""Those of one exchange, a new one for each of its steps: another thread launches each step."""
+"""Tags of one exchange, a new one for each of its steps: another thread launches each step."""
 
 Schedule = Sequence[tuple[int, int]]
-"""To whom a rank sends and from whom it receives, step by step; found once, not for each bucket."""
+"""The ranks to which a rank sends and from which it receives, step by step. It is found once, not for each bucket."""
 
 _SUMMED_BY_WAITER = 2**19
-"""Bytes of a buffer that is summed in some 50 microseconds: less than it takes a thread to wake up for it."""
+"""Bytes of a buffer that is summed in some 50 microseconds. A thread takes longer to wake up."""
 
 
 class _Held(NamedTuple):
-    """What a rank has of a buffer: its elements from ``start`` on, in ``memory``."""
+    """The part of a buffer that a rank has: its elements from ``start`` on, in ``memory``."""
 
     memory: Tensor
     start: int
@@ -338,15 +340,15 @@ class _Held(NamedTuple):
 
 
 class PairwiseCollectives(Collectives):
-    """Every rank sends every other rank its chunk; each chunk travels once.
+    """Every rank sends every other rank its chunk. Each chunk is sent once.
 
-    Rank r sends to r + 1, r + 2, ... in turn, so that no rank is everyone's first target. The number of messages
-    grows with the square of the world size, so this is for few ranks.
+    Rank r sends to r + 1, r + 2, ... in turn, so that no rank is the first target of all. The number of messages grows
+    with the square of the world size, so this is for few ranks.
 
-    Groups of ranks may hold a copy of the optimizer state each. Then sums are made over the ranks of a group, and those
-    over the ranks that hold the same shard, one of every group: with K groups of G ranks, a rank sends (G - 1) / G of a
-    bucket within its group, and 2 (K - 1) / K of a shard to others. The second sum ends with the same bits on all of
-    its ranks: copies of a state that began alike stay so. An all-gather stays within the group.
+    Groups of ranks may hold a copy of the optimizer state each. Then sums are made over the ranks of a group first. A
+    second sum is made over the ranks that hold the same shard, one of every group. With K groups of G ranks, a rank
+    sends (G - 1) / G of a bucket within its group. To other groups it sends 2 (K - 1) / K of a shard. The second sum
+    has the same bits on all of its ranks, so equal copies of a state stay equal. An all-gather stays within the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, groups: ShardGroups | None = None) -> None:
@@ -360,7 +362,7 @@ class PairwiseCollectives(Collectives):
     def _reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Work:
         has_several_steps = self._has_several_steps or not isinstance(bounds, range)
         exchange = Exchange(self._sum(buffer, shard, bounds), self._threads)
-        # By threads: the sum is made as soon as the chunks have arrived, while this one computes the rest of backward.
+        # By threads: they sum as soon as the chunks have arrived, while this thread computes the rest of backward.
         if has_several_steps or buffer.nbytes > _SUMMED_BY_WAITER:
             exchange.hand_over()
         return exchange
@@ -375,7 +377,7 @@ class PairwiseCollectives(Collectives):
     def _sum(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int]) -> Steps:
         tags = count(Tag.EXCHANGE)
         if isinstance(bounds, range):
-            # The very generator: one around it would keep the buffer for longer.
+            # This very generator: a generator around it would keep the buffer for longer.
             return self._sum_evenly(buffer, shard, bounds, tags)
         return self._sum_for_owners(buffer, shard, bounds, tags)
 
@@ -425,13 +427,13 @@ class PairwiseCollectives(Collectives):
     def _pass_on(
         self, source: _Held, had: Sequence[int], target: _Held, wanted: Sequence[int], counted_as: Counter, tag: int
     ) -> Work:
-        """Sends what this rank has to those who want it, and receives what it wants from those who have it.
+        """Sends what this rank has to the ranks that need it, and receives what this rank needs.
 
         Args:
             source: Holds this rank's part by the bounds ``had``.
-            had: Who has what.
+            had: The bounds of what ranks have.
             target: Gets this rank's part by the bounds ``wanted``.
-            wanted: Who wants what.
+            wanted: The bounds of what ranks need.
             counted_as: See :meth:`_exchange`.
             tag: See :meth:`_exchange`.
         """
@@ -458,13 +460,13 @@ class PairwiseCollectives(Collectives):
         """Sends every rank of a schedule its parts, and receives this rank's.
 
         Args:
-            schedule: Of the ranks.
-            parts: Those of each rank, this one among them, in the order in which sums are made.
+            schedule: The ranks' schedule.
+            parts: The parts of each rank, this one included, in the order in which sums are made.
             counted_as: See :meth:`_exchange`.
             tag: See :meth:`_exchange`.
 
         Returns:
-            For each of this rank's parts, those that all ranks had.
+            For each of this rank's parts, the parts of all ranks.
         """
         own = parts[self.rank]
         arriving = {rank: own if rank == self.rank else _like(own, part) for rank, part in parts.items()}
@@ -472,18 +474,18 @@ class PairwiseCollectives(Collectives):
         return list(zip(*arriving.values(), strict=True))
 
     def _schedule(self, ranks: Sequence[int]) -> Schedule:
-        """In which order this rank, one of ``ranks``, exchanges chunks with the others."""
+        """The order in which this rank, one of ``ranks``, exchanges chunks with the others."""
         index, size = ranks.index(self.rank), len(ranks)
         return [(ranks[(index + step) % size], ranks[(index - step) % size]) for step in range(1, size)]
 
     def _exchange(self, schedule: Schedule, outgoing: Chunks, incoming: Chunks, counted_as: Counter, tag: int) -> Work:
-        """Sends every other rank of a schedule its chunks, and receives from it; empty ones are not sent.
+        """Sends every other rank of a schedule its chunks, and receives from it. Empty ones are not sent.
 
         Args:
-            schedule: Of the ranks that exchange.
-            outgoing: What goes to a rank. It must be kept until the work has been waited for.
-            incoming: Where to put what comes from a rank.
-            counted_as: The counter of ``traffic`` that what is sent is added to.
+            schedule: The schedule of the ranks that exchange.
+            outgoing: The chunks for a rank. They must be kept until the work has been waited for.
+            incoming: The memory for a rank's chunks.
+            counted_as: The counter of ``traffic`` to which the sent bytes are added.
             tag: All exchanges of one tag are launched by one thread.
         """
         messages: list[Message] = []
@@ -497,7 +499,7 @@ class PairwiseCollectives(Collectives):
                 if chunk.numel():
                     sent += chunk.nbytes
                     messages.append(Message(True, real_view(chunk), target))
-        # Two ranks that exchange nothing else may be connected by these: first those with higher ranks.
+        # These messages may be the first between two ranks, and connect them: ranks with higher numbers first.
         messages.sort(key=lambda message: message.sends != (message.peer > self.rank))
         self.count(counted_as, sent)
         return launch(self.group, messages, tag)
@@ -506,13 +508,13 @@ class PairwiseCollectives(Collectives):
 class TwoLevelCollectives(PairwiseCollectives):
     """Exchanges within nodes, then between counterparts: the ranks with the same index on their nodes.
 
-    Needs a topology that has two levels. In a reduce-scatter each rank first sums, over its node, what belongs to its
-    counterparts and itself, then sends each counterpart one such sum. So with K nodes a node sends (K - 1) / K of a
-    bucket per phase, whatever its number of ranks R, where flat exchange sends R times as much and a ring all-reduce up
-    to 2 (N - 1) / N in both phases together; every rank of the node sends the same share of it. An all-gather goes the
-    same way backward.
+    It needs a topology with two levels. In a reduce-scatter, each rank first sums over its node the chunks of its
+    counterparts and its own. Then it sends each counterpart one such sum. So with K nodes, a node sends (K - 1) / K of
+    a bucket per phase. Its number of ranks R does not matter. A flat exchange sends R times as much, and a ring
+    all-reduce up to 2 (N - 1) / N in both phases together. Every rank of the node sends the same share. An all-gather
+    takes the same steps in reverse.
 
-    Besides its bucket, a reduce-scatter holds (R - 1) / R of it for what it receives, then one chunk per other node.
+    Besides its bucket, a reduce-scatter holds (R - 1) / R of it for received chunks, then one chunk per other node.
     """
 
     def __init__(self, group: dist.ProcessGroup, topology: Topology) -> None:
@@ -533,7 +535,7 @@ class TwoLevelCollectives(PairwiseCollectives):
             narrow = of_mates[0].dtype
             total = of_mates[0] if shard.dtype == narrow else torch.empty_like(of_mates[0], dtype=shard.dtype)
             sum_in_order(of_mates, total)
-            # What is sent is narrow. This rank's own sum stays wide until the final addition.
+            # The sent sum is narrow. This rank's own sum stays wide until the final addition.
             sums[rank] = [total if rank == self.rank else total.to(narrow)]
         del buffer, chunks, parts, by_counterpart, of_mates
         (of_nodes,) = yield from self._swap(self._between, sums, "reduce_scatter_bytes", next(tags))
@@ -555,7 +557,7 @@ class TwoLevelCollectives(PairwiseCollectives):
 
 
 def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Memory for what comes in the place of ``own``, in the dtypes of what goes to others."""
+    """Memory for chunks that are received for ``own``, in the dtypes of the chunks for others."""
     return [torch.empty_like(one, dtype=other.dtype) for one, other in zip(own, others, strict=True)]
 
 
@@ -567,7 +569,7 @@ def split(buffer: Tensor, bounds: Sequence[int]) -> list[Tensor]:
 
 
 def sum_in_order(chunks: Iterable[Tensor], total: Tensor) -> None:
-    """Writes the sum into ``total``, in its dtype and in the order of ranks; ``total`` may be the first chunk."""
+    """Writes the sum into ``total``, in its dtype and in the order of ranks. ``total`` may be the first chunk."""
     first, *others = chunks
     # One pass over memory instead of a copy and an addition.
     if others and total.dtype == first.dtype:

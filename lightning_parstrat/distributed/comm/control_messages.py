@@ -1,7 +1,7 @@
 """One small message a step: what the hosts know by the end of a backward, combined over all ranks.
 
-It is launched when a backward that sends gradients has ended, travels beside them, and is waited for when the step
-needs it. What all ranks have to know by then rides in it, so that it costs no message of its own.
+It is launched when a backward that sends gradients has ended, and is sent beside the gradients. The step waits for it
+when it needs the content. All that ranks have to know by then is in this message, so it costs no further message.
 """
 
 import operator
@@ -25,7 +25,7 @@ class WeightSum(NamedTuple):
     Attributes:
         weight: The sum.
         given: How many weights are in it.
-        faults: How many ranks were given something that is no weight.
+        faults: How many ranks had a value that is no weight.
     """
 
     weight: float = 0.0
@@ -37,11 +37,11 @@ class Content(NamedTuple):
     """The content of one rank's message, or of several ranks' combined.
 
     Attributes:
-        flags: A byte for each: 1 if any rank has set it, else 0.
-        number: That of the lowest rank.
+        flags: A byte for each flag. If any rank has set it, 1, otherwise 0.
+        number: The number of the lowest rank.
         is_alike: Whether all ranks have the same number.
         signal: All bits that any rank has set.
-        weights: Over all ranks.
+        weights: The sum over all ranks.
     """
 
     flags: bytes
@@ -54,9 +54,8 @@ class Content(NamedTuple):
 class ControlMessages:
     """Sends the messages of a training, one after the other. Collective: all ranks launch equally many.
 
-    A message has a bit for each flag, and 34 bytes. It goes by recursive doubling. Between two ranks the backend's
-    threads complete it; for more there is a thread of ours, which takes step
-    after step while the host computes.
+    A message has a bit for each flag, and 34 bytes. It uses recursive doubling. Between two ranks, the backend's
+    threads complete it. Among more ranks, a thread of this object takes step after step while the host computes.
 
     Args:
         control: Its group works on host memory.
@@ -65,24 +64,25 @@ class ControlMessages:
     def __init__(self, control: Collectives) -> None:
         self.control = control
         self.signal = 0
-        """Of this rank, in every message: 8 bits."""
+        """This rank's signal in every message: 8 bits."""
         self.weigh: Callable[[], WeightSum] = WeightSum
-        """This rank's weights, asked for when a message is launched."""
+        """This rank's weights. Each launch of a message calls it."""
         self.launched = 0
-        """How many messages so far."""
+        """How many messages have been launched so far."""
         self._latest: ControlMessage | None = None
         has_several_steps = len(doubling_steps(control.rank, control.world_size)) > 1
         self._thread = ExchangeThreads("control messages", most=1) if has_several_steps else None
-        # A failed training may have left messages in flight: they are not taken for one of the next.
+        # A failed training may have left messages in flight. Another tag separates them from those of the next
+        # training.
         self._tag = Tag.CONTROL_MESSAGE + _TRAININGS.get(control.group, 0)
         _TRAININGS[control.group] = _TRAININGS.get(control.group, 0) + 1
 
     def launch(self, flags: bytes = b"", number: int = 0) -> "ControlMessage":
-        """Sends this rank's content, and begins to receive that of others. Collective; returns at once.
+        """Sends this rank's content, and begins to receive that of others. Collective. It returns at once.
 
         Args:
-            flags: A byte of 0 or 1 for each, equally many on all ranks.
-            number: To be compared, of 63 bits and a sign.
+            flags: A byte of 0 or 1 for each flag, equally many on all ranks.
+            number: The number to compare, of 63 bits and a sign.
 
         Returns:
             The message, to be waited for.
@@ -96,13 +96,13 @@ class ControlMessages:
         return self._latest
 
     def latest(self) -> Content:
-        """The combined content of the latest message; waits for it. There must have been one."""
+        """The combined content of the latest message, after a wait for it. There must have been one."""
         if self._latest is None:
             raise AssertionError("no control message has been launched")
         return self._latest.wait()
 
     def close(self) -> None:
-        """Call when a training has ended, however it did. Not collective."""
+        """Call when a training has ended, also after an error. Not collective."""
         left = None if self._latest is None else self._latest.exchange.in_flight
         if left is not None:
             _LEFT.append(left)
@@ -112,8 +112,8 @@ class ControlMessages:
 _TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 _LEFT: list[Work] = []
-"""Transfers that nobody has waited for: their memory must outlive them. Not the messages, which hold the process group:
-see ``process_groups.py``."""
+"""Transfers that were not waited for: their memory must outlive them. Messages are not kept, as they hold the process
+group: see ``process_groups.py``."""
 
 
 class ControlMessage:
@@ -121,7 +121,7 @@ class ControlMessage:
 
     Args:
         exchange: Combines the ranks' messages.
-        flags: How many the message has.
+        flags: How many flags the message has.
     """
 
     def __init__(self, exchange: Exchange, flags: int) -> None:
@@ -147,7 +147,7 @@ _TO_DIGIT, _TO_FLAG = bytes.maketrans(b"\0\1", b"01"), bytes.maketrans(b"01", b"
 
 def _encoded(content: Content) -> Tensor:
     header = _HEADER.pack(content.number, content.is_alike, content.signal, *content.weights)
-    # By digits, as Python then does it in C: there may be thousands.
+    # By digits, as Python then converts in C: there may be thousands.
     bits = int(content.flags.translate(_TO_DIGIT), 2) if content.flags else 0
     encoded = bytearray(header + bits.to_bytes((len(content.flags) + 7) // 8, "big"))
     return torch.frombuffer(encoded, dtype=torch.uint8)

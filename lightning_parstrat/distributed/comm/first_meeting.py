@@ -1,4 +1,4 @@
-"""A process group for a moment, to see whether ranks find each other."""
+"""A temporary process group, to see whether ranks find each other."""
 
 from datetime import timedelta
 from typing import Any
@@ -8,19 +8,19 @@ import torch.distributed as dist
 
 
 def backend_here() -> str:
-    """NCCL where this process sees several GPUs; else Gloo: two ranks of one machine may have one GPU between them."""
+    """If this process sees several GPUs, NCCL. Otherwise Gloo: two ranks of one machine may share one GPU."""
     return "nccl" if torch.cuda.device_count() > 1 and dist.is_nccl_available() else "gloo"
 
 
 def meet(where: str, rank: int, size: int, local_rank: int, own: Any, seconds: float) -> list[Any]:
-    """What all ranks say of themselves, after a first sum on the devices that a training would take. Collective.
+    """The values of all ranks, after a first sum on the devices that a training would use. Collective.
 
     Args:
-        where: The address at which they meet, as ``init_process_group`` takes it.
-        rank: This process's.
-        size: How many there are.
-        local_rank: This process's on its node, which chooses its GPU.
-        own: What this rank says.
+        where: The address at which they connect, in the form of ``init_process_group``.
+        rank: This process's rank.
+        size: The number of ranks.
+        local_rank: This process's rank on its node, which chooses its GPU.
+        own: This rank's value.
         seconds: How long each step may take.
     """
     device = torch.device("cpu")

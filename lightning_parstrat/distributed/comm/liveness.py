@@ -1,4 +1,4 @@
-"""Ranks wait for each other in the store: before a collective that needs all, or to see who is missing after one."""
+"""Ranks wait for each other in the store: before a collective that needs all, or to find missing ranks after one."""
 
 import json
 import re
@@ -18,14 +18,14 @@ from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.torch_compat import default_store
 
 GRACE = timedelta(seconds=10)
-"""How long ranks wait for each other: they notice a fault at different times, within seconds."""
+"""How long ranks wait for each other. They notice a fault at different times, within seconds."""
 
 
 _LONGEST_PAUSE = 0.25
 
 
 class NoCollectivesError(RuntimeError):
-    """What ranks have launched cannot complete: ranks are missing, or have launched different collectives."""
+    """The launched collectives cannot complete: ranks are missing, or have launched different collectives."""
 
 
 class MissingRanksError(NoCollectivesError):
@@ -38,10 +38,10 @@ def store_under(prefix: str) -> Any:
 
 
 class Liveness:
-    """Which ranks are alive: they write to the process group's store, which works when collectives do not.
+    """Which ranks are alive. They write to the process group's store, which works when collectives do not.
 
     Args:
-        name: The same on all ranks and different for each training: calls are counted, and after a fault the ranks'
+        name: The same on all ranks and different for each training. Calls are counted, and after a fault the ranks'
             counts may differ.
     """
 
@@ -55,29 +55,29 @@ class Liveness:
     def missing(self, occasion: str, grace: timedelta = GRACE, point: str = "") -> list[int]:
         """The ranks that do not call this within ``grace``.
 
-        All ranks that are alive should call it. Five requests to the store, and one more per look for others; if ranks
-        are missing, one more per rank.
+        All ranks that are alive should call it. It costs five requests to the store, and one more per check for others.
+        If ranks are missing, it costs one more per rank.
 
         Args:
-            occasion: Name of the occasion; the n-th calls of all ranks for it belong together.
+            occasion: Name of the occasion. The n-th calls of all ranks for it belong together.
             grace: How long to wait for the others.
-            point: Where in the training it is, and what is done.
+            point: The point of the training, and the action there.
 
         Returns:
-            Their numbers; on a rank that comes after others have given up, all the others.
+            Their numbers. If other ranks have given up before this rank's call, it gets all the others.
 
         Raises:
-            RuntimeError: Ranks came with different points; on all ranks.
+            RuntimeError: Ranks came with different points. Raised on all ranks.
         """
         self._held[occasion] += 1
         call = f"{occasion}/{self._held[occasion]}"
         try:
             self._store.set(f"{call}/{self._rank}", "here")
-            # Whoever sets it first gets its own point back.
+            # The rank that sets it first gets its own point back.
             if self._store.compare_set(f"{call}/point", "", point or "-").decode() != (point or "-"):
                 self._store.set(f"{call}/apart", "yes")
             absent = self._wait_for_others(call, grace.total_seconds())
-            # Whoever says it first says it for all: one that comes meanwhile must not make ranks differ.
+            # The first rank to write it decides for all: a rank that comes meanwhile must not make ranks differ.
             found = json.loads(self._store.compare_set(f"{call}/missing", "", json.dumps(absent)))
             is_apart = self._store.check([f"{call}/apart"])
         except RuntimeError:
@@ -89,16 +89,20 @@ class Liveness:
                 " objects. Call it on all ranks in the same order as everything else that needs all ranks."
             )
         if self._rank in found:
-            # The others have gone on without this rank: it must not count on them either.
+            # The others have continued without this rank: it must not count on them either.
             return [rank for rank in range(self._world_size) if rank != self._rank]
         return list(found)
 
     def _wait_for_others(self, call: str, seconds: float) -> list[int]:
-        """Waits until somebody has said who is missing, as the last to come does; returns who is, after that time."""
+        """Waits until the last rank has come, or a rank has written the missing ranks.
+
+        Returns:
+            The ranks that are missing after that time.
+        """
         began = time.monotonic()
         if self._store.add(f"{call}/count", 1) == self._world_size:
             return []
-        # Not by `wait`: no signal would be handled within it, and torch logs each that is not over in time.
+        # Not by `wait`: no signal would be handled within it, and torch logs each timeout of it.
         while not self._store.check([f"{call}/missing"]):
             waited = time.monotonic() - began
             if waited > seconds:
@@ -107,7 +111,7 @@ class Liveness:
         return []
 
     def meet(self, occasion: str, point: str, advice: str) -> None:
-        """Returns when all ranks have come. Collective.
+        """Returns when all ranks have called it. Collective.
 
         Args:
             occasion: See :meth:`missing`.
@@ -123,12 +127,12 @@ class Liveness:
             raise MissingRanksError(f"{occasion}: {names_of(missing)} did not come. {advice}".rstrip())
 
 
-# By the default group, whose end frees them: what they hold of the store would keep its port.
+# Keyed by the default group, whose end frees them: a reference to the store would keep its port.
 _OF_TRAININGS: "weakref.WeakKeyDictionary[dist.ProcessGroup, Liveness]" = weakref.WeakKeyDictionary()
 
 
 def begin_liveness(name: str) -> Liveness:
-    """Has ranks meet under a new name from now on, which must be the same on all; not collective."""
+    """From now on, ranks wait for each other under a new name. It must be the same on all. Not collective."""
     liveness = Liveness(name)
     if dist.group.WORLD is not None:
         _OF_TRAININGS[dist.group.WORLD] = liveness
@@ -137,21 +141,21 @@ def begin_liveness(name: str) -> Liveness:
 
 @contextmanager
 def met(what: str, group: dist.ProcessGroup, advice: str = "", of: str = "") -> Iterator[None]:
-    """As :func:`watching`, and it only begins when all ranks have come, at the same point of the training.
+    """As :func:`watching`, but it begins only when all ranks have come, at the same point of the training.
 
-    For calls that a user may make on some ranks only: their collectives would be answered by others that those ranks
-    do next, and the results be mixed up. Here nothing is sent to them before. Costs each rank some five requests to
-    the store, which rank 0's process serves one after the other: for what is rare.
+    It is for calls that a user may make on some ranks only. Without it, other collectives on the other ranks would
+    answer those calls, and mix up the results. Here, nothing is sent before all ranks have come. It costs each rank
+    some five requests to the store. Rank 0's process serves them one after the other, so use it for rare calls.
 
     Args:
-        what: What the user has called.
+        what: The user's call.
         group: The group by which the call communicates.
         advice: What to do if some ranks have not come.
-        of: What the call is about, which must be the same on all ranks.
+        of: The subject of the call, which must be the same on all ranks.
 
     Raises:
         MissingRanksError: Ranks did not come within the store's timeout, that of the default group.
-        RuntimeError: They came at different points of the training, or with something else.
+        RuntimeError: They came at different points of the training, or with another subject.
     """
     world = dist.group.WORLD
     if world is None or dist.get_world_size() == 1:
@@ -163,14 +167,14 @@ def met(what: str, group: dist.ProcessGroup, advice: str = "", of: str = "") -> 
         yield
 
 
-# Gloo raises plain RuntimeErrors: only their text tells them from others.
+# Gloo raises plain RuntimeErrors: only their text separates them from others.
 _OF_A_COLLECTIVE = re.compile(
     r"connection (closed|reset|refused)|timed out|timeout|broken pipe|gloo|nccl|barrier", re.I
 )
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Whether an error may be due to ranks that did not take part in a collective; Gloo's have no own class."""
+    """Whether an error may be due to ranks that did not take part in a collective. Gloo's errors have no own class."""
     if isinstance(error, dist.DistError):
         return True
     # The exact class: subclasses, such as out of memory, have nothing to do with other ranks.
@@ -178,13 +182,13 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def ends_collectives(error: BaseException) -> bool:
-    """Whether an error says that what ranks have launched cannot complete, whoever is there."""
+    """Whether an error means that launched collectives cannot complete, even if all ranks are alive."""
     return isinstance(error, (dist.DistError, NoCollectivesError))
 
 
 def names_of(ranks: list[int]) -> str:
     """Ranks for a message: ``rank 3``, ``ranks 1, 2``."""
-    # A rank that hangs may take thousands with it; one line must still do.
+    # A rank that hangs may make thousands wait. One line must still be enough.
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
@@ -193,14 +197,14 @@ def names_of(ranks: list[int]) -> str:
 def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
     """Names the missing ranks if a collective within the context fails because of them.
 
-    All ranks must enter it for the same purpose; after an error they wait for each other for up to :data:`GRACE`.
+    All ranks must enter it for the same purpose. After an error they wait for each other for up to :data:`GRACE`.
 
     Args:
         liveness: Finds the missing ranks.
-        what: What is being done, for the message.
+        what: The action, for the message.
 
     Raises:
-        MissingRanksError: Instead of a ``RuntimeError``, where ranks are missing.
+        MissingRanksError: If ranks are missing, instead of a ``RuntimeError``.
     """
     try:
         yield

@@ -15,12 +15,12 @@ from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.torch_compat import copy_all, names_ignored_by_ddp
 
 _TOGETHER_BYTES = 250 * 2**20
-"""What travels in one broadcast, of several tensors; what DDP itself uses for this."""
+"""Bytes of several tensors in one broadcast. DDP uses the same number."""
 
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copies rank 0's tensors to all. Collective; each byte travels once per rank, coalesced up to 250 MB."""
+    """Copies rank 0's tensors to all. Collective. Each byte is sent once per rank, in messages of up to 250 MB."""
     detached = [tensor.detach() for tensor in tensors if tensor.numel()]
     if detached and dist.get_world_size(group) > 1:
         with marked("lightning_parstrat: broadcast tensors of the module"):
@@ -49,7 +49,7 @@ def _travel_together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives all ranks rank 0's parameters and buffers, as DDP does when it is created. Collective.
+    """Gives all ranks rank 0's parameters and buffers, as DDP does in its constructor. Collective.
 
     Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as by DDP.
     """
@@ -59,22 +59,22 @@ def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives all ranks rank 0's buffers, as DDP does before each synchronised forward. Collective."""
+    """Gives all ranks rank 0's buffers, as DDP does before each synchronized forward. Collective."""
     ignored = names_ignored_by_ddp(module)
     broadcast_tensors((buffer for name, buffer in module.named_buffers() if name not in ignored), group)
 
 
 def check_whole(module: nn.Module, flag: str) -> None:
-    """Refuses a module whose parameters are in shards. Not collective.
+    """Raises an error for a module whose parameters are in shards. Not collective.
 
     Names in ``module._ddp_params_and_buffers_to_ignore`` are left out, as by DDP.
 
     Args:
         module: The module.
-        flag: Of the strategy that wants it whole.
+        flag: The flag of the strategy that needs whole parameters.
 
     Raises:
-        ValueError: An earlier training by ``zero3_custom``, or the user, has sharded it.
+        ValueError: An earlier training by ``zero3_custom``, or the user, has sharded the module.
     """
     ignored = names_ignored_by_ddp(module)
     for name, parameter in module.named_parameters():
@@ -89,17 +89,17 @@ def check_whole(module: nn.Module, flag: str) -> None:
 def check_same_module(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Compares names, shapes and dtypes of parameters and buffers over all ranks, before any of them is broadcast.
 
-    Collective; one all-reduce of 16 bytes. Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.
+    Collective: one all-reduce of 16 bytes. Names in ``module._ddp_params_and_buffers_to_ignore`` are left out.
 
     Args:
         module: The module.
         group: A group that works on host memory.
 
     Raises:
-        ValueError: The modules differ, so that a broadcast between them would hang; or a parameter has no shape yet.
+        ValueError: The modules differ, so that a broadcast between them would hang. Or a parameter has no shape yet.
     """
     ignored = names_ignored_by_ddp(module)
-    # Before the others: a lazy parameter has no shape, and asking for one raises without saying what to do.
+    # Before the others: a lazy parameter has no shape, and torch's error for that gives no advice.
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(

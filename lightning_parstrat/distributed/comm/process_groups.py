@@ -1,6 +1,6 @@
 """The communicators of a training: gradients, parameters and control messages each have their own.
 
-And what this process does by them together with others, for whoever says where it stands.
+It also records the calls and collectives of this process, for reports of a rank that waits.
 """
 
 import atexit
@@ -24,10 +24,10 @@ from lightning_parstrat.distributed.torch_compat import collectives_launched, nc
 class ProcessGroups(NamedTuple):
     """Gradients, parameters and control messages each have a communicator, so that none queues behind another.
 
-    Lightning uses the default one for its own broadcasts and reductions. ``control`` is always Gloo: what it carries
-    is decided by the host, which then need not wait for a GPU. Gradients and parameters are never in flight together: a
-    backward is announced when gathers have been waited for, and a step gathers when reductions have. There are two
-    groups for the broadcast of buffers before a forward, which in one would queue behind gathers.
+    Lightning uses the default group for its own broadcasts and reductions. ``control`` is always Gloo. The host decides
+    on its messages, and so need not wait for a GPU. Gradients and parameters are never in flight together. A backward
+    is announced when gathers have been waited for, and a step gathers when reductions have. There are two groups for
+    the sake of the broadcast of buffers before a forward. In one group it would queue behind gathers.
     """
 
     gradients: dist.ProcessGroup
@@ -38,8 +38,8 @@ class ProcessGroups(NamedTuple):
 class _KnownGroup(NamedTuple):
     """A group made for one default group, by weak references.
 
-    torch holds both until they are destroyed. A reference held for longer would, in a process forked from this one,
-    run a destructor that waits for threads which a fork does not copy.
+    torch holds both until they are destroyed. A longer reference would be harmful in a process forked from this one. It
+    would run a destructor that waits for threads which a fork does not copy.
     """
 
     world: "weakref.ref[dist.ProcessGroup]"
@@ -47,12 +47,12 @@ class _KnownGroup(NamedTuple):
 
 
 class _Purpose(NamedTuple):
-    """What a group is for.
+    """The purpose of a group.
 
     Attributes:
-        name: Whose traffic it carries.
+        name: The kind of traffic that it carries.
         timeout: How long a collective may take.
-        members: Its ranks, in order; None for all.
+        members: Its ranks, in order. None for all.
     """
 
     name: str
@@ -69,7 +69,7 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
     Collective: the first call with a given default group and timeout must be made by all ranks.
 
     Args:
-        timeout: How long a collective may take before it raises; None leaves the backend's default.
+        timeout: How long a collective may take before it raises. None leaves the backend's default.
     """
     return ProcessGroups(
         gradients=_process_group(_Purpose("gradients", timeout)),
@@ -79,23 +79,23 @@ def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
 
 
 def control_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The group of control messages alone; see :func:`process_groups`. Collective on first use."""
+    """The group of control messages alone, see :func:`process_groups`. Collective on first use."""
     return _process_group(_Purpose("control", timeout), backend="gloo")
 
 
 def checkpoint_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """The group of sharded checkpoints: a thread may use it while training goes on. Collective on first use."""
+    """The group of sharded checkpoints. A thread may use it while training continues. Collective on first use."""
     return _process_group(_Purpose("checkpoint", timeout), backend="gloo")
 
 
 def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGroup:
     """A group of some of the ranks of one of :func:`process_groups`, made on first use.
 
-    Collective among its members on first use. Every rank makes as many, of members that it is among.
+    Collective among its members on first use. Every rank makes equally many, of members that include this rank.
 
     Args:
-        group: Whose traffic it carries a part of.
-        members: Ranks, this one among them.
+        group: The group whose traffic it carries a part of.
+        members: Ranks, this one included.
     """
     purpose = next(purpose for purpose, known in _PROCESS_GROUPS.items() if known.group() is group)
     return _process_group(purpose._replace(members=tuple(sorted(members))))
@@ -107,7 +107,7 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
     if world is None:
         raise AssertionError("process groups were asked for without a default group")
     known = _PROCESS_GROUPS.get(purpose)
-    # A default group that was destroyed and made again has other connections: then all groups are made again.
+    # A default group that was destroyed and made again has other connections. Then all groups are made again.
     if known is not None and known.world() is world:
         existing = known.group()
         if existing is not None:
@@ -125,9 +125,9 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
 
 
 def known_groups() -> dict[str, dist.ProcessGroup]:
-    """Torch's default group, and those for gradients, parameters and control messages that there are by now.
+    """Torch's default group, and the existing groups for gradients, parameters and control messages.
 
-    Not collective; makes none. Checkpoints' is left out, by which a thread may be at work.
+    Not collective. It makes no group. The group of checkpoints is left out: a thread may be using it.
     """
     world = dist.group.WORLD
     if world is None:
@@ -145,13 +145,13 @@ _CALLS: list[tuple[str, str]] = []
 
 @contextmanager
 def watching(what: str, advice: str = "") -> Iterator[None]:
-    """Names a call in which all ranks must take part: a rank that waits in it for others says so by that name.
+    """Names a call in which all ranks must take part. A rank that waits in it for others logs that name.
 
     Nothing is sent.
 
     Args:
-        what: What the user has called.
-        advice: What to do if some ranks have not.
+        what: The user's call.
+        advice: What to do if some ranks have not made the call.
     """
     _CALLS.append((what, advice))
     try:
@@ -161,16 +161,16 @@ def watching(what: str, advice: str = "") -> Iterator[None]:
 
 
 def current_call() -> tuple[str, str]:
-    """The innermost named call and its advice, both empty outside of one. Any thread."""
-    # One look: another thread may leave the call meanwhile.
+    """The innermost named call and its advice. Outside of a named call, both are empty. Any thread."""
+    # One read: another thread may leave the call meanwhile.
     return (_CALLS[-1:] or [("", "")])[0]
 
 
 def launched_by_group() -> dict[str, int]:
     """How many collectives this process has launched by each group, as far as all ranks count the same. Any thread.
 
-    Gloo counts messages between two ranks, too, of which each rank has its own number. By the default group, where
-    users' collectives run, and those of Lightning and DDP, such messages are rare.
+    Gloo counts messages between two ranks, too, and each rank has another number of those. The default group runs
+    users' collectives, and those of Lightning and DDP. Such messages are rare there.
     """
     groups = known_groups()
     counting = [name for name, group in groups.items() if name == "default" or group.name() != "gloo"]
@@ -179,11 +179,11 @@ def launched_by_group() -> dict[str, int]:
 
 
 def abort_nccl() -> bool:
-    """Ends what this rank's GPU does for NCCL, or waits for; returns whether there is NCCL. Not collective.
+    """Ends what this rank's GPU does for NCCL, or waits for. Returns whether there is NCCL. Not collective.
 
-    NCCL's groups cannot be used after that. Gloo's can, and the store.
+    Afterwards, NCCL's groups cannot be used. Gloo's can, and the store.
     """
-    # All at once: one that ends frees memory, for which the GPU must have left the others, too.
+    # All at once: a group that ends frees memory. For that, the GPU must have left the others, too.
     threads = [threading.Thread(target=backend.abort, daemon=True) for backend in nccl_backends()]
     for thread in threads:
         thread.start()
@@ -199,9 +199,9 @@ _SECONDS_TO_ABORT = 10.0
 def connections_on_demand(world_size: int) -> Iterator[None]:
     """Within it, large groups of Gloo's connect two ranks when they first have something to send to each other.
 
-    By default each connects every rank with every other one at once: of a few groups of hundreds of ranks, that is more
-    than the files that a process may have open. Of few ranks it is not, and who is connected learns at once that the
-    other has ended. What the environment says is left. Not collective.
+    By default, each group connects every rank with every other one at once. With a few groups of hundreds of ranks,
+    that is more than the files that a process may have open. With few ranks it is not, and a connected rank learns at
+    once that another has ended. A setting in the environment is kept. Not collective.
 
     Args:
         world_size: Number of ranks.
@@ -217,14 +217,14 @@ def connections_on_demand(world_size: int) -> Iterator[None]:
 
 
 def connect_for_sums(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connects this rank with those that an all-reduce of the group exchanges with. Collective; of 8 bytes a rank.
+    """Connects this rank with those with which an all-reduce of the group exchanges. Collective: 8 bytes a rank.
 
-    Else those of large groups would be connected within the first backward: and a rank that waits there for one that
-    has ended since waits for five timeouts, where the end of a connection is noticed at once.
+    Otherwise ranks of large groups would be connected within the first backward. A rank that waits there for one that
+    has ended since waits for five timeouts. If they are connected, the end of the connection is noticed at once.
 
     Args:
         group: The process group.
-        device: Of what will be summed.
+        device: The device of the data that will be summed.
     """
     size = dist.get_world_size(group)
     if size > 1:
@@ -241,8 +241,9 @@ def _let_worker_threads_finish_at_exit() -> None:
     """Gives Gloo's worker threads some time before the interpreter is torn down.
 
     A worker frees the tensors of a collective after it was waited for, and needs the GIL for that. If the interpreter
-    is already finalizing, Python ends the thread inside a C++ destructor, and the process aborts: a successful run that
-    ends right after a collective would report failure (seen in one of five on a busy machine, without any sharding).
+    is already finalizing, Python ends the thread inside a C++ destructor, and the process aborts. A successful run that
+    ends right after a collective would then report failure. That was seen in one of five runs on a busy machine,
+    without any sharding.
     """
     atexit.register(time.sleep, 0.05)
 
@@ -258,5 +259,5 @@ def is_initialized() -> bool:
 
 
 def default_backend(device: torch.device) -> str:
-    """The backend of a process group whose ranks have such devices, if the user has named none."""
+    """If the user has named no backend, the backend of a process group whose ranks have such devices."""
     return dist.get_default_backend_for_device(device)

@@ -1,7 +1,7 @@
-"""What is in flight: messages, exchanges that threads see through, a GPU's streams, and names for a trace of it.
+"""Transfers in flight: messages, exchanges that threads complete, a GPU's streams, and names for a trace.
 
-An exchange is a generator: it launches messages and yields the work that it has to wait for before it goes on. Whoever
-waits for the exchange runs it, or threads do.
+An exchange is a generator. It launches messages and yields the work that it waits for before it continues. The thread
+that waits for the exchange runs it, or separate threads do.
 """
 
 import queue
@@ -25,9 +25,9 @@ _UNMARKED: AbstractContextManager[object] = nullcontext()
 def marked(name: str) -> AbstractContextManager[object]:
     """Within it, a trace of ``torch.profiler`` shows ``name``. Not collective.
 
-    Names begin with ``zero1_custom:``, or ``lightning_parstrat:`` for what several strategies do. They say what is
-    launched, waited for, agreed on or stepped. ``record_function`` alone takes some 7 microseconds where nobody traces,
-    and a step has several marks per bucket; asking first takes a tenth of one.
+    Names begin with ``zero1_custom:``. If several strategies do the same, they begin with ``lightning_parstrat:``. A
+    name contains what is launched, waited for, agreed on or stepped. ``record_function`` alone takes some 7
+    microseconds without a trace, and a step has several marks per bucket. Checking first takes a tenth of one.
     """
     return record_function(name) if profiler_is_enabled() else _UNMARKED
 
@@ -36,28 +36,28 @@ class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> object:
-        """Blocks this thread (on CUDA, the current stream) until the result may be read. May be called again."""
+        """Blocks this thread (on CUDA, the current stream) until the result may be read. You may call it again."""
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once. Where a backend cannot tell, it says no."""
+        """Whether :meth:`wait` would return at once. If a backend cannot tell, False."""
 
 
 def as_work(work: Work | None) -> Work:
-    """What torch returns for an asynchronous collective."""
+    """The handle that torch returns for an asynchronous collective."""
     if work is None:
         raise AssertionError("torch returned no handle for an asynchronous collective: this rank is not in the group")
     return work
 
 
 class Transfers:
-    """Several transfers that are waited for as one; keeps the memory they use alive."""
+    """Several transfers that are waited for as one. It keeps the memory that they use alive."""
 
     def __init__(self, transfers: Sequence[Work], *memory: Tensor) -> None:
         self._transfers: Sequence[Work] = transfers
         self._memory: tuple[Tensor, ...] = memory
 
     def wait(self) -> None:
-        """Blocks until all are done; raises what the backend does if one has failed."""
+        """Blocks until all are done. If one has failed, raises the backend's error."""
         for transfer in self._transfers:
             transfer.wait()
         # This object may be held for longer than the buffers should live.
@@ -73,7 +73,7 @@ DONE: Work = Transfers(())
 
 
 class Message(NamedTuple):
-    """A tensor that goes to another rank, or comes from it; contiguous, on the host."""
+    """A contiguous tensor on the host that is sent to another rank, or received from it."""
 
     sends: bool
     tensor: Tensor
@@ -83,23 +83,24 @@ class Message(NamedTuple):
 def launch(group: dist.ProcessGroup, messages: Sequence[Message], tag: int, *memory: Tensor) -> Work:
     """Begins to send and to receive.
 
-    Where two ranks have exchanged nothing yet, one may wait here for the other to come to a message between them. So
-    messages must be in an order in which no ranks wait for each other in a circle: for instance in that of the ranks.
+    If two ranks have exchanged nothing yet, one may wait here until the other launches a message between them. So
+    messages must be in an order in which no ranks wait for each other in a circle. The order of the ranks is an
+    example.
 
     Args:
         group: Works on host memory.
-        messages: They must be neither touched nor freed until they have been waited for.
+        messages: Do not change or free them before they have been waited for.
         tag: Messages of one tag between two ranks arrive in the order in which both launch them. So one thread launches
             all messages of a tag.
         memory: Kept alive until then.
     """
-    # What `dist.isend` and `dist.irecv` come to, after ten times as many calls of Python.
+    # This does the same as `dist.isend` and `dist.irecv`, with a tenth of the calls of Python.
     works = [(group.send if sends else group.recv)([tensor], peer, tag) for sends, tensor, peer in messages]
     return Transfers(list(map(as_work, works)), *memory)
 
 
 Steps = Generator[Work, None, Any]
-"""Each step launches something and yields what the next one waits for; the last one returns the result."""
+"""Each step launches transfers and yields what the next step waits for. The last one returns the result."""
 
 
 class Exchange:
@@ -107,7 +108,7 @@ class Exchange:
 
     Args:
         steps: The steps.
-        threads: See them through from :meth:`hand_over` on; None leaves them to whoever waits.
+        threads: Complete the steps from :meth:`hand_over` on. None leaves them to the thread that waits.
     """
 
     def __init__(self, steps: Steps, threads: "ExchangeThreads | None" = None) -> None:
@@ -115,18 +116,18 @@ class Exchange:
         self._threads = threads
         self._result: Any = None
         self._error: Exception | None = None
-        # Held until threads have ended it. An `Event` takes ten times as long, in every step.
+        # Held until threads have ended the exchange. An `Event` takes ten times as long, in every step.
         self._running: threading.Lock | None = None
         self.in_flight: Work | None = DONE
-        """What is waited for next; None at the end."""
+        """The work that is waited for next. At the end, None."""
         self.has_ended = False
-        """Whether there is nothing left to do, as all is done or something has failed."""
+        """Whether nothing is left to do, as all is done or something has failed."""
         self.go_on()
         if self._error is not None:
             raise self._error
 
     def go_on(self) -> None:
-        """Waits for what was launched last, and takes the next step. Whoever waits gets its error."""
+        """Waits for what was launched last, and takes the next step. The thread that waits gets its error."""
         try:
             if self.in_flight is not None:
                 self.in_flight.wait()
@@ -134,18 +135,18 @@ class Exchange:
         except StopIteration as ended:
             self.in_flight, self._result, self.has_ended = None, ended.value, True
         except Exception as error:
-            # What is in flight stays: its memory must outlive it.
+            # The work in flight stays: its memory must outlive it.
             self._error, self.has_ended = error, True
 
     def hand_over(self) -> None:
-        """Has threads complete it, and let go of its memory, while nobody waits."""
+        """Lets threads complete the exchange, and free its memory, before a call of :meth:`wait`."""
         if self._threads is not None and self._running is None and not self.has_ended:
             self._running = threading.Lock()
             self._running.acquire()
             self._threads.see_through(self)
 
     def end(self) -> None:
-        """Releases those who wait for the threads. To be called once."""
+        """Releases the threads that wait for the exchange. Call it once."""
         if self._running is not None:
             self._running.release()
 
@@ -156,7 +157,7 @@ class Exchange:
             The result, in every call.
 
         Raises:
-            RuntimeError: One failed, for instance because another rank has ended; in every call.
+            RuntimeError: A step failed, for instance because another rank has ended. Raised in every call.
         """
         if self._running is not None:
             with self._running:
@@ -168,9 +169,9 @@ class Exchange:
         return self._result
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would return at once. Who asks does not wait, so threads complete it, if there are.
+        """Whether :meth:`wait` would return at once. This call lets threads, if any, complete the exchange.
 
-        Else it would, as far as the backend can tell, if this step is the last one that waits.
+        Without threads, :meth:`wait` would return at once if this step is the last that waits. A backend may not know.
         """
         self.hand_over()
         if self._running is not None:
@@ -179,15 +180,15 @@ class Exchange:
 
 
 class ExchangeThreads:
-    """Threads that see exchanges through, in the order in which they were handed over, while this object lives.
+    """Threads that complete exchanges, in the order in which they were handed over, while this object lives.
 
-    The n-th waits for the n-th step of each exchange and takes the next one. So an exchange that waits for a slow wire
-    between nodes does not hold up those within, and one thread launches the n-th messages of all exchanges. A thread
-    starts when it first has something to do.
+    The n-th thread waits for the n-th step of each exchange and takes the next one. So an exchange that waits for a
+    slow network between nodes does not delay exchanges within nodes. One thread launches the n-th messages of all
+    exchanges. A thread starts when it first has something to do.
 
     Args:
-        name: Theirs, shown by debuggers and profilers.
-        most: How many there may be. The last one sees exchanges through to their end.
+        name: The threads' name, shown by debuggers and profilers.
+        most: The most threads. The last one completes exchanges to their end.
     """
 
     def __init__(self, name: str, most: int | None = None) -> None:
@@ -201,7 +202,7 @@ class ExchangeThreads:
 
 
 class _Line(NamedTuple):
-    """What threads know: a reference to the object above would keep both alive for ever."""
+    """The state of the threads. A reference to the object above would keep both alive for ever."""
 
     name: str
     most: int | None
@@ -210,7 +211,7 @@ class _Line(NamedTuple):
 
 def _pass_on(line: _Line, number: int, exchange: Exchange) -> None:
     if number == len(line.queues):
-        # Only the thread before comes here.
+        # Only the previous thread gets here.
         line.queues.append(queue.SimpleQueue())
         # A daemon: an exchange with a rank that has ended must not keep this process alive.
         threading.Thread(target=_see_through, args=(line, number), name=f"{line.name} {number}", daemon=True).start()
@@ -242,15 +243,16 @@ def _see_through(line: _Line, number: int) -> None:
 class Streams:
     """The order of work on a CPU: that of the program.
 
-    torch makes a collective begin after what the launching stream has queued, and keeps its buffers until it is waited
-    for. What is left to do: whoever waits later, on whatever stream, must come after it, without the host waiting.
+    torch starts a collective after the work that the launching stream has queued. It keeps the collective's buffers
+    until a wait. One part is left to do here. A stream that waits later must run after the collective, without a wait
+    on the host.
     """
 
     are_several = False
-    """Whether there may be work on more than one."""
+    """Whether there may be work on more than one stream."""
 
     def current(self) -> Any:
-        """The stream that is queued on now."""
+        """The stream on which work is queued now."""
         return None
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
@@ -258,15 +260,15 @@ class Streams:
         return nullcontext()
 
     def another(self) -> Any:
-        """A stream beside all others, where the device has several."""
+        """If the device has several streams, a stream beside all others."""
         return None
 
     def wait_for(self, stream: Any) -> None:
-        """Has the current stream wait for what ``stream`` has queued so far."""
+        """Makes the current stream wait for the work that ``stream`` has queued so far."""
 
 
 class CudaStreams(Streams):
-    """A GPU's.
+    """The streams of a GPU.
 
     Args:
         device: The GPU.
@@ -297,11 +299,11 @@ class CudaStreams(Streams):
 class Arrivals:
     """The streams on which gradients became ready, if not on the one that reductions are launched from.
 
-    Autograd runs the end of a gradient's way on the stream that its parameter was first used on: for a captured graph
-    that is the one it was captured on. Backward's own stream comes after it when backward has ended, not before.
+    Autograd runs the last part of a gradient on the stream on which its parameter was first used. For a captured graph,
+    that is the stream of the capture. Backward's own stream comes after it when backward has ended, not before.
 
     Args:
-        streams: Those of the gradients' device.
+        streams: Streams of the gradients' device.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -310,26 +312,27 @@ class Arrivals:
         self._others: dict[Hashable, set[Any]] = {}
 
     def begin(self) -> None:
-        """Reductions are launched from the current stream from now on."""
+        """From now on, reductions are launched from the current stream."""
         self._launching = self._streams.current()
 
     def note(self, bucket: Hashable) -> None:
-        """A gradient of the bucket became ready on the current stream."""
+        """Notes that a gradient of the bucket became ready on the current stream."""
         current = self._streams.current()
         if current != self._launching:
             self._others.setdefault(bucket, set()).add(current)
 
     def forget(self, bucket: Hashable) -> None:
-        """The gradients of the bucket are not reduced, or do not exist any more."""
+        """Drops the notes of a bucket whose gradients are not reduced, or no longer exist."""
         self._others.pop(bucket, None)
 
     @contextmanager
     def waited_for(self, bucket: Hashable) -> Iterator[None]:
-        """Within it the current stream is the launching one, which waits for all gradients of the bucket.
+        """Within it, the current stream is the launching one, which waits for all gradients of the bucket.
 
-        Their streams wait in turn, so that memory that is freed within it is written again only when it was read.
+        The gradients' streams wait for it in turn. So memory that is freed within it is written again only after it was
+        read.
         """
-        # The current stream may have made some of them without a hook: those that are left over.
+        # The current stream may have made some of them without a hook: gradients that are left over.
         others = {*self._others.pop(bucket, ()), self._streams.current()} - {self._launching}
         with self._streams.on(self._launching):
             for stream in others:

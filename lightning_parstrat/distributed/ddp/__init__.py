@@ -1,1 +1,1 @@
-"""What only ``ddp_tuned`` needs: measuring torch DDP's backward, planning its buckets, exchanging its reducer."""
+"""The parts of ``ddp_tuned`` alone: measuring torch DDP's backward, planning its buckets, exchanging its reducer."""

@@ -1,7 +1,7 @@
 """Tunes the buckets of a DistributedDataParallel while it trains: tries sizes, and keeps the best or the default.
 
-No step is wasted: each is a step of the training. The procedure is :meth:`BucketTuner._tune`, a generator that reads
-from top to bottom; each ``yield`` waits for one step of the training and returns its seconds.
+No step is wasted: each is a step of the training. The procedure is :meth:`BucketTuner._tune`, a generator that you can
+read from top to bottom. Each ``yield`` waits for one step of the training and returns its seconds.
 """
 
 import statistics
@@ -26,14 +26,14 @@ Steps = Generator[None, float, T]
 """A part of the procedure: consumes steps of the training and returns a result."""
 
 _SETTLING_STEPS = 2
-"""A new reducer rebuilds its buckets after its first step, and allocates them in the second; a static one, later."""
+"""A new reducer rebuilds its buckets after its first step, and allocates them in the second. A static one, later."""
 
 
 class BucketTuner:
-    """Tunes the buckets of one training. Every method is collective, unless it says otherwise.
+    """Tunes the buckets of one training. Every method is collective, unless its docstring says otherwise.
 
-    It takes at most 63 steps by default, and for each size an all-reduce of 8 bytes and a message. While buckets
-    change, gradients take twice their memory.
+    Tuning takes at most 63 steps by default. For each size, it sends an all-reduce of 8 bytes and a message. While
+    buckets change, gradients take twice their memory.
 
     Args:
         ddp: The wrapper, before its first step. Its buckets are torch's default.
@@ -41,9 +41,9 @@ class BucketTuner:
         policy: How to tune.
         control: Its group works on host memory.
         device: Device of the gradients.
-        kept: The file that keeps the size for later trainings; None keeps none. Rank 0's is used.
+        kept: The file that keeps the size for later trainings. None keeps none. Rank 0's file is used.
         say: Called with the report, on all ranks.
-        warn: Called with a message when something went wrong.
+        warn: Called with a message after an error.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BucketTuner:
         self._settling = _SETTLING_STEPS + ddp.static_graph
         self._steps_taken = 0
         self._on_gpu = device.type == "cuda"
-        # Moments of the step, and how many of its backwards send.
+        # Times of the step, and how many of its backwards send.
         self._forward: Any = None
         self._end: Any = None
         self._backwards = 0
@@ -103,13 +103,13 @@ class BucketTuner:
             self._end = self._now()
 
     def close(self) -> None:
-        """Ends the tuning at any point; buckets stay as they are. Not collective."""
+        """Ends the tuning at any point. Buckets do not change. Not collective."""
         self._tunes = False
 
     def _advance(self) -> None:
-        """Continues the procedure with the last step's time. On any error, training goes on with default buckets."""
+        """Continues the procedure with the last step's time. After an error, default buckets are used."""
         if self._backwards != 1:
-            # All ranks come here together: they send gradients equally often.
+            # All ranks reach this together: they send gradients equally often.
             self._give_up("a step has several backwards that send gradients")
             return
         self._steps_taken += 1
@@ -141,7 +141,7 @@ class BucketTuner:
         tried = [self._measured(None, by_default)]
         for size in sizes:
             tried.append(self._measured(size, (yield from self._steps_with(size))))
-        # In turns with the default: whatever drifts meanwhile affects both.
+        # In alternation with the default: a drift of the machine affects both.
         best = fastest(tried).cap
         by_size = yield from self._steps_with(best)
         by_default += yield from self._steps_with(None)
@@ -172,7 +172,7 @@ class BucketTuner:
             try:
                 keep_size(self._kept, cap or 0)
             except Exception as error:
-                # The other ranks have finished tuning: raised here, it would end the training on rank 0 alone.
+                # The other ranks have finished tuning. An error here would end the training on rank 0 alone.
                 self._warn(f"the plan is not kept: {error}")
 
     def _steps(self, count: int) -> Steps[list[float]]:
@@ -182,34 +182,34 @@ class BucketTuner:
         return seconds
 
     def _steps_with(self, size: int | None) -> Steps[list[float]]:
-        """Steps with other buckets, once those have settled."""
+        """Steps with other buckets, after they have settled."""
         self._adopt(size)
         yield from self._steps(self._settling)
         return (yield from self._steps(self._half))
 
     def _adopt(self, size: int | None) -> None:
-        """Gives the wrapper buckets of that size, or the default's; where one rank fails, the tuning stops on all."""
+        """Gives the wrapper buckets of that size, or the default's. If one rank fails, the tuning stops on all."""
 
         def adopt() -> None:
-            # Some may be frozen by now, and be sent all the same.
+            # Some may be frozen by now. They are sent all the same.
             exchange_reducer(self._ddp, self._sent.keys(), self._wrap, size)
             self._are_default = size is None
 
         all_or_none(adopt, self._control, not_made)
 
     def _measured(self, size: int | None, seconds: list[float]) -> Tried:
-        """The median of the slowest rank: the same number on all, so that all decide alike."""
+        """The median of the slowest rank. The number is the same on all ranks, so all decide alike."""
         slowest = torch.tensor([statistics.median(seconds)], dtype=torch.float64)
         self._control.all_reduce(slowest, op=dist.ReduceOp.MAX).wait()
         return Tried(size, float(slowest))
 
     def _give_up(self, reason: str) -> None:
-        # By all ranks if by any: some may have adopted buckets at which another failed.
+        # On all ranks if on any: some may have adopted buckets at which another failed.
         if any(all_gather_object(not self._are_default, self._control.group)):
             try:
                 self._adopt(None)
             except RuntimeError as fault:
-                # Only slower, at worst: results do not depend on buckets.
+                # At worst it is slower: results do not depend on buckets.
                 self._warn(f"the buckets that were being tried stay in use: {fault}")
         self._finish(TuningReport(verdict="not tuned", reason=reason))
 
@@ -220,13 +220,13 @@ class BucketTuner:
     def _now(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
-        # The host's clock would give when work was queued, not when it was done.
+        # The host's clock would give the time when work was queued, not when it was done.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def _seconds(self) -> float:
-        """From the start of the last forward to the end of the backward that sent; waits for a GPU."""
+        """From the start of the last forward to the end of the backward that sent. On a GPU, it waits."""
         if not self._on_gpu:
             return float(self._end - self._forward)
         self._end.synchronize()
@@ -234,11 +234,11 @@ class BucketTuner:
 
 
 def kept_size(path: Path) -> int | None:
-    """The size that an earlier training has kept: bytes, or 0 for torch's default; None if there is none.
+    """The size that an earlier training has kept: bytes, or 0 for torch's default. If there is none, None.
 
     Raises:
         ValueError: The file has no such number.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     if not path.exists():
         return None
@@ -249,10 +249,10 @@ def kept_size(path: Path) -> int | None:
 
 
 def keep_size(path: Path, size: int) -> None:
-    """Keeps a size in place of an earlier one.
+    """Keeps a size and replaces an earlier one.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with written_durably(path) as temporary:
         temporary.write_text(str(size))

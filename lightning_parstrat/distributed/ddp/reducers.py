@@ -1,4 +1,4 @@
-"""The reducer of a live DistributedDataParallel: what it sends, in which dtype, and another one in its place."""
+"""The reducer of a live DistributedDataParallel: which gradients it sends, in which dtype, and its replacement."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -15,23 +15,23 @@ from lightning_parstrat.distributed.torch_compat import check_reducer_finalized,
 
 CommHook = Literal["bf16", "fp16"] | None
 Wrap = Callable[[int | None], DistributedDataParallel]
-"""Wraps the module once more and sends nothing for it, in buckets of so many bytes, or else in those of the first."""
+"""Wraps the module once more without sending anything, in buckets of so many bytes, or in those of the first."""
 
 
 def sent_by(ddp: DistributedDataParallel) -> dict[Tensor, bool]:
-    """What a reducer made now would send gradients of, in its order, and whether it expects them to be sparse."""
+    """The parameters whose gradients a new reducer would send, in its order, and whether it expects sparse ones."""
     sent: dict[Tensor, bool] = {}
     for prefix, owner in ddp.module.named_modules():
         sparse = isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse
         for name, parameter in owner.named_parameters(recurse=False):
-            # As torch does, also where the prefix is empty.
+            # As torch does, even if the prefix is empty.
             if parameter.requires_grad and f"{prefix}.{name}" not in ddp.parameters_to_ignore:
                 sent.setdefault(parameter, sparse)
     return sent
 
 
 def reason_to_keep(ddp: DistributedDataParallel) -> str | None:
-    """Why the wrapper cannot be given another reducer; None if it can."""
+    """The reason why the wrapper cannot get another reducer. If it can, None."""
     if sends_when_compiled(ddp):
         return "torch.compile sends gradients by itself"
     if getattr(ddp, "mixed_precision", None) is not None:
@@ -41,7 +41,7 @@ def reason_to_keep(ddp: DistributedDataParallel) -> str | None:
 
 @contextmanager
 def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Within it ``parameters`` require gradients, and those of ``others`` that are not among them do not."""
+    """Within it, ``parameters`` require gradients, and those of ``others`` that are not among them do not."""
     chosen = set(parameters)
     before = [(one, one.requires_grad) for one in {*chosen, *others}]
     try:
@@ -58,40 +58,40 @@ def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> 
 def exchange_reducer(
     ddp: DistributedDataParallel, parameters: Collection[Tensor], wrap: Wrap, size: int | None
 ) -> None:
-    """Gives the wrapper a new reducer, between steps. All ranks must; where it raises, nothing has changed.
+    """Gives the wrapper a new reducer, between steps. Call it on all ranks. If it raises, nothing has changed.
 
-    The wrapper takes over what a second one of the same module is made of. Gradients keep the memory of the old buckets
-    until the next backward has moved them.
+    The wrapper takes over the parts of a second wrapper of the same module. Gradients keep the memory of the old
+    buckets until the next backward has moved them.
 
     Args:
         ddp: The wrapper.
-        parameters: What the new reducer is to send gradients of.
+        parameters: The parameters whose gradients the new reducer is to send.
         wrap: Makes the second wrapper.
-        size: Of its buckets.
+        size: The size of its buckets.
 
     Raises:
-        RuntimeError: The old one still waits for gradients of the last backward, which were not averaged.
+        RuntimeError: The old reducer still waits for gradients of the last backward, which were not averaged.
     """
-    # Else this would hide what torch says in the next forward.
+    # Otherwise the exchange would hide torch's error of the next forward.
     check_reducer_finalized(ddp)
     with warnings.catch_warnings(), trainable(parameters, ddp.module.parameters()):
-        # The first one has said the same.
+        # The first wrapper has given the same warnings.
         warnings.simplefilter("ignore")
         second = wrap(size)
-    # Only now that nothing can fail any more. Its hooks would go with it, but somebody may hold it.
+    # Only now, when nothing can fail any more. The reducer's end would remove its hooks, but a reference may keep it.
     remove_hooks(ddp)
     kept = vars(nn.Module()).keys() | {"require_backward_grad_sync", "require_forward_param_sync"}
     vars(ddp).update({name: value for name, value in vars(second).items() if name not in kept})
 
 
 def not_made(failed: dict[int, str]) -> RuntimeError:
-    """The error of all ranks if :func:`exchange_reducer` has failed on some."""
+    """The error of all ranks, if :func:`exchange_reducer` has failed on some."""
     rank, said = next(iter(failed.items()))
     return RuntimeError(f"DDP's reducer could not be made anew on rank {rank}: {said}")
 
 
 def bf16_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:  # type: ignore[name-defined]
-    """The ``bf16_compress_hook`` of torch, under a name that torch does not refuse without NCCL: Gloo can do it."""
+    """The ``bf16_compress_hook`` of torch, under a name that torch does not refuse without NCCL: Gloo supports it."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 

@@ -1,9 +1,9 @@
-"""Which parameters are trained, followed through a training: torch's DDP looks once, when it wraps the module.
+"""Which parameters are trained, during the whole training: torch's DDP checks once, when it wraps the module.
 
-What gets a gradient and is not sent by torch's reducer is averaged after the backward; what the reducer would wait for
-in vain takes part with zeros. So every step is right, whatever has been frozen, unfrozen, added or removed before or
-within it, but for what is frozen for a forward alone: that counts as unused. Where a change lasts, the reducer is made
-anew, and gradients travel in buckets again.
+Gradients that torch's reducer does not send are averaged after the backward. Parameters that the reducer would wait for
+in vain take part with zeros. So every step is right, even if parameters are frozen, unfrozen, added or removed before
+or within it. There is one exception: a parameter that is frozen for a forward alone counts as unused. If a change
+lasts, the reducer is rebuilt, and gradients are sent in buckets again.
 """
 
 import functools
@@ -45,24 +45,24 @@ _IS_TRAINABLE = operator.attrgetter("requires_grad")
 
 
 class DifferentParametersError(NoCollectivesError):
-    """The ranks have not trained the same parameters in a step; raised on all of them."""
+    """The ranks have not trained the same parameters in a step. Raised on all of them."""
 
 
 class TrainedParameters:
-    """Averages the gradients of all parameters that are trained, not only of those that the reducer was made for.
+    """Averages the gradients of all trained parameters, not only of those for which the reducer was made.
 
-    A backward that sends gradients costs a look at what every module holds (0.1 to 0.2 microseconds for each module
-    and each parameter), and one control message, for which it does not wait, unless there is a parameter beside those
-    that the reducer sends: then the ranks agree first that all of them have it.
+    A backward that sends gradients costs a check of every module's parameters: 0.1 to 0.2 microseconds for each module
+    and each parameter. It also costs one control message, for which it does not wait. If a parameter is trained that
+    the reducer does not send, it waits: the ranks must agree first that all of them have it.
 
-    A reducer that finds unused parameters never waits in vain, and ranks may use different ones: what is unfrozen
-    counts there, elsewhere what gets a gradient. When a change has lasted for two steps (with
-    ``find_unused_parameters`` for one) the reducer is made anew.
+    A reducer that finds unused parameters never waits in vain, and ranks may use different parameters. With such a
+    reducer, unfrozen parameters count. Otherwise, parameters with a gradient count. After a change has lasted for two
+    steps (for one with ``find_unused_parameters``), the reducer is rebuilt.
 
     Args:
         ddp: The wrapper, before its first step.
-        wrap: Makes a wrapper that sends what is trained by then; None leaves the reducer as it is.
-        messages: Carry what the ranks compare.
+        wrap: Makes a wrapper that sends the parameters trained at that time. None leaves the reducer unchanged.
+        messages: Carry the values that the ranks compare.
     """
 
     def __init__(self, ddp: DistributedDataParallel, wrap: Wrap | None, messages: ControlMessages) -> None:
@@ -73,13 +73,14 @@ class TrainedParameters:
         self._message: ControlMessage | None = None
         self._finds_unused = ddp.find_unused_parameters and not ddp.static_graph
         self._sent = sent_by(ddp)
-        # All that the wrapper has made equal on all ranks.
+        # All parameters that the wrapper has made equal on all ranks.
         self._equal = set(ddp.module.parameters())
         self._names: dict[Tensor, str] = {}
         self._hooks: dict[Tensor, RemovableHandle] = {}
         self._fired: set[Tensor] = set()
         self._sends = False
-        # How the last backward differed: what the reducer sends, but is frozen or gone; and what is averaged beside it.
+        # The differences of the last backward. The reducer sends the first parameters, but they are frozen or gone. The
+        # second ones are averaged beside it.
         self._idle: list[Tensor] = []
         self._beside: list[Tensor] = []
         self._without: list[Tensor] = []
@@ -93,7 +94,7 @@ class TrainedParameters:
         """Call before a forward whose backward sends gradients, or that begins a window. Collective after a change.
 
         Returns:
-            Whether the reducer was made anew; then all that was made for the old one is void.
+            Whether the reducer was rebuilt. Everything made for the old one is then void.
         """
         exchanged = self._exchange_where_it_lasts()
         trained = all(map(_IS_TRAINABLE, self._sent))
@@ -106,14 +107,14 @@ class TrainedParameters:
         if not numbers:
             return False
         before, self._numbers_before = self._numbers_before, numbers
-        # Whoever freezes parts by turns in every step would have it made anew in every step.
+        # If parts are frozen alternately in every step, a rebuild would otherwise happen in every step.
         lasts = any(numbers) if self._finds_unused else len(numbers) == 1 and 0 not in numbers and numbers == before
         if not lasts or not self._is_alike():
             return False
         return self._exchange({*self._sent, *joining}.difference(self._idle))
 
     def begin_backward(self, loss: Tensor, sends: bool) -> None:
-        """Call before each backward of ``loss``, when DDP is prepared for it. Collective where it sends gradients.
+        """Call before each backward of ``loss``, when DDP is prepared for it. If it sends gradients, collective.
 
         Raises:
             DifferentParametersError: The ranks have not trained the same parameters in the last backward that sent.
@@ -127,7 +128,7 @@ class TrainedParameters:
         waits = self._may_be_waited_for_in_vain()
         reached = _reached_by(loss, waits) if waits else set()
         self._idle = [one for one in waits if one not in reached]
-        # As if they had not taken part: optimizers step what has a gradient.
+        # As if they had not taken part: optimizers step parameters that have a gradient.
         frozen = {one for one in waits if not one.requires_grad}
         self._without = [one for one in waits if one.grad is None and (one in frozen or one not in reached)]
         if self._idle:
@@ -135,7 +136,7 @@ class TrainedParameters:
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """Call after the backward, before anybody looks at gradients. Averages what the reducer has not. Collective."""
+        """Call after the backward, before gradients are read. Averages what the reducer has not. Collective."""
         if not self._sends:
             return
         self._sends = False
@@ -148,18 +149,18 @@ class TrainedParameters:
         self._numbers.add(number)
         self._joining.update(self._beside)
         self._message = self._messages.launch(number=number)
-        # Other ranks do not know of a change that they do not have: only what all of them have may be sent.
+        # Other ranks do not know of a change that they do not have. Only changes on all ranks may be sent.
         if self._beside and self._is_alike():
             self._average(self._beside)
 
     def settle(self) -> None:
-        """Looks whether all ranks have trained the same parameters in the last backward that sent. Collective.
+        """Checks whether all ranks trained the same parameters in the last backward that sent. Collective.
 
         Raises:
-            DifferentParametersError: They have not.
+            DifferentParametersError: They did not.
         """
         if not self._is_alike():
-            # How each parameter was trained that is not trained as the reducer was made for.
+            # The state of each parameter that is not trained as the reducer expects.
             trained = {self._label(one): False for one in self._idle} | {self._label(one): True for one in self._beside}
             _raise_difference(trained, self._control)
 
@@ -168,18 +169,18 @@ class TrainedParameters:
 
     @contextmanager
     def as_sent(self) -> Iterator[None]:
-        """Within it those parameters require gradients that the reducer sends, and no others."""
+        """Within it, the parameters that the reducer sends require gradients, and no others."""
         with trainable(self._sent, self._ddp.module.parameters()):
             yield
 
     def close(self) -> None:
-        """Stops looking. Not collective."""
+        """Removes the hooks. Not collective."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def names_without_gradient(self) -> list[str]:
-        """Those that the reducer sends, and that have no gradient now. Not collective."""
+        """Names of parameters that the reducer sends and that have no gradient now. Not collective."""
         return [self._names[one] for one in self._sent if one.grad is None]
 
     def _is_as_read(self) -> bool:
@@ -192,7 +193,7 @@ class TrainedParameters:
         self._views = held_by(module.modules())
         self._held = list(chain.from_iterable(self._views))
         names: dict[Tensor, str] = {one: name for name, one in module.named_parameters() if name not in ignored}
-        # A removed one keeps the name that it had.
+        # A removed parameter keeps its name.
         self._names = {**{one: self._names.get(one, "") for one in self._sent}, **names}
         self._removed = [one for one in self._sent if one not in names]
         self._equal &= set(self._names)
@@ -201,32 +202,32 @@ class TrainedParameters:
             self._hooks.pop(parameter).remove()
         for parameter in beside - self._hooks.keys():
             if parameter.is_floating_point() or parameter.is_complex():
-                # A frozen one may be unfrozen at any time; one that was made in inference mode never is.
+                # A frozen parameter may be unfrozen at any time. One that was made in inference mode never is.
                 with suppress(RuntimeError), trainable([parameter]):
                     note = self._fired.add
                     self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _may_be_waited_for_in_vain(self) -> list[Tensor]:
-        """Those that the reducer sends, but that may be out of the graph: frozen when forward began or now; removed."""
+        """Parameters that the reducer sends, but that may be out of the graph: frozen at forward or now, or removed."""
         if self._finds_unused:
             return []
-        # As a rule none is: in C this takes half as long.
+        # Usually none is: in C this takes half as long.
         frozen = [] if all(map(_IS_TRAINABLE, self._sent)) else [one for one in self._sent if not one.requires_grad]
         return list(dict.fromkeys((*self._frozen_in_forward, *frozen, *self._removed)))
 
     def _take_part_with_zeros(self) -> None:
-        """Tells the reducer of the idle ones, by a backward of their own: the user's sees them as they are."""
+        """Gives the reducer the idle parameters' zeros, by a separate backward: the user's sees them unchanged."""
         sparse = [one for one in self._idle if self._sent[one]]
         with torch.enable_grad(), trainable(self._idle):
             nothing = [_nothing_of(one, self._sent[one]) for one in self._idle]
-        # What is frozen accumulates nothing, and its hooks run all the same. A sparse gradient has to be there.
+        # A frozen parameter accumulates nothing, and its hooks run all the same. A sparse gradient must exist.
         with trainable(sparse):
             torch.autograd.backward(nothing)
 
     def _found_beside(self) -> list[Tensor]:
         chosen = self._fired & self._hooks.keys()
         if self._finds_unused:
-            # Other ranks may use it where this one does not.
+            # Other ranks may use a parameter that this rank does not use.
             chosen |= {one for one in self._hooks if one.requires_grad}
         # All ranks must send them in the same order.
         return sorted(chosen, key=self._label)
@@ -235,15 +236,15 @@ class TrainedParameters:
         return f"{self._names[parameter]!r} of shape {tuple(parameter.shape)}"
 
     def _number_of_change(self) -> int:
-        """0 where there is no change."""
+        """A number for the change. If there is no change, 0."""
         idle = sorted(f"without {self._label(one)}" for one in self._idle)
         beside = [f"with {self._label(one)}, {one.dtype}, new: {one not in self._equal}" for one in self._beside]
         return digest([*idle, *beside]) if idle or beside else 0
 
     def _average(self, parameters: Sequence[Tensor]) -> None:
-        """Leaves the mean over ranks in ``param.grad``. Collective; as all ranks have these parameters."""
+        """Leaves the mean over ranks in ``param.grad``. Collective: all ranks have these parameters."""
         group = self._ddp.process_group
-        # What was added since, each rank has made by its own random numbers.
+        # Each rank has made added parameters by its own random numbers.
         broadcast_tensors([one for one in parameters if one not in self._equal], group)
         self._equal.update(parameters)
         used = any_rank_for_each([one.grad is not None for one in parameters], self._control)
@@ -257,7 +258,7 @@ class TrainedParameters:
     def _exchange(self, wanted: Collection[Tensor]) -> bool:
         ddp = self._ddp
         if self._wrap is None or reason_to_keep(ddp) is not None:
-            # Every step is right all the same, and takes longer.
+            # Every step is right all the same, but takes longer.
             return False
         with trainable(wanted, ddp.module.parameters()):
             sent = sent_by(ddp)
@@ -274,7 +275,7 @@ class TrainedParameters:
 
 
 def _nothing_of(parameter: Tensor, sparse: bool) -> Tensor:
-    """0, whose gradient by ``parameter`` is zeros, whatever it holds."""
+    """0, with zeros as the gradient of ``parameter``, whatever values the parameter has."""
     if sparse:
         rows = torch.empty(0, dtype=torch.long, device=parameter.device)
         return torch.nn.functional.embedding(rows, parameter, sparse=True).sum()
@@ -283,7 +284,7 @@ def _nothing_of(parameter: Tensor, sparse: bool) -> Tensor:
 
 
 def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
-    """Those of ``wanted`` that are in the graph of ``loss``; a look at each of its nodes, until all are found."""
+    """The parameters of ``wanted`` that are in the graph of ``loss``. Nodes are searched until all are found."""
     left = set(wanted)
     waiting: list[Any] = [loss.grad_fn]
     seen: set[Any] = {None}
@@ -301,7 +302,7 @@ def _raise_difference(trained: dict[str, bool], control: Collectives) -> None:
     labels = sorted({label for of_rank in gathered for label in of_rank})
     lines = []
     for label in labels:
-        # A rank that has nothing to say of a parameter does with it what the reducer was made for.
+        # A rank without an entry for a parameter trains it as the reducer expects.
         usual = not next(of_rank[label] for of_rank in gathered if label in of_rank)
         doing = [of_rank.get(label, usual) for of_rank in gathered]
         by = [rank for rank, does in enumerate(doing) if does]

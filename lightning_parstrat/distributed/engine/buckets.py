@@ -1,9 +1,10 @@
-"""Buckets: parameters whose gradients travel together, and what becomes of their gradients.
+"""Buckets: parameters whose gradients are sent together, and what happens to their gradients.
 
-A gradient buffer is allocated when a bucket's gradients are packed and freed with its reduce-scatter; what remains is
-the shard. In a plain ``GradientBucket`` the parameters stay where they are, every rank steps them (or none), and the
-mean gradient is shown to all, as under DDP. In a ``ParameterBucket`` they live in one flat buffer, as views that keep
-their strides. So a bucket's shards can be all-gathered in place, and each rank's optimizer steps a view of its own.
+A gradient buffer is allocated when a bucket's gradients are packed. It is freed with its reduce-scatter, and the shard
+remains. A plain ``GradientBucket`` leaves the parameters in their memory. Every rank steps them (or none), and every
+rank gets the mean gradient, as under DDP. A ``ParameterBucket`` keeps the parameters in one flat buffer, as views that
+keep their strides. So a bucket's shards can be all-gathered in place, and each rank's optimizer steps a view of its
+shard.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,23 +22,24 @@ from lightning_parstrat.distributed.torch_compat import copy_all, users_of_stora
 
 @dataclass(slots=True, eq=False, repr=False)
 class ParameterSlot:
-    """One parameter's place in its bucket, and what is known of its gradient.
+    """One parameter's place in its bucket, and the state of its gradient.
 
     Attributes:
         parameter: The user's parameter, whose data is a view into the bucket.
-        bucket: The bucket it lies in.
-        place: Where it lies.
-        strides: The strides it has there: its own where it is dense (channels_last is kept), else row-major.
-        shard_slice: Which part of it this rank owns, or None.
+        bucket: The bucket that contains the parameter.
+        place: The parameter's place in the bucket.
+        strides: Its strides in the bucket. A dense parameter keeps its strides (channels_last is kept), any other is
+            row-major.
+        shard_slice: The part of the parameter that this rank owns, or None.
         shard: That part as a parameter for the optimizer, or None.
-        expected: Whether the next bucket launch waits for its gradient.
-        fresh: Whether autograd has accumulated into ``param.grad`` since it was last packed.
-        arrived: Whether this rank had a gradient for it in the current backward.
+        expected: Whether the next bucket launch waits for the parameter's gradient.
+        fresh: Whether autograd has accumulated into ``param.grad`` since the gradient was last packed.
+        arrived: Whether this rank had a gradient for the parameter in the current backward.
         reduced: Whether any rank had a gradient for it in the last backward that was reduced.
         used: Whether any rank has had a gradient for it since gradients were zeroed.
-        is_rebound: Whether its user has given it other data, of which the bucket holds a copy.
-        trainable: Whether it required a gradient when the last backward began.
-        idle_backwards: In how many backwards in a row no rank had a gradient for it though it was trainable.
+        is_rebound: Whether its user has given it other data. The bucket then holds a copy of that data.
+        trainable: Whether the parameter required a gradient when the last backward began.
+        idle_backwards: In how many backwards in a row it was trainable, but no rank had a gradient for it.
     """
 
     parameter: Tensor
@@ -56,13 +58,13 @@ class ParameterSlot:
     idle_backwards: int = 0
 
     def __post_init__(self) -> None:
-        # empty_like keeps the strides of what is dense (channels_last) and makes the rest row-major, as torch does.
+        # empty_like keeps the strides of dense tensors (channels_last) and makes all others row-major, as torch does.
         self.strides = torch.empty_like(self.parameter, device="meta").stride()
         self.shard_slice = self.bucket.layout.slice_of(self.place, self.bucket.place.shard)
 
     @property
     def has_master_weights(self) -> bool:
-        """Whether what this rank steps for it is a copy that is kept in fp32."""
+        """Whether this rank steps a copy of the parameter that is kept in fp32."""
         return self.shard is not None and self.bucket.has_master_weights
 
     def view_into(self, flat: Tensor) -> Tensor:
@@ -75,12 +77,12 @@ class ParameterSlot:
             raise AssertionError("a view of a shard was asked for on a rank that owns nothing of it")
         start = flat_shard.storage_offset() + self.shard_slice.shard_start
         if self.shard_slice.numel == self.place.numel:
-            # An optimizer that looks at shapes (Muon, Adafactor) must see the parameter's own.
+            # An optimizer that depends on shapes (Muon, Adafactor) must see the parameter's own shape.
             return flat_shard.as_strided(self.parameter.shape, self.strides, start)
         return flat_shard.as_strided((self.shard_slice.numel,), (1,), start)
 
     def storage_order(self, unsharded: Tensor) -> Tensor:
-        """A tensor of the parameter's shape as 1-D, its elements in the order in which they lie in the bucket."""
+        """A tensor of the parameter's shape as 1-D, with its elements in the order of the bucket."""
         if unsharded.stride() != self.strides:
             unsharded = torch.empty_strided(
                 unsharded.shape, self.strides, dtype=unsharded.dtype, device=unsharded.device
@@ -88,20 +90,20 @@ class ParameterSlot:
         return unsharded.as_strided((unsharded.numel(),), (1,))
 
     def part_of(self, unsharded: Tensor) -> Tensor:
-        """The part this rank owns of a tensor of the parameter's shape: a view where its strides are the bucket's."""
+        """This rank's part of a tensor of the parameter's shape: a view, if its strides are the bucket's."""
         if self.shard_slice is None or self.shard is None:
             raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
         part = self.storage_order(unsharded)[self.shard_slice.elements]
         return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
 
     def elements_of(self, shard: int) -> slice:
-        """Which elements of it are in a shard, in storage order, wherever they lie in it; may be none."""
+        """Which of the parameter's elements are in a shard, in storage order. There may be none."""
         shard_slice = self.bucket.layout.slice_of(self.place, shard)
         return slice(0, 0) if shard_slice is None else shard_slice.elements
 
 
 class ShownMean(Enum):
-    """What ``param.grad`` may hold of an earlier backward's mean, where gradients are exposed."""
+    """The part of an earlier backward's mean that ``param.grad`` may hold, if gradients are exposed."""
 
     ABSENT = "gradients are not exposed: it holds what this rank has accumulated, and nothing else"
     TO_PACK = "it is packed, because another rank may have accumulated into it since, and stays, as none may have"
@@ -109,18 +111,18 @@ class ShownMean(Enum):
 
 
 class GradientBucket:
-    """Parameters whose gradients travel together; the parameters themselves are left where they are.
+    """Parameters whose gradients are sent together. The parameters themselves stay in their memory.
 
     Args:
         index: Position in the order of reductions.
-        layout: The plan; its slots refer to positions in ``parameters``.
+        layout: The plan. Its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan, at least one of which is in this bucket.
-        place: Which shard of the gradient is this process's.
-        reduce_dtype: What the gradients travel in; by default their own dtype.
+        place: Which shard of the gradient belongs to this process.
+        reduce_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
     """
 
     is_replicated = True
-    """Whether every rank steps all of every parameter, so that ``param.grad`` must hold the mean on all of them."""
+    """Whether every rank steps all of every parameter. ``param.grad`` must then hold the mean on all of them."""
 
     def __init__(
         self,
@@ -142,21 +144,21 @@ class GradientBucket:
         self.shard_gradient: Tensor | None = None
         self.unsharded_gradient: Tensor | None = None
         self.is_partial = False
-        """Whether ``shard_gradient`` is a sum that more micro-batches of the same window will be added to."""
+        """Whether ``shard_gradient`` is a sum to which more micro-batches of the same window will be added."""
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any rank had a gradient for any of its parameters; the same on all ranks."""
+        """Whether any rank had a gradient for any of the bucket's parameters. The answer is the same on all ranks."""
         return True in [slot.used for slot in self.slots]
 
     @property
     def shard_dtype(self) -> torch.dtype:
-        """What the shard's gradient, and so its optimizer state, is kept in."""
+        """The dtype of the shard's gradient, and so of its optimizer state."""
         return self.dtype
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """What micro-batches are added up in: many small numbers of 16 bits would be lost in their sum."""
+        """The dtype in which micro-batches are added up. A 16-bit sum would lose many small numbers."""
         narrow = self.shard_dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if narrow else self.shard_dtype
 
@@ -171,13 +173,13 @@ class GradientBucket:
         return unsharded[self.layout.bounds[shard] : self.layout.bounds[shard + 1]]
 
     def pack_gradients(self, shown: ShownMean) -> Tensor:
-        """Moves the local gradients into a new flat buffer; ``param.grad`` is None afterwards.
+        """Moves the local gradients into a new flat buffer. ``param.grad`` is None afterwards.
 
         Args:
             shown: What ``param.grad`` may hold of an earlier backward.
 
         Returns:
-            1-D, ``layout.numel`` elements of ``reduce_dtype``; zero where there was no gradient.
+            1-D, ``layout.numel`` elements of ``reduce_dtype``. Elements without a gradient are zero.
 
         Raises:
             ValueError: A gradient is sparse.
@@ -207,33 +209,33 @@ class GradientBucket:
         return buffer
 
     def room_for_sum(self, buffer: Tensor, exposes: bool, sends_nothing: bool) -> tuple[Tensor, Tensor | None]:
-        """Where the shard of the sum of ``buffer`` goes, and of what it is a part if it is to be exposed.
+        """The memory for the shard of the sum of ``buffer``, and the buffer around it if the sum is to be exposed.
 
         Args:
             buffer: Packed gradients.
-            exposes: Whether it is to be exposed.
-            sends_nothing: Whether what was packed is the sum.
+            exposes: Whether the sum is to be exposed.
+            sends_nothing: Whether the packed gradients are the sum.
         """
         kept_in = self.dtype if exposes else self.sum_dtype if self.is_partial else self.shard_dtype
         if sends_nothing and buffer.dtype == kept_in:
             return self.shard_of(buffer), buffer if exposes else None
         if not exposes:
             return buffer.new_empty(self.shard_numel, dtype=kept_in), None
-        # The shard lies where the all-gather wants it, so that exposing it copies nothing.
+        # The shard lies at the all-gather's place for it, so that exposing the sum copies nothing.
         unsharded = torch.empty_like(buffer, dtype=kept_in)
         return self.shard_of(unsharded), unsharded
 
     def attach_exposed_gradients(self) -> None:
-        """Takes over what users have made of ``param.grad``; here that is where gradients are."""
+        """Takes over users' changes to ``param.grad``. Here ``param.grad`` already holds the gradients."""
 
     def attach_gradients(self) -> None:
-        """Hands the reduced gradient to the owners of shards; here there are none."""
+        """Gives the reduced gradient to the owners of shards. Here there are none."""
 
     @torch.no_grad()
     def end_partial_sum(self, factor: float) -> None:
-        """Multiplies the sum of micro-batches, to which no more are added, and hands it to the owners of shards."""
+        """Multiplies the complete sum of micro-batches, and gives the result to the owners of shards."""
         if not self.is_partial:
-            # It was zeroed.
+            # The sum was zeroed.
             return
         self.is_partial = False
         if self.shard_gradient is not None:
@@ -243,7 +245,7 @@ class GradientBucket:
         self.attach_gradients()
 
     def zero_gradients(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
-        """Forgets the reduced gradients of ``slots``, or fills them with zeros."""
+        """Drops the reduced gradients of ``slots``, or fills them with zeros."""
         mine = [slot for slot in self.slots if slot in slots]
         if set_to_none and len(mine) == len(self.slots):
             self.shard_gradient = self.unsharded_gradient = None
@@ -258,19 +260,19 @@ class GradientBucket:
 
 
 class ParameterBucket(GradientBucket):
-    """Parameters that live in one flat buffer, of which each rank owns and steps a shard.
+    """Parameters in one flat buffer, of which each rank owns and steps a shard.
 
-    Creating it moves the parameters' storage: while it runs, the bucket's parameters exist twice, so that setting up
-    many buckets one after the other peaks at one bucket. Not collective.
+    The constructor moves the parameters' storage. Meanwhile the bucket's parameters exist twice. Many buckets, one
+    after the other, therefore peak at one bucket more. Not collective.
 
     Args:
         index: Position in the order of reductions.
-        layout: The plan; its slots refer to positions in ``parameters``.
+        layout: The plan. Its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan.
-        place: Which shard is this process's, and of which copy.
-        reduce_dtype: What gradients travel in; by default their own dtype.
-        gather_dtype: What parameters travel in; by default their own.
-        master_dtype: What this rank's shard is kept in; by default the parameters' dtype, and no copy.
+        place: Which shard belongs to this process, and of which copy.
+        reduce_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
+        gather_dtype: The dtype in which parameters are sent. By default, the parameters' dtype.
+        master_dtype: The dtype in which this rank's shard is kept. By default, the parameters' dtype, without a copy.
     """
 
     is_replicated = False
@@ -287,7 +289,7 @@ class ParameterBucket(GradientBucket):
     ) -> None:
         super().__init__(index, layout, parameters, place, reduce_dtype)
         self.gather_dtype = gather_dtype or self.dtype
-        # Padding travels with the rest: as zeros, not as what the memory held before.
+        # Padding is sent with the parameters: as zeros, not as uninitialized memory.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)
         self.parameters: list[Tensor] = [slot.parameter for slot in self.slots]
         self._left_behind: set[int] = set()
@@ -317,9 +319,9 @@ class ParameterBucket(GradientBucket):
 
     @property
     def is_read_through_parameters(self) -> bool:
-        """Whether nothing but the parameters themselves shows what is in the buffer: no view, detached or other.
+        """Whether only the parameters themselves show the buffer's content: no view, detached or other.
 
-        And whether they can be marked: one of a subclass may have a ``__torch_function__`` of its own.
+        The parameters must also allow marking. A parameter of a subclass may have another ``__torch_function__``.
         """
         if self._has_rebound or not {nn.Parameter}.issuperset(map(type, self.parameters)):
             return False
@@ -327,15 +329,15 @@ class ParameterBucket(GradientBucket):
 
     @property
     def storages(self) -> set[int]:
-        """Addresses of the buffer, and of those it has left to others: a view of one brings all of it along."""
+        """Addresses of the buffer, and of earlier buffers that others still hold. A view of one keeps all of it."""
         return self._left_behind | {self.flat.untyped_storage().data_ptr()}
 
     def copy_in_rebound(self) -> None:
-        """Copies in what users have put in the place of parameters' data: other tensors, which stay theirs.
+        """Copies in the tensors that users have set as parameters' data. The tensors remain the users'.
 
-        The tensor goes on being the parameter's storage, as under DDP where its user may hold on to it; the bucket
-        works on a copy of it from then on. And the memory that the parameter had in the bucket is left to whoever
-        holds it now (two parameters may have swapped data): the bucket moves.
+        Such a tensor stays the parameter's storage, as under DDP: its user may hold it. From then on the bucket works
+        on a copy. Other tensors may still use the memory that the parameter had in the bucket: two parameters may have
+        swapped data. In that case the bucket moves to a new buffer.
 
         Raises:
             ValueError: A parameter has changed its shape, dtype or device since the plan was made.
@@ -367,7 +369,7 @@ class ParameterBucket(GradientBucket):
                 slot.parameter.data = view
 
     def _lying_elsewhere(self) -> list[ParameterSlot]:
-        """Those whose parameter has elements, and has them outside of the buffer, or in another order."""
+        """Slots with elements whose parameter lies outside of the buffer, or in another order."""
         start, width, dtype = self.flat.data_ptr(), self.flat.element_size(), self.dtype
         return [
             slot
@@ -391,12 +393,12 @@ class ParameterBucket(GradientBucket):
                 )
 
     def _leave_memory_that_others_hold(self, rebound: Sequence[ParameterSlot]) -> None:
-        """Moves to a new buffer where other tensors lie in this one than the parameters ``in_place`` and the shards."""
+        """Moves to a new buffer, if other tensors use this one than the parameters ``in_place`` and the shards."""
         in_place = [slot for slot in self.slots if slot not in rebound]
         # Only the storage knows of views: a detached tensor or one in a user's list leaves no other trace.
         if users_of_storage(self.flat) <= self._users_of_buffer(in_place):
             return
-        # Whoever holds a view keeps the old memory, as under DDP; what is saved of it must still be cut out.
+        # The holder of a view keeps the old memory, as under DDP. A file that saves such a view must still cut it out.
         self._left_behind.add(self.flat.untyped_storage().data_ptr())
         self.flat = self.flat.clone()
         self._move_in(in_place)
@@ -406,19 +408,20 @@ class ParameterBucket(GradientBucket):
                     slot.shard.data = slot.view_into_shard(self.shard)
 
     def _users_of_buffer(self, in_place: Sequence[ParameterSlot]) -> int:
-        """How many tensors lie in the buffer where there are none but the parameters ``in_place`` and the shards."""
+        """How many tensors use the buffer, if only the parameters ``in_place`` and the shards do."""
         shards = 0 if self.master is not None else sum(slot.shard is not None for slot in self.slots)
-        # The buffer itself, and the handle that is made to ask.
+        # The buffer itself, and the handle that the count needs.
         return 2 + sum(slot.place.numel > 0 for slot in in_place) + shards
 
     @torch.no_grad()
     def move_out(self, storages: Collection[int]) -> None:
-        """Gives parameters storage of their own again, and frees the bucket's when no parameter is left in it.
+        """Gives parameters separate storage again, and frees the bucket's storage if no parameter is left in it.
 
-        Shards keep only their shapes, but for master weights: they belong to what a checkpoint saves.
+        Shards keep only their shapes. Master weights stay: they belong to what a checkpoint saves.
 
         Args:
-            storages: Addresses of those that parameters leave: all buckets', as they may have traded data.
+            storages: Addresses of the storages that parameters leave. Pass those of all buckets, as parameters may have
+                traded data.
         """
         for slot in self.slots:
             if slot.parameter.data.untyped_storage().data_ptr() in storages:
@@ -426,15 +429,15 @@ class ParameterBucket(GradientBucket):
             if slot.shard is not None:
                 slot.shard.grad = None
                 if self.master is None:
-                    # One element, expanded: the optimizer's state is filed by shards of the right shape.
+                    # One element, expanded: the keys of the optimizer's state are shards of the right shape.
                     slot.shard.data = self.flat.new_zeros(()).expand(slot.shard.shape)
         self.shard_gradient = self.unsharded_gradient = None
         self.flat = self.flat.new_empty(0)
 
-    # Not `@torch.no_grad()`: that is ten calls, in every step, also where there is nothing to do.
+    # Not `@torch.no_grad()`: that is ten calls in every step, even if there is nothing to do.
 
     def refresh_master_weights(self) -> None:
-        """Takes over what was written into the parameters since the last step: clamped, swapped or loaded weights."""
+        """Takes over changes to parameters since the last step: clamped, swapped or loaded weights."""
         if self.master is not None:
             with torch.no_grad():
                 take_where_changed(self.master, self.shard, self._rounded(self.master))
@@ -446,7 +449,7 @@ class ParameterBucket(GradientBucket):
                 self.shard.copy_(self._rounded(self.master))
 
     def parameters_to_send(self) -> Tensor:
-        """The buffer to gather in, of which this rank's part is filled: the parameters' own, or a narrow one."""
+        """The buffer of the all-gather, with this rank's part filled: the parameters' buffer, or a narrow one."""
         if self.gather_dtype == self.dtype:
             return self.flat
         buffer = self.flat.new_empty(self.layout.numel, dtype=self.gather_dtype)
@@ -455,7 +458,7 @@ class ParameterBucket(GradientBucket):
         return buffer
 
     def finish_gather(self, gathered: Tensor) -> None:
-        """Puts what was gathered where the parameters are, and where they have storage outside of the bucket."""
+        """Copies gathered values to the parameters, also to parameters with storage outside of the bucket."""
         if gathered is not self.flat:
             with torch.no_grad():
                 self.flat.copy_(gathered)
@@ -467,7 +470,7 @@ class ParameterBucket(GradientBucket):
 
     @override
     def attach_exposed_gradients(self) -> None:
-        """Makes each owned shard's ``.grad`` its part of ``param.grad``, as its user has left it."""
+        """Makes each owned shard's ``.grad`` its part of ``param.grad``, with the user's changes."""
         for slot in self.slots:
             if slot.shard is not None:
                 gradient = slot.parameter.grad
@@ -477,7 +480,7 @@ class ParameterBucket(GradientBucket):
     def attach_gradients(self) -> None:
         """Makes each owned shard's ``.grad`` a view of the reduced gradient.
 
-        It is None where no rank had one, and while micro-batches are being added up.
+        If no rank had a gradient, ``.grad`` is None. It is also None while micro-batches are being added up.
         """
         for slot in self.slots:
             if slot.shard is None:
@@ -489,12 +492,12 @@ class ParameterBucket(GradientBucket):
 
 
 def take_where_changed(wide: Tensor, narrow: Tensor, rounded: Tensor | None = None) -> None:
-    """Writes the elements of ``narrow`` into ``wide`` that are not what ``wide`` rounds to; the others keep their bits.
+    """Writes elements of ``narrow`` into ``wide`` if ``wide`` does not round to them. Other elements keep their bits.
 
     Args:
         wide: Any shape, the wider dtype.
         narrow: The same shape.
-        rounded: What ``wide`` rounds to; by default to the dtype of ``narrow``.
+        rounded: The rounded values of ``wide``. By default, ``wide`` in the dtype of ``narrow``.
     """
     rounded = wide.to(narrow.dtype) if rounded is None else rounded
     torch.where(rounded == narrow, wide, narrow.to(wide.dtype), out=wide)

@@ -1,9 +1,9 @@
-"""Compiled code reads parameters below ``__torch_function__``, where the read guard does not see it.
+"""Compiled code reads parameters below ``__torch_function__``, so the read guard does not notice it.
 
-So nothing is in flight while a compiler looks at code, and whatever a compiled part of the module holds is waited for
-before that part is called. A compiled function that reads parameters may be no part of the module: torch compiles it
-again if it finds a parameter in flight, whose class is another, and that is seen. If that repeats, parameters arrive
-within their steps. Code that compares no classes (``guard_filter_fn``) is not seen.
+So nothing is in flight while a compiler reads code. Before a compiled part of the module is called, all its parameters
+are waited for. A compiled function that reads parameters may not be a part of the module. The class of a parameter in
+flight differs. If such a function finds one, torch compiles it again, and that is noticed. If that repeats, parameters
+arrive within their steps. Code that compares no classes (``guard_filter_fn``) is not noticed.
 """
 
 from collections import deque
@@ -24,15 +24,15 @@ from lightning_parstrat.distributed.torch_compat import (
 )
 
 _COMPILATIONS, _STEPS = 3, 16
-"""So many compilations within so many steps that find parameters in flight are no accident. torch gives up compiling a
-function anew after eight."""
+"""So many compilations within so many steps, each with parameters in flight, are no accident. After eight, torch stops
+compiling a function again."""
 
 
 class CompiledCode:
-    """Waits for parameters before compiled code of ``module`` runs, or a compiler looks. Not collective.
+    """Waits for parameters before compiled code of ``module`` runs, or a compiler reads code. Not collective.
 
     Args:
-        module: Its parts may be compiled at any time.
+        module: The module. Its parts may be compiled at any time.
         gatherer: Gathers parameters.
     """
 
@@ -45,10 +45,10 @@ class CompiledCode:
         call_before_compiling(self._before_compiling)
 
     def close(self) -> None:
-        """Leaves compiled parts as they were."""
+        """Restores the calls of compiled parts."""
         stop_calling_before_compiling(self._before_compiling)
         for part, (call, waiting) in self._calls.items():
-            # It may have been compiled once more since.
+            # The part may have been compiled once more since.
             if compiled_call(part) is waiting:
                 set_compiled_call(part, call)
         self._calls.clear()

@@ -13,7 +13,7 @@ from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS
 
 
 def cuts_in_buckets(slots: Mapping[Tensor, ParameterSlot]) -> dict[Tensor, Cut]:
-    """How parameters are cut that lie in buckets: every rank has all of them, and the state of its shard."""
+    """How parameters in buckets are cut. Every rank has all of each parameter, and the state of its shard."""
     return {parameter: _cut(slot) for parameter, slot in slots.items()}
 
 

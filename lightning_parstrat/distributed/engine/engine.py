@@ -1,8 +1,9 @@
 """ZeRO-1 for a module and its optimizers: buckets, reducer, gatherer and sharded optimizers, put together.
 
-Every rank keeps all parameters, reduces gradients to the shard it owns, holds optimizer state and steps for that shard
-alone, and gathers what the others stepped. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered as in section 5.2.
+Every rank keeps all parameters, and reduces gradients to the shard that it owns. It holds optimizer state for that
+shard alone, steps the shard, and gathers the other ranks' shards. Rajbhandari et al., "ZeRO: Memory Optimizations
+Toward Training Trillion Parameter Models", section 5.1 (optimizer state partitioning), with gradients reduce-scattered
+as in section 5.2.
 """
 
 import socket
@@ -53,24 +54,25 @@ from lightning_parstrat.distributed.torch_compat import (
 class ShardedDataParallel:
     """Shards the state of ``optimizers`` over all ranks, or over those of each shard group.
 
-    Creating it is collective: the ranks compare their plans. The module and the optimizers keep their identity; the
-    parameters' storage moves into buckets (peak: one bucket more), the optimizers' classes are swapped. Closing it
+    The constructor is collective: the ranks compare their plans. The module and the optimizers keep their identity. The
+    parameters' storage moves into buckets (peak: one bucket more). The optimizers get other methods. :meth:`close`
     gives the parameters ordinary storage again.
 
-    What cannot be sharded trains as under DDP: optimizers that do not step each parameter alone, parameters that share
-    memory with others, and parameters in no optimizer, whose gradients are averaged and shown on every rank.
+    Everything that cannot be sharded trains as under DDP. Examples are optimizers that do not step each parameter
+    alone, and parameters that share memory with others. Parameters in no optimizer are another one: their gradients are
+    averaged and shown on every rank.
 
     Args:
-        module: The module; its parameters are the same on all ranks (see :func:`broadcast_module`).
-        optimizers: Its optimizers.
+        module: The module. Its parameters are the same on all ranks (see :func:`broadcast_module`).
+        optimizers: The module's optimizers.
         policy: How to bucket and partition.
         groups: The process groups.
-        node: This rank's; by default what its host is called.
+        node: This rank's node. By default, the name of its host.
         plan: The plan of an earlier training of the same module, see :meth:`plan`.
-        messages: Carry flags of gradients; by default messages of its own.
+        messages: Carry flags of gradients. By default, separate messages.
 
     Raises:
-        ValueError: Something cannot be sharded; the message says what and what to do.
+        ValueError: Something cannot be sharded. The message contains the reason and what to do.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class ShardedDataParallel:
         self.module = module
         self.policy = policy
         self.optimizers = list(optimizers)
-        # Optimizers of an earlier training of this object are sharded still, by buckets that are gone.
+        # Optimizers of an earlier training of this object are still sharded, by buckets that no longer exist.
         earlier = [unshard(optimizer) for optimizer in self.optimizers]
         parameters = [parameter for optimizer in self.optimizers for parameter in grouped_parameters(optimizer)]
         check_parameters(module, parameters)
@@ -103,7 +105,7 @@ class ShardedDataParallel:
         shard_groups = ShardGroups.chosen(policy.shard_group, self.topology)
         gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
         if gradients.widens:
-            # They would be rounded, and then travel in fp32 all the same.
+            # Otherwise gradients would be rounded, and then sent in fp32 all the same.
             policy = self.policy = replace(policy, reduce_dtype=None)
         self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
         self.gatherer = ParameterGatherer(
@@ -125,12 +127,12 @@ class ShardedDataParallel:
             if state_dict is not None:
                 optimizer.load_state_dict(state_dict)
         self._compiled_code = CompiledCode(module, self.gatherer)
-        # What parameters have left: while nothing is in flight, to give it back has nobody wait.
+        # Releases the memory that parameters have left. While nothing is in flight, that makes no rank wait.
         torch.cuda.empty_cache()
 
     @property
     def shard_groups(self) -> ShardGroups:
-        """Which ranks share a copy of what is sharded."""
+        """Which ranks share a copy of the sharded state."""
         return self.reducer.collectives.shard_groups
 
     @property
@@ -140,12 +142,12 @@ class ShardedDataParallel:
 
     @property
     def slots(self) -> dict[Tensor, ParameterSlot]:
-        """Where each sharded parameter lies."""
+        """The place of each sharded parameter."""
         return {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates: local gradients, of which nothing is sent, or reduced ones in the shards."""
+        """Within it, backward accumulates: local gradients without sending, or reduced ones in the shards."""
         with self.reducer.no_sync():
             yield
 
@@ -156,7 +158,7 @@ class ShardedDataParallel:
 
     @contextmanager
     def full_gradients(self) -> Iterator[None]:
-        """Within it ``param.grad`` shows the mean gradients, to read or to change. Collective."""
+        """Within it, ``param.grad`` shows the mean gradients, to read or to change. Collective."""
         self.reducer.finish(self.buckets)
         if self.reducer.exposes_gradients:
             yield
@@ -172,10 +174,10 @@ class ShardedDataParallel:
         return self._planner().names(self.buckets)
 
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
-        """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer are bucketed.
+        """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer get buckets.
 
         Args:
-            loss: What backward is called on.
+            loss: The tensor on which backward is called.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
         self.prepare_local_backward()
@@ -183,22 +185,22 @@ class ShardedDataParallel:
 
     def prepare_local_backward(self) -> None:
         """Call before a backward whose gradients stay in ``param.grad``, on all ranks."""
-        # A callback may call `add_param_group` at any step; all ranks call it at the same one.
+        # A callback may call `add_param_group` at any step. All ranks call it at the same one.
         if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
             self._adopt_added_parameters()
-        # Backward reads parameters in C++, where nothing waits for them.
+        # Backward reads parameters in C++, without waiting for them.
         self.gatherer.finish()
 
     @property
     def may_follow_order(self) -> bool:
-        """Whether :meth:`follow_order` may be of use: no plan is kept, and there are several buckets. Alike on all."""
+        """Whether :meth:`follow_order` may help: no plan is kept, and there are several buckets. Alike on all ranks."""
         return not self._kept_plan and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1
 
     def follow_order(self, order: Sequence[Tensor]) -> None:
-        """Fills the buckets anew, if gradients become ready in another order than they can leave in. Collective.
+        """Rebuilds the buckets, if gradients become ready in another order than buckets can be sent in. Collective.
 
-        Not for compiled code, and not if an optimizer has state: that would have to move. Gradients must be in
-        ``param.grad``. Peak memory is one bucket more.
+        Compiled code keeps its buckets. So does an optimizer with state: the state would have to move. Gradients must
+        be in ``param.grad``. Peak memory is one bucket more.
 
         Args:
             order: All parameters of the module in the order of their gradients, the same on all ranks.
@@ -214,7 +216,7 @@ class ShardedDataParallel:
         self._bucket_parameters()
 
     def reduce_local_gradients(self, scale: GradientScale | None = None) -> None:
-        """Sends what is in ``param.grad`` and no announced backward has reduced. Collective.
+        """Sends gradients in ``param.grad`` that no announced backward has reduced. Collective.
 
         Args:
             scale: See :meth:`GradientReducer.prepare_backward`.
@@ -222,7 +224,7 @@ class ShardedDataParallel:
         self.reducer.reduce_left_over(self.reducer.buckets, scale)
 
     def zero_gradients(self) -> None:
-        """Forgets all reduced gradients. Collective where some are still under way."""
+        """Drops all reduced gradients. If some are still in flight, collective."""
         self.reducer.zero(set(self.slots.values()))
 
     def collect_unannounced_gradients(self, wanted: bool) -> None:
@@ -230,31 +232,31 @@ class ShardedDataParallel:
         self.reducer.collects_unannounced = wanted
 
     def expose_gradients(self, wanted: bool) -> bool:
-        """Shows reduced gradients in ``param.grad`` from now on where any rank wants them. Collective.
+        """If any rank wants reduced gradients in ``param.grad``, shows them from now on. Collective.
 
         Returns:
-            Whether they will be shown, the same on all ranks: a callback may be there on one rank only.
+            Whether they will be shown. The answer is the same on all ranks, even if a callback is on one rank only.
         """
         self.reducer.exposes_gradients = any_rank(wanted, self.reducer.control)
         return self.reducer.exposes_gradients
 
     def accumulate_in_shards(self, wanted: bool) -> bool:
-        """Reduces the gradients of every micro-batch from now on where all ranks want it. Collective.
+        """If all ranks want it, reduces the gradients of every micro-batch from now on. Collective.
 
-        Exposed gradients are kept whole all the same. Call it between accumulation windows.
+        Exposed gradients stay whole all the same. Call it between accumulation windows.
 
         Returns:
-            Whether it is done, the same on all ranks.
+            Whether micro-batches are reduced. The answer is the same on all ranks.
         """
         kept_whole = any_rank(not wanted, self.reducer.control) or self.reducer.exposes_gradients
         self.reducer.shards_accumulation = not kept_whole
         return self.reducer.shards_accumulation
 
     def give_back_accumulated(self) -> None:
-        """Puts the mean of what micro-batches have added up in shards into ``param.grad``. Collective.
+        """Puts the mean of micro-batches that were added up in shards into ``param.grad``. Collective.
 
-        Call it before other buckets get the parameters in the middle of an accumulation window. Their next backward
-        sends it along: a mean over ranks of the same mean is that mean.
+        Call it before parameters get other buckets in the middle of an accumulation window. The next backward sends
+        that mean along: a mean over ranks of the same mean is that mean.
         """
         self.reducer.complete()
         partial = [bucket for bucket in self.buckets if bucket.is_partial and bucket.shard_gradient is not None]
@@ -263,7 +265,7 @@ class ShardedDataParallel:
         for slot, gradient in own:
             mean = slot.parameter.grad
             if gradient is not None and mean is not None and mean is not gradient:
-                # Of a backward that nobody announced.
+                # Of a backward that was not announced.
                 slot.parameter.grad = mean + gradient
         for bucket in partial:
             bucket.zero_gradients(bucket.slots)
@@ -271,7 +273,7 @@ class ShardedDataParallel:
                 slot.fresh = slot.parameter.grad is not None
 
     def summary(self) -> ShardingSummary:
-        """What was sharded, as this rank sees it."""
+        """The sharding as this rank sees it."""
         layouts = [bucket.layout for bucket in self.buckets]
         collectives, shard = self.reducer.collectives, self.reducer.collectives.place.shard
         return ShardingSummary(
@@ -291,22 +293,23 @@ class ShardedDataParallel:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent and waited for so far, gradients and parameters together."""
+        """The traffic and waits of this rank so far, gradients and parameters together."""
         return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
 
     def with_own_storage(self, value: Any) -> Any:
-        """A copy of nested dictionaries and lists in which tensors that lie in a bucket have storage of their own.
+        """A copy of nested dictionaries and lists. Its tensors that lie in a bucket have separate storage.
 
-        A file that holds a view holds all of its storage: one small tensor would bring its whole bucket along.
+        A file that holds a view holds all of its storage. Without the copy, one small tensor would save its whole
+        bucket.
         """
         return with_own_storage(value, self._storages())
 
     def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
 
-        Not collective after an exception (``failed``), which may be one rank's alone. Parameters then stay where they
-        are: there may be no memory for copies. The optimizers stay sharded: their ``state_dict()`` still
-        gathers the state, so that a checkpoint can be saved after training.
+        After an exception (``failed``), which may be one rank's alone, it is not collective. Parameters then stay in
+        their memory: there may be no room for copies. The optimizers stay sharded. Their ``state_dict()`` still gathers
+        the state, so a checkpoint can be saved after training.
         """
         self._compiled_code.close()
         if failed:
@@ -326,7 +329,7 @@ class ShardedDataParallel:
         return {address for bucket in self.buckets for address in bucket.storages}
 
     def _state_bytes(self, shard: int) -> tuple[int, int] | None:
-        """Optimizer state unsharded and on this rank; None if one optimizer's is unknown before its step."""
+        """Bytes of optimizer state, unsharded and on this rank. If an optimizer's is unknown before its step, None."""
         unsharded = own = 0.0
         for optimizer in self.sharded_optimizers:
             ratio = state_bytes_per_parameter_byte(optimizer)
@@ -359,7 +362,7 @@ class ShardedDataParallel:
         self.gatherer.finish()
         sharded, owners = set(self.slots), self._owners()
         check_parameters(self.module, list(owners))
-        # What was in no optimizer may be in one now; its gradients must not travel twice.
+        # A parameter that was in no optimizer may be in one now. Its gradient must not be sent twice.
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
@@ -383,7 +386,7 @@ class ShardedDataParallel:
         return {n: one.partition for n, one in enumerate(self.decisions) if one.partition is not None}
 
     def _owners(self) -> dict[Tensor, Owners]:
-        """The parameters that are sharded or to be, each with the positions of its optimizers."""
+        """The parameters that are or will be sharded, each with the positions of its optimizers."""
         replicated = replicated_parameters(self.module, self.optimizers)
         for optimizer, decision in zip(self.optimizers, self.decisions, strict=True):
             if decision.partition is None:
@@ -409,7 +412,7 @@ def _check_uncut(optimizer: Optimizer) -> None:
 
 
 def _agree(control: Collectives, decisions: list[ShardingDecision]) -> list[ShardingDecision]:
-    """Where any rank would replicate an optimizer, all do: trying it out may round differently. Collective."""
+    """If any rank would replicate an optimizer, all do: the trial may round differently. Collective."""
     if not decisions:
         return []
     replicated = any_rank_for_each([decision.partition is None for decision in decisions], control)

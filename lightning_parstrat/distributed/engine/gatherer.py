@@ -1,17 +1,17 @@
-"""Updated parameters are all-gathered: every rank sends the shard it stepped, and receives the others'.
+"""Updated parameters are all-gathered: every rank sends the shard it stepped, and receives the other ranks'.
 
-Gathers run on while the next buckets step, the next batch is loaded and the next forward begins; who reads a parameter
-waits for its bucket. All have arrived before the next backward.
+Gathers continue while the next buckets step, the next batch is loaded and the next forward begins. A read of a
+parameter waits for its bucket. All buckets have arrived before the next backward.
 
-While a bucket is gathered, its parameters are of a subclass of ``nn.Parameter`` whose ``__torch_function__`` waits for
-the bucket before it lets the operation go on, and gives the parameters their own class back. Whoever holds a reference
-is served: modules, penalties over a list of weights, ``state_dict``, optimizers, callbacks, copies. What asks for
-shape, dtype, or gradient alone does not wait. Nothing is paid once a parameter has arrived; to mark and unmark one
-takes some tenths of a microsecond.
+While a bucket is gathered, its parameters are of a subclass of ``nn.Parameter``. The subclass' ``__torch_function__``
+waits for the bucket before it runs an operation. Then it gives the parameters their class back. Every holder of a
+reference is covered: modules, penalties over a list of weights, ``state_dict``, optimizers, callbacks, copies. A read
+of shape, dtype or gradient alone does not wait. After a parameter has arrived, reading it costs nothing more. To mark
+and unmark a parameter takes some tenths of a microsecond.
 
-Only C++ code that takes a parameter without asking torch could read one early, such as an extension called by its
-module, or a captured CUDA graph: so modules that are called wait for what they hold, and for what their children hold
-where another forward than their class's may not call those.
+Only C++ code that reads a parameter without torch could read it early. Examples are an extension that a module calls,
+or a captured CUDA graph. So a called module waits for the parameters that it holds. If its forward is not its class's,
+it also waits for its children's, as that forward may not call them.
 """
 
 import copy
@@ -33,10 +33,10 @@ from lightning_parstrat.distributed.engine.buckets import ParameterBucket
 from lightning_parstrat.distributed.torch_compat import GRADIENT_HOOKS, own_parameters
 
 _IN_FLIGHT: dict[int, Callable[[], None]] = {}
-"""What waits for a marked parameter, by its identity; marked parameters are held by their buckets."""
+"""The function that waits for a marked parameter, by the parameter's identity. Buckets hold the marked parameters."""
 
 _WATCH: list[RemovableHandle] = []
-"""The hook that has modules wait for what they hold: one for the process, while any parameter is marked."""
+"""The hook by which modules wait for their parameters: one for the process, while any parameter is marked."""
 
 
 def _attributes(names: str) -> list[Any]:
@@ -67,7 +67,7 @@ NEEDS_NO_CONTENT: set[Any] = {
 
 
 class InFlightParameter(nn.Parameter):
-    """A parameter whose new values are being gathered. Never instantiated: :func:`mark` swaps classes."""
+    """A parameter whose new values are being gathered. It is never instantiated: :func:`mark` swaps classes."""
 
     @classmethod
     @override
@@ -79,21 +79,21 @@ class InFlightParameter(nn.Parameter):
             if found:
                 wait_for_parameters(found)
             else:
-                # One is hidden in an object of the caller's.
+                # A marked parameter is inside an object of the caller's.
                 for arrive in list(_IN_FLIGHT.values()):
                     arrive()
-        # A parameter's own calls the function as it is, and leaves the class of what it returns alone.
+        # nn.Parameter's function calls `func` unchanged, and does not change the class of the result.
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # The copy is of the class that this has once it has arrived.
+        # The copy gets the class that this parameter has after it has arrived.
         wait_for_parameters([self])
         return copy.deepcopy(self, memo)
 
 
 def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
-    """Has ``arrive`` called before anyone reads one of ``parameters``; it calls :func:`unmark`."""
+    """Calls ``arrive`` before any read of one of ``parameters``. ``arrive`` calls :func:`unmark`."""
     if not _WATCH:
         _WATCH.append(register_module_forward_pre_hook(_hook()))
     for parameter in parameters:
@@ -102,11 +102,11 @@ def mark(parameters: Iterable[Tensor], arrive: Callable[[], None]) -> None:
 
 
 def unmark(parameters: Iterable[Tensor]) -> None:
-    """Makes of ``parameters`` ordinary ones again."""
+    """Turns ``parameters`` into ordinary ones again."""
     for parameter in parameters:
         _IN_FLIGHT.pop(id(parameter), None)
         parameter.__class__ = nn.Parameter
-    # A global hook costs every module call of the process some microseconds: it goes with the last parameter.
+    # A global hook costs every module call of the process some microseconds. It is removed with the last parameter.
     while _WATCH and not _IN_FLIGHT:
         _WATCH.pop().remove()
 
@@ -118,19 +118,19 @@ def wait_for_parameters(parameters: Iterable[Tensor]) -> None:
         if arrive is not None:
             arrive()
         elif type(parameter) is InFlightParameter:
-            # A copy that something made of the class as it was.
+            # A copy with the class from before the arrival.
             parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def wait_for_parameters_in(module: nn.Module) -> None:
-    """Waits for those that a module and its children hold."""
+    """Waits for the parameters that a module and its children hold."""
     if _IN_FLIGHT:
         wait_for_parameters([parameter for parameter in module.parameters() if type(parameter) is InFlightParameter])
 
 
 @functools.cache
 def _hook() -> Callable[[nn.Module, Any], None]:
-    # A module that is compiled in place calls hooks where a compiler looks at all that is called.
+    # A compiler would trace the hooks of a module that is compiled in place.
     hook: Callable[[nn.Module, Any], None] = torch.compiler.disable(_wait_for_parameters_of)  # type: ignore[no-untyped-call]
     return hook
 
@@ -154,9 +154,9 @@ def _marked_in(values: Any) -> list[Tensor]:
 
 
 class _Gather(NamedTuple):
-    """A bucket in flight; ``stream`` is the one it was launched from.
+    """A bucket in flight. ``stream`` is the stream that launched it.
 
-    ``is_guarded`` says that its parameters may be in flight after the step: who reads one waits for it.
+    If ``is_guarded``, its parameters may be in flight after the step: a read of one waits for it.
     """
 
     work: Work
@@ -172,7 +172,7 @@ class ParameterGatherer:
 
     Args:
         collectives: Carry the parameters.
-        streams: Those of the parameters' device.
+        streams: Streams of the parameters' device.
     """
 
     def __init__(self, collectives: Collectives, streams: Streams) -> None:
@@ -191,9 +191,9 @@ class ParameterGatherer:
         return bool(self._in_flight)
 
     def launch(self, bucket: ParameterBucket) -> None:
-        """Sends this rank's shard of ``bucket``, in which some rank has stepped, and begins to receive the others'.
+        """Sends this rank's shard of ``bucket``, in which some rank has stepped. Receives the other ranks' shards.
 
-        Collective: all ranks launch the same buckets in the same order. :meth:`finish_prompt` is to follow.
+        Collective: all ranks launch the same buckets in the same order. Call :meth:`finish_prompt` afterwards.
 
         Args:
             bucket: The bucket.
@@ -202,18 +202,18 @@ class ParameterGatherer:
         buffer = bucket.parameters_to_send()
         with marked(f"zero1_custom: all-gather parameters of bucket {bucket.index}"):
             work = self.collectives.all_gather(buffer, bucket.layout.bounds)
-        # What has nothing to send is there at once.
+        # A bucket that sends nothing has arrived at once.
         is_guarded = overlaps and work is not DONE
         with self._lock:
             self._in_flight[bucket] = _Gather(work, buffer, is_guarded, self.streams.current())
-        # A graph that saved the old values must not be run backward with the new ones: torch raises on it.
+        # A graph that saved the old values must not run backward with the new ones: torch raises an error for it.
         stepped = [slot.parameter for slot in bucket.slots if slot.used or slot.parameter.grad is not None]
         torch.autograd.graph.increment_version(stepped)
         if is_guarded:
             mark(bucket.parameters, partial(self._arrive, bucket))
 
     def finish_prompt(self) -> None:
-        """Waits for buckets that somebody could read without being noticed."""
+        """Waits for buckets that could be read without a guard."""
         self.steps += 1
         with self._lock:
             prompt = [bucket for bucket, gather in self._in_flight.items() if not gather.is_guarded]
@@ -221,12 +221,12 @@ class ParameterGatherer:
             self._arrive(bucket)
 
     def finish(self) -> None:
-        """Waits for all that is in flight. Not collective."""
+        """Waits for everything in flight. Not collective."""
         for bucket in list(self._in_flight):
             self._arrive(bucket)
 
     def abandon(self) -> None:
-        """Waits as :meth:`finish` does after an exception, when other ranks may not be there any more."""
+        """Waits as :meth:`finish` does. Call it after an exception, when other ranks may have ended."""
         try:
             self.finish()
         except RuntimeError:
@@ -247,5 +247,6 @@ class ParameterGatherer:
                 del self._in_flight[bucket]
                 unmark(bucket.parameters)
             if self.streams.current() != gather.stream:
-                # The reader's. The launching one, which reads next in most trainings, has waited for the collective.
+                # The reader's stream waits. The launching stream, which reads next in most trainings, has waited for
+                # the collective.
                 self.streams.wait_for(gather.stream)

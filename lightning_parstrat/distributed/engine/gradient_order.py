@@ -16,8 +16,8 @@ class GradientOrder:
     """Records the order of one backward, whose gradients stay in ``param.grad``.
 
     Args:
-        module: Its parameters get a hook each on rank 0, until :meth:`end`.
-        group: All ranks; works on host memory.
+        module: Each of its parameters has a hook on rank 0, until :meth:`end`.
+        group: The group of all ranks. It works on host memory.
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -27,7 +27,7 @@ class GradientOrder:
         self._hooks: list[RemovableHandle] = []
 
     def listen(self) -> None:
-        """Begins to record; what an earlier backward has recorded is forgotten."""
+        """Begins to record. The record of an earlier backward is dropped."""
         self.close()
         if dist.get_rank(self._group) == 0:
             self._hooks = [
@@ -44,7 +44,7 @@ class GradientOrder:
     def end(self) -> list[Tensor]:
         """The parameters in the order of their gradients, the same on all ranks.
 
-        Those without a gradient come last, in reverse order of registration. Collective: one broadcast.
+        Parameters without a gradient come last, in reverse order of registration. Collective: one broadcast.
         """
         made = broadcast_object(list(self._made), self._group)
         self.close()
@@ -59,11 +59,11 @@ class GradientOrder:
 
 
 def fits(buckets: Sequence[GradientBucket], order: Sequence[Tensor]) -> bool:
-    """Whether buckets leave nearly as soon as they could, if gradients are made in that order.
+    """Whether buckets are sent nearly as soon as possible, if gradients are made in that order.
 
     Args:
-        buckets: In the order in which they leave.
-        order: Of all their parameters.
+        buckets: Buckets in the order in which they are sent.
+        order: The order of all their parameters.
     """
     position = {parameter: number for number, parameter in enumerate(order)}
     sizes = [[(position[slot.parameter], slot.parameter.nbytes) for slot in bucket.slots] for bucket in buckets]

@@ -33,11 +33,11 @@ class BucketPlanner:
     Args:
         module: Gives the parameters names, and their order.
         policy: How to bucket.
-        control: Compares plans; its group works on host memory.
+        control: Compares plans. Its group works on host memory.
         gradients: Will carry gradients to their shards.
-        kept: The plan of an earlier training, by the parameters' names. Where it does not fit, and where it is empty,
-            a bucket holds as many parameters as fit under the cap.
-        order: All parameters of the module in the order of their gradients; by default the reverse of registration.
+        kept: The plan of an earlier training, by the parameters' names. If the plan is empty or does not fit, a bucket
+            holds as many parameters as fit under the cap.
+        order: All parameters of the module in the order of their gradients. By default, the reverse of registration.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class BucketPlanner:
         partitions: Mapping[int, Partition],
         first: int,
     ) -> Iterator[ParameterBucket]:
-        """Makes buckets of parameters whose ranks each step a shard, one by one, in the order of their reductions.
+        """Makes buckets of parameters of which each rank steps a shard, one by one, in the order of their reductions.
 
         Args:
             owners: The parameters, each with its optimizers.
             optimizers: All optimizers.
-            partitions: Per position of an optimizer, how its parameters may be cut.
+            partitions: How each optimizer's parameters may be cut, by the optimizer's position.
             first: The index of the first bucket.
         """
         ordered = self._in_order_of_gradients(owners)
@@ -88,7 +88,7 @@ class BucketPlanner:
                 own.append(self._spec(parameter, owners[parameter], cost))
             specs += own
             for layout in self._plan(own, partition, group_as_named(own, self._kept)):
-                # It leaves with the last gradient of its own.
+                # The bucket is sent with its last gradient.
                 last = max(ready[parameters[slot.parameter]] for slot in layout.slots)
                 planned.append((last, layout, parameters))
         self._check(specs, [layout for _, layout, _ in planned])
@@ -99,11 +99,11 @@ class BucketPlanner:
             yield ParameterBucket(index, layout, parameters, self._place, *kinds)
 
     def names(self, buckets: Sequence[GradientBucket]) -> list[list[str]]:
-        """The parameters of each bucket by name, for a plan that is kept."""
+        """The names of the parameters of each bucket, for a plan that is kept."""
         return [[self._name(slot.parameter) for slot in bucket.slots] for bucket in buckets]
 
     def gradient_buckets(self, parameters: Sequence[Tensor], first: int) -> list[GradientBucket]:
-        """Buckets of parameters that stay where they are, and whose mean gradient every rank gets."""
+        """Buckets of parameters that stay in their memory. Every rank gets their mean gradient."""
         ordered = self._in_order_of_gradients(parameters)
         specs = [self._spec(parameter, ()) for parameter in ordered]
         layouts = self._plan(specs, "element")
@@ -130,7 +130,7 @@ class BucketPlanner:
         return plan_buckets(specs, policy, groups)
 
     def _cap_bytes(self) -> int:
-        # What is frozen sends nothing, and may be of a layout that has no size.
+        # Frozen parameters send nothing, and may have a layout without a size.
         trained = [parameter for parameter in self._names if parameter.requires_grad]
         model_bytes = sum(one.numel() * one.element_size() for one in trained)
         return self._policy.bucket_cap_bytes(model_bytes, self._shards, self._device_type, self._place.copies)
@@ -154,7 +154,7 @@ class BucketPlanner:
 
 
 def trained_outside(module: nn.Module, sharded: Mapping[Tensor, Owners]) -> list[Tensor]:
-    """Parameters of ``module`` that can have gradients and are in no sharded optimizer, without those DDP ignores."""
+    """Parameters that can have gradients and are in no sharded optimizer, without those that DDP ignores."""
     ignored = names_ignored_by_ddp(module)
     return [
         parameter

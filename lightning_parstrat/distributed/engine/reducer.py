@@ -1,22 +1,24 @@
-"""Gradients leave while backward runs: ready hooks, launches in a fixed order, and a flush at the end of backward.
+"""Gradients are sent while backward runs: ready hooks, launches in a fixed order, and a flush at the end of backward.
 
-Every rank reduce-scatters the same buckets in the same order, whatever order its gradients arrive in. A bucket leaves
-as soon as all gradients it expects have arrived and its predecessors have left. What autograd has not delivered by the
-end of backward is settled by flags in the step's control message: buckets that no rank touched are not sent, and a
-gradient that came after its bucket had left (or unexpectedly) makes all ranks send that bucket once more and add the
+Every rank reduce-scatters the same buckets in the same order. The order in which gradients arrive does not matter. A
+bucket is sent when all its expected gradients have arrived and its predecessors have been sent. At the end of backward,
+flags in the step's control message settle what autograd has not delivered. Buckets that no rank touched are not sent. A
+gradient may come unexpectedly, or after its bucket was sent. Then all ranks send that bucket once more and add the
 result.
 
-Two rounds, both in index order, keep the ranks in step:
+Two rounds, both in index order, keep the ranks synchronized:
 
-1. the buckets that expect gradients (a set all ranks agree on), during backward and, where some are missing, after it;
-2. the buckets in which any rank has gradients left over.
+1. Buckets that expect gradients (all ranks agree on the set) are sent during backward. If gradients are missing, their
+   buckets follow after backward.
+2. Buckets in which any rank has gradients left over are sent.
 
-Between the micro-batches of an accumulation window (``no_sync``) gradients wait in ``param.grad``, each rank's own; or,
-with ``shards_accumulation``, every micro-batch is reduced as the last one is, and added up in the shards. Parameters
-that every rank steps wait in either case: all ranks need all of their gradients.
+Within an accumulation window (``no_sync``), each rank's gradients wait in ``param.grad`` between micro-batches. With
+``shards_accumulation``, every micro-batch is reduced as the last one is, and added up in the shards. Parameters that
+every rank steps wait in either case: all ranks need all of their gradients.
 
-Where someone reads or changes gradients (``exposes_gradients``), and for parameters that every rank steps, the shards
-are gathered again at the end of backward and ``param.grad`` is what DDP would show; else it is None after the flush.
+If a callback or hook reads or changes gradients (``exposes_gradients``), shards are gathered again at the end of
+backward. The same is done for parameters that every rank steps. ``param.grad`` is then what DDP would show. Otherwise
+it is None after the flush.
 """
 
 import zlib
@@ -48,13 +50,14 @@ from lightning_parstrat.distributed.torch_compat import (
 )
 
 GradientScale = Callable[[], float]
-"""What makes a mean of the sum over ranks; asked for while the sum is in flight. Collective, as its sources may be.
+"""The factor that makes a mean of the sum over ranks. It is computed while the sum is in flight. The call is
+collective, as its sources may be.
 
-Of a window whose micro-batches are reduced one by one, it is what makes the mean of the sum of all of them."""
+If a window's micro-batches are reduced one by one, the factor makes the mean over all of them."""
 
 _TRANSFERS_SET_ASIDE: list[Work] = []
-"""What a failed backward had launched. A work keeps its buffers, which must outlive the transfers, and its receives
-must stay posted: else the next training on these process groups would receive what was meant for this one."""
+"""Transfers that a failed backward had launched. A work keeps its buffers, which must outlive the transfers. Its
+receives must stay posted. Otherwise the next training on these process groups would receive this one's messages."""
 
 
 class _Reduction(NamedTuple):
@@ -62,14 +65,14 @@ class _Reduction(NamedTuple):
 
     Attributes:
         bucket: The bucket.
-        shard: Has this rank's shard of the sum once ``work`` was waited for.
-        unsharded: The buffer of the bucket's length that ``shard`` is a part of; None if no gradient will be exposed.
+        shard: This rank's shard of the sum, after a wait for ``work``.
+        unsharded: The buffer of the bucket's length that contains ``shard``. If no gradient will be exposed, None.
         work: The transfer.
         applied: A part of the scale, by which gradients were multiplied before the sum.
-        shown: What was packed of a mean that ``param.grad`` shows already.
-        scale: Makes a mean of the sum; None if more micro-batches follow, of which the last one knows it.
-        backward: What it belongs to.
-        stream: The one that its memory belongs to.
+        shown: What was packed of a mean that ``param.grad`` already shows.
+        scale: Makes a mean of the sum. If more micro-batches follow, None: the last one has the scale.
+        backward: The backward of this reduction.
+        stream: The stream that owns the reduction's memory.
     """
 
     bucket: GradientBucket
@@ -84,28 +87,28 @@ class _Reduction(NamedTuple):
 
 
 IDLE_BACKWARDS_BEFORE_NOT_AWAITED = 3
-"""A trainable parameter that stays without a gradient this often is not waited for; its gradient is still reduced.
-More than one, because the optimizers of a GAN alternate."""
+"""A trainable parameter without a gradient in so many backwards is not waited for. Its gradient is still reduced. The
+number is more than one, because the optimizers of a GAN alternate."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class _Backward:
-    """One backward that reduces gradients, from its announcement until all ranks know what came of it.
+    """One backward that reduces gradients, from its announcement until all ranks know its result.
 
-    Its phases: announced (``graph_task`` is None), running, and agreeing (``message`` is there). The reducer drops it
-    when it is settled. If it is still running after backward has returned, an exception has ended it.
+    Its phases: announced (``graph_task`` is None), running, and agreeing (``message`` is set). The reducer drops a
+    settled backward. If it is still running after backward has returned, an exception has ended it.
 
     Attributes:
-        scale: Turns sums over ranks into means; None within an accumulation window whose end knows it.
-        buckets: Those that take part.
-        queue: The buckets that all ranks expect gradients for, in the order in which they are sent.
-        missing: How many of the expected gradients each of them still waits for.
-        launched: How many of the queue have been sent.
-        sent: All buckets that have been sent; what is sent of one again is added.
+        scale: Turns sums over ranks into means. If a later micro-batch has the scale, None.
+        buckets: The buckets that take part.
+        queue: The buckets for which all ranks expect gradients, in the order in which they are sent.
+        missing: How many of its expected gradients each bucket still waits for.
+        launched: How many buckets of the queue have been sent.
+        sent: All buckets that have been sent. If a bucket is sent again, the result is added.
         settles_at_end: Whether backward itself waits for the other ranks' flags.
-        graph_task: Autograd's number for it; None until its first gradient is there.
-        message: The flags of all ranks, from the end of backward on: one for each parameter that has got a gradient,
-            one for each bucket that has some left over, and a number for what was expected.
+        graph_task: Autograd's number for the backward. Before the first gradient, None.
+        message: The flags of all ranks, from the end of backward on. One flag for each parameter that has a gradient,
+            and one for each bucket with gradients left over. A number describes what was expected.
     """
 
     scale: GradientScale | None
@@ -123,26 +126,27 @@ class _Backward:
 
     @property
     def waiting(self) -> Sequence[GradientBucket]:
-        """What of the queue has not been sent."""
+        """Buckets of the queue that have not been sent."""
         return self.queue[self.launched :]
 
 
 class GradientReducer:
     """Reduces the gradients of bucketed parameters to the shards of their owners.
 
-    Collective: all ranks must run the same sequence of synchronised backwards and of :meth:`finish` calls. A backward
-    costs one reduce-scatter per touched bucket and one control message with a bit per parameter and bucket. A reduction
-    holds its bucket's gradients and, exchanged pairwise, about as much again until it has arrived.
+    Collective: all ranks must run the same sequence of synchronized backwards and of :meth:`finish` calls. A backward
+    costs one reduce-scatter per touched bucket. It also costs one control message with a bit per parameter and bucket.
+    A reduction holds its bucket's gradients. If it is exchanged pairwise, it holds about as much again until it has
+    arrived.
 
-    Micro-batches that are reduced one by one add up in the shards, as means over ranks. What makes a mean over all of
-    them may be known at the end only: tokens are counted, or an epoch is over.
+    Micro-batches that are reduced one by one add up in the shards, as means over ranks. The mean over all of them may
+    be known at the end only: tokens are counted, or an epoch ends.
 
     Args:
         collectives: Carry the gradients.
         messages: Carry the flags.
-        max_inflight: How many buckets may be in flight before backward waits. With such a bound every rank sends all
-            buckets that are expected, also those of which no rank turns out to have a gradient.
-        streams: Those of the gradients' device; by default a CPU's.
+        max_inflight: How many buckets may be in flight before backward waits. With such a bound, every rank sends all
+            expected buckets. Some of them may have no gradient on any rank.
+        streams: Streams of the gradients' device. By default, a CPU's.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class GradientReducer:
         streams: Streams | None = None,
     ) -> None:
         self.collectives = collectives
-        """What carries the gradients."""
+        """Carries the gradients."""
         self.max_inflight = max_inflight
         self._messages = messages
         self.follow_streams(streams or Streams())
@@ -172,14 +176,14 @@ class GradientReducer:
         self._window_scale: GradientScale | None = None
 
     def follow_streams(self, streams: Streams) -> None:
-        """Keeps to the order of streams of the gradients' device from now on."""
+        """From now on, keeps to the order of streams of the gradients' device."""
         self._streams = streams
         self._arrivals = Arrivals(streams) if streams.are_several else None
         """On which streams gradients become ready."""
 
     @property
     def control(self) -> Collectives:
-        """What carries agreements of the hosts."""
+        """Carries agreements of the hosts."""
         return self._messages.control
 
     @contextmanager
@@ -192,21 +196,21 @@ class GradientReducer:
             self.synchronize = before
 
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
-        """Announces the backward of ``loss``; after an exception in the last one, this starts afresh.
+        """Announces the backward of ``loss``. After an exception in the last backward, this starts over.
 
-        The flush is queued from a hook on the loss: queued from a parameter's hook, it would belong to the inner graph
-        task of a reentrant activation checkpoint, and run too early.
+        A hook on the loss queues the flush. If a parameter's hook queued it, the flush could belong to the inner graph
+        task of a reentrant activation checkpoint. It would then run too early.
 
         Args:
-            loss: What backward is called on.
-            scale: What the sum of gradients over ranks is multiplied by; by default 1 over their number. With what was
-                accumulated before; within :meth:`no_sync` it is not asked for.
+            loss: The tensor on which backward is called.
+            scale: The factor for the sum of gradients over ranks, earlier accumulated ones included. By default, 1 over
+                the number of ranks. Within :meth:`no_sync` it is not used.
         """
         self._end_backward()
         self._remove_loss_hook()
         if not self.synchronize and not self.shards_accumulation:
             return
-        # Several backwards may be stepped as one: their shards are added up as they come, not held one by one.
+        # Several backwards may be stepped as one. Their shards are added up as they arrive, not held one by one.
         self._complete()
         self._let_users_hooks_run_first()
         backward = self._backward = self._begin((scale or self._mean_over_ranks) if self.synchronize else None)
@@ -214,13 +218,13 @@ class GradientReducer:
             self._loss_hook = loss.register_hook(lambda _: self._enter(backward))  # type: ignore[no-untyped-call]
 
     def _begin(self, scale: GradientScale | None) -> _Backward:
-        """Fixes which gradients this backward waits for. All ranks come to the same answer."""
+        """Decides which gradients this backward waits for. All ranks decide the same."""
         if self._arrivals is not None:
             self._arrivals.begin()
         buckets = self.buckets if scale is not None else self._without_replicated()
         expecting: dict[GradientBucket, int] = {}
-        # It must not depend on what this rank finds in backward: a rank that waits there for the flags of others that
-        # do not send theirs until they have come to the step would wait for ever.
+        # It must not depend on what this rank finds in backward. Otherwise a rank could wait there for the flags of
+        # others for ever: they send theirs only at the step.
         settles_at_end = self.exposes_gradients
         for bucket in buckets:
             number = 0
@@ -235,7 +239,7 @@ class GradientReducer:
         return _Backward(scale, buckets, expecting, settles_at_end)
 
     def _without_replicated(self) -> list[GradientBucket]:
-        """The buckets that are sharded; the others expect no gradients in this backward."""
+        """The sharded buckets. The other buckets expect no gradients in this backward."""
         for bucket in self.buckets:
             if bucket.is_replicated:
                 _expect_nothing(bucket.slots)
@@ -248,13 +252,13 @@ class GradientReducer:
 
     def _on_gradient_ready(self, slot: ParameterSlot, _: Tensor) -> None:
         """Runs in backward, after a gradient has been accumulated in ``param.grad``."""
-        # Also in a backward that nobody announced: `finish` sends what such backwards have left.
+        # Also in an unannounced backward: `finish` sends the gradients that such backwards leave.
         slot.fresh = True
         if self._arrivals is not None:
             self._arrivals.note(slot.bucket)
         backward = self._backward
         if backward is None or backward.message is not None:
-            # Nobody announced this backward: the user called `loss.backward()`, who knows on which ranks how often.
+            # This backward was not announced: the user called `loss.backward()`, and knows on which ranks how often.
             return
         if backward.graph_task is None:
             self._enter(backward)
@@ -266,7 +270,7 @@ class GradientReducer:
             self._launch_complete_buckets(backward)
 
     def _launch_complete_buckets(self, backward: _Backward) -> None:
-        # In the order of the queue, whatever order they fill in: all ranks must launch alike.
+        # In the order of the queue, not in the order in which buckets fill: all ranks must launch alike.
         while backward.launched < len(backward.queue):
             bucket = backward.queue[backward.launched]
             if backward.missing[bucket] > 0:
@@ -285,10 +289,10 @@ class GradientReducer:
         self._not_waited_for.append(self._in_flight[-1])
 
     def _flush(self, backward: _Backward) -> None:
-        """Runs when backward has ended: sends flags of gradients to the other ranks, and what is complete by them."""
+        """Runs when backward has ended: sends flags of gradients to other ranks, and the buckets that are complete."""
         self._remove_loss_hook()
         if self.max_inflight is not None:
-            # Other ranks may be waiting in backward for what is not complete here.
+            # Other ranks may be waiting in backward for buckets that are not complete here.
             backward.missing = dict.fromkeys(backward.missing, 0)
             self._launch_complete_buckets(backward)
         self._send_flags(backward)
@@ -296,7 +300,7 @@ class GradientReducer:
             self._end_backward()
 
     def _send_flags(self, backward: _Backward) -> None:
-        """Sends to the other ranks for which parameters there were gradients, and which buckets have some left over."""
+        """Sends flags to the other ranks: which parameters had gradients, and which buckets have some left over."""
         # Packed gradients are not fresh any more: in most steps none is left.
         left = {
             slot
@@ -311,18 +315,18 @@ class GradientReducer:
         backward.message = self._messages.launch(bytes([*arrived, *left_over]), expectation)
 
     def _end_backward(self) -> None:
-        """Ends the last backward, if nothing has yet: collective, but for one that an exception had ended."""
+        """Ends the last backward, if it has not ended. Collective, except after an exception in that backward."""
         backward, self._backward = self._backward, None
         if backward is None:
             return
         if backward.message is None:
-            # Its memory must outlive the transfers.
+            # The memory must outlive the transfers.
             self._set_aside(backward)
         else:
             self._settle(backward, backward.message)
 
     def _settle(self, backward: _Backward, message: ControlMessage) -> None:
-        """Receives which parameters any rank has used, and sends what any rank has gradients for."""
+        """Receives which parameters any rank has used, and sends the gradients that any rank has."""
         agreed = message.wait()
         if not agreed.is_alike:
             raise NoCollectivesError(
@@ -334,9 +338,10 @@ class GradientReducer:
             slot.reduced = bool(used)
             slot.used = slot.used or slot.reduced
             if slot.trainable:
-                # By the flags of all ranks: each must come to the same answer about whom the next backward waits for.
+                # Decided by the flags of all ranks: each must reach the same answer about what the next backward waits
+                # for.
                 slot.idle_backwards = 0 if used else slot.idle_backwards + 1
-        # What no rank has used is not sent at all: the other half of a GAN costs nothing.
+        # Buckets that no rank has used are not sent at all: the other half of a GAN costs nothing.
         for bucket in backward.waiting:
             if any(slot.reduced for slot in bucket.slots):
                 self._launch(backward, bucket)
@@ -348,7 +353,7 @@ class GradientReducer:
         self._complete(exposed)
         if exposed:
             expose_gradients(exposed, self.collectives)
-        # What is left over of a window may be sent after its last backward: the window's scale was there first.
+        # Gradients left over from a window may be sent after its last backward: the window's scale was set before.
         if backward.scale is not None and self._partial and self._window_scale is None:
             self._window_scale = backward.scale
 
@@ -361,7 +366,7 @@ class GradientReducer:
             self._partial.append(bucket)
         applied = 1.0
         if buffer.dtype == torch.float16 and self.collectives.world_size > 1:
-            # A sum over ranks overflows in float16 where the mean does not.
+            # If the mean fits into float16, a sum over ranks may still overflow.
             applied = 1.0 / self.collectives.world_size
             buffer.mul_(applied)
         shard, unsharded = bucket.room_for_sum(buffer, shown is not ShownMean.ABSENT, self.collectives.sends_nothing)
@@ -370,26 +375,26 @@ class GradientReducer:
 
     def _hold_back(self) -> None:
         waiting = self._not_waited_for
-        # Only who waits for a work makes it let go of its buffers.
+        # Only waiting for a work frees its buffers.
         while waiting and (waiting[0].work.is_completed() or len(waiting) == self.max_inflight):
             self._wait(waiting.popleft(), "zero1_custom: hold backward back, max_inflight_buckets")
 
     def _wait(self, reduction: _Reduction, mark: str) -> None:
-        # What has been waited for lets go of its memory, which then is that stream's again.
+        # A wait frees the memory of the work, which then belongs to that stream again.
         with marked(mark), self._streams.on(reduction.stream):
             self.collectives.wait(reduction.work)
         if self._streams.current() != reduction.stream:
             self._streams.wait_for(reduction.stream)
 
     def _complete(self, buckets: Collection[GradientBucket] | None = None) -> None:
-        """Waits for the reductions of ``buckets`` (by default all) and leaves the mean gradients in their shards."""
+        """Waits for the reductions of ``buckets`` (by default all). The mean gradients are then in their shards."""
         if self._in_flight:
             self._add_up(buckets)
         if self._window_scale is not None and not self._in_flight:
             self._close_window(self._window_scale)
 
     def _close_window(self, scale: GradientScale) -> None:
-        """Brings the sums of means over ranks to the mean over the window, also of buckets that its end did not use."""
+        """Turns sums of means over ranks into the mean over the window, also for buckets that its end did not use."""
         partial, self._partial, self._window_scale = self._partial, [], None
         factor = scale() * self.collectives.world_size
         for bucket in partial:
@@ -401,27 +406,27 @@ class GradientReducer:
             self._in_flight = [reduction for reduction in pending if reduction.bucket not in buckets]
             pending = [reduction for reduction in pending if reduction.bucket in buckets]
         self._not_waited_for = deque(self._in_flight)
-        # In the order of their launch, in which they arrive.
+        # In the order of launches, in which the reductions arrive.
         for reduction in pending:
             bucket, scale = reduction.bucket, reduction.scale
             self._wait(reduction, f"zero1_custom: wait for gradients of bucket {bucket.index}")
-            # Asked for now, not at launch: the weights of a window are summed while its gradients travel.
+            # Computed now, not at launch: the weights of a window are summed while its gradients are in flight.
             mean = 1.0 / self.collectives.world_size if scale is None or bucket.is_partial else scale()
             if mean != reduction.applied:
                 reduction.shard.mul_(mean / reduction.applied)
-            # An exposed gradient was packed with what it had accumulated before, so that the sum takes its place.
+            # An exposed gradient was packed together with its accumulated part, so the sum replaces it.
             if bucket.shard_gradient is None or reduction.shown is ShownMean.TO_PACK:
                 bucket.shard_gradient, bucket.unsharded_gradient = reduction.shard, reduction.unsharded
             else:
                 if bucket.is_partial:
-                    # Zeroed in place, it is as narrow as after a window.
+                    # After zeroing in place, the shard has the narrow dtype, as after a window.
                     bucket.shard_gradient = bucket.shard_gradient.to(bucket.sum_dtype)
                 bucket.shard_gradient.add_(reduction.shard)
         for bucket in {reduction.bucket for reduction in pending if reduction.shown is ShownMean.ABSENT}:
             bucket.attach_gradients()
 
     def _set_aside(self, backward: object | None = None) -> None:
-        """Forgets those of one backward, or all; their memory must outlive the transfers."""
+        """Drops the reductions of one backward, or of all. Their memory must outlive the transfers."""
         _TRANSFERS_SET_ASIDE[:] = [work for work in _TRANSFERS_SET_ASIDE if not work.is_completed()]
         for reduction in self._in_flight:
             if backward in (None, reduction.backward):
@@ -430,9 +435,9 @@ class GradientReducer:
         self._not_waited_for = deque(self._in_flight)
 
     def finish(self, buckets: Sequence[GradientBucket]) -> None:
-        """Waits for the reductions and leaves the mean gradients in the shards of ``buckets``.
+        """Waits for the reductions. The mean gradients are then in the shards of ``buckets``.
 
-        Collective. Called again before the next backward, it takes over what was written into exposed gradients.
+        Collective. If called again before the next backward, it takes over changes to exposed gradients.
         """
         self._end_backward()
         if self.collects_unannounced:
@@ -443,47 +448,47 @@ class GradientReducer:
                 bucket.attach_exposed_gradients()
 
     def complete(self) -> None:
-        """Waits for the reductions of backwards that nobody has stepped yet. Collective."""
+        """Waits for the reductions of backwards that were not stepped yet. Collective."""
         self._end_backward()
         self._complete()
 
     def reduce_left_over(self, buckets: Sequence[GradientBucket], scale: GradientScale | None = None) -> None:
-        """Sends gradients that are in ``param.grad`` and were not reduced by any announced backward. Collective.
+        """Sends gradients in ``param.grad`` that no announced backward has reduced. Collective.
 
-        One control message, and a reduce-scatter for each of ``buckets`` in which any rank has some.
+        It costs one control message, and a reduce-scatter for each of ``buckets`` in which any rank has such gradients.
 
         Args:
-            buckets: Those to look into.
+            buckets: Buckets to search.
             scale: See :meth:`prepare_backward`.
         """
         self._end_backward()
         _expect_nothing(self._slots)
-        # A backward in which nothing was expected, and everything is left over.
+        # A backward that expects nothing. All gradients are left over.
         self._backward = _Backward(scale or self._mean_over_ranks, buckets)
         self._send_flags(self._backward)
         self._end_backward()
 
     def zero(self, slots: Collection[ParameterSlot], set_to_none: bool = True) -> None:
-        """Forgets the reduced gradients of ``slots``; reductions in flight are waited for first. Collective."""
+        """Drops the reduced gradients of ``slots``, after waiting for reductions in flight. Collective."""
         self.complete()
         for bucket in dict.fromkeys([slot.bucket for slot in slots]):
             bucket.zero_gradients(slots, set_to_none)
 
     def add_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        """Takes charge of further buckets; call it outside of backward, on all ranks alike."""
+        """Adds further buckets. Call it outside of backward, on all ranks alike."""
         self._end_backward()
         self.buckets += buckets
         for bucket in buckets:
             for slot in bucket.slots:
-                # What was accumulated before it was in this bucket is as good as new.
+                # Gradients accumulated before the parameter was in this bucket count as new.
                 slot.fresh = slot.parameter.grad is not None
                 self._slots.append(slot)
                 self._register_hook(slot)
 
     def dissolve_buckets(self, buckets: Sequence[GradientBucket]) -> None:
-        """Lets go of buckets whose parameters get others; call it outside of backward, on all ranks alike.
+        """Removes buckets whose parameters get other buckets. Call it outside of backward, on all ranks alike.
 
-        A reduced gradient that is shown in ``param.grad`` stays there, and so finds its way into the new bucket.
+        A reduced gradient that ``param.grad`` shows stays there, and so gets into the new bucket.
         """
         self._end_backward()
         self.buckets = [bucket for bucket in self.buckets if bucket not in buckets]
@@ -495,14 +500,17 @@ class GradientReducer:
                 self._hooks.pop(slot).remove()
 
     def close(self) -> None:
-        """Ends what was never stepped, and lets go of all parameters. Collective, but after a backward that raised."""
-        # In the middle of a backward the ranks may have launched different buckets: nobody can wait for those.
+        """Ends reductions that were never stepped, and releases all parameters.
+
+        Collective, but not after a backward that raised.
+        """
+        # In the middle of a backward, ranks may have launched different buckets. Waiting for those is impossible.
         if self._backward is None or self._backward.message is not None:
             self.complete()
         self.abandon()
 
     def abandon(self) -> None:
-        """Lets go of all parameters and forgets what is in flight; other ranks may be gone. Not collective."""
+        """Releases all parameters and drops what is in flight. Other ranks may have ended. Not collective."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
@@ -531,7 +539,7 @@ class GradientReducer:
         parameter.requires_grad_(trainable)
 
     def _let_users_hooks_run_first(self) -> None:
-        """Puts hooks that users have registered since before ours, which may take the gradient away."""
+        """Puts hooks that users have registered since before ours. Our hook may set the gradient to None."""
         slots = list(self._hooks)
         registered = map(accumulated_gradient_hooks, [slot.parameter for slot in slots])
         for slot, hook, ids in zip(slots, self._hooks.values(), registered, strict=True):

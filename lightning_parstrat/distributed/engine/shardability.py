@@ -1,7 +1,7 @@
-"""What can be sharded, and how; what is replicated instead, as under DDP.
+"""Which optimizers and parameters can be sharded, and how. All others are replicated, as under DDP.
 
-Nothing is refused that can be had with DDP's memory: an optimizer that looks at all parameters together is left as it
-is, on every rank, with averaged gradients in ``param.grad``.
+If DDP's memory suffices, nothing is refused. An optimizer that combines parameters is left unchanged, on every rank.
+Averaged gradients are in ``param.grad``.
 """
 
 import copy
@@ -42,21 +42,21 @@ _AGAIN = "between two evaluations every rank needs all parameters as they are by
 _LARGEST_DIMENSION = 8
 _PARAMETERS_PER_GROUP = 16
 _GRADIENT_SCALES = ((1.0, 1.0, 1.0), (1e3, 1e-3, 1.0, 1.0, 1.0))
-"""So large once that a global clip acts, but not before steps of ordinary length have been compared."""
+"""Scales of gradients. One is so large that a global clip acts. Ordinary steps are compared before it does."""
 _SMALLEST_LEARNING_RATE = 1e-3
 _LONGEST_ERROR = 100
-"""Of an error's text, in a message of one line."""
+"""Characters of an error's text, in a message of one line."""
 _SAME = 1e-3
-"""Relative to the largest step of a parameter; rounding stays far below, any dependence seen far above."""
+"""Relative to the largest step of a parameter. Rounding stays far below, any dependence seen far above."""
 
 
 _ANOTHER_OPTIMIZER = "What moves each parameter by its own gradient alone is sharded, such as torch.optim.AdamW."
 
 
 class ShardingDecision(NamedTuple):
-    """How an optimizer's parameters are partitioned; None where they are replicated, for ``reason``.
+    """How an optimizer's parameters are partitioned. If they are replicated for ``reason``, None.
 
-    ``remedy`` is a sentence for the user: what would be sharded instead.
+    ``remedy`` is a sentence for the user: which optimizer would be sharded instead.
     """
 
     partition: Partition | None
@@ -67,16 +67,16 @@ class ShardingDecision(NamedTuple):
 def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDecision:
     """How to shard ``optimizer``, if it can be.
 
-    ``"auto"`` cuts parameters only for torch's element-wise optimizers; any other leaves them uncut on one rank, and is
-    tried out first (see :func:`steps_parameters_alone`). Not collective.
+    ``"auto"`` cuts parameters only for torch's element-wise optimizers. Any other optimizer keeps them uncut on one
+    rank, and is tried out first (see :func:`steps_parameters_alone`). Not collective.
 
     Args:
         optimizer: Not sharded yet.
-        choice: The user's; ``"parameter"`` is a promise that the optimizer steps each alone.
+        choice: The user's choice. ``"parameter"`` is a promise that the optimizer steps each parameter alone.
 
     Raises:
-        ValueError: The optimizer wants sparse gradients, or ``"element"`` was asked for and it is none of torch's
-            element-wise ones.
+        ValueError: The optimizer needs sparse gradients, or ``"element"`` was chosen for an optimizer that is not one
+            of torch's element-wise ones.
     """
     if not isinstance(optimizer, Optimizer):
         return ShardingDecision(
@@ -103,7 +103,7 @@ def decide_sharding(optimizer: Optimizer, choice: PartitionChoice) -> ShardingDe
 
 
 def _obstacles(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    """Why it cannot be sharded whatever it steps, each with what would be."""
+    """Reasons why it cannot be sharded with any parameters, each with a remedy."""
     cls = type(optimizer)
     if not takes_hooks(optimizer):
         yield "its class does not call `Optimizer.__init__`", "A class that does can be sharded."
@@ -119,7 +119,7 @@ def _obstacles(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
 
 
 def _replaced_method(optimizer: Optimizer) -> str | None:
-    """One of the methods that would get another in its place, where the user's is no ordinary method of the class."""
+    """A method that sharding would replace, if the user's is not an ordinary method of the class."""
     own = vars(optimizer)
     for name in sorted(METHODS):
         if name in own and not (name == "step" and is_wrapped_by_scheduler(optimizer.step)):
@@ -132,8 +132,8 @@ def _replaced_method(optimizer: Optimizer) -> str | None:
 def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) -> set[Tensor]:
     """Parameters of ``optimizers`` that cannot move into a bucket, so that every rank steps them.
 
-    Those that share memory with another parameter or buffer without being the same, those that DDP is told to ignore,
-    and those of dtypes that have no gradients.
+    These are parameters that share memory with another parameter or buffer without being the same. Parameters that DDP
+    ignores and parameters of dtypes without gradients are the others.
     """
     parameters = {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     ignored = names_ignored_by_ddp(module)
@@ -144,7 +144,7 @@ def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
-    """What stepping ``parameter`` costs, in operations, so that several optimizers' can be weighed together."""
+    """The cost of stepping ``parameter``, in operations, the same unit for all optimizers."""
     if isinstance(optimizer, torch.optim.Muon):
         steps = next(
             group["ns_steps"] for group in optimizer.param_groups if any(p is parameter for p in group["params"])
@@ -154,10 +154,10 @@ def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Refuses optimizers that want sparse gradients.
+    """Raises an error for optimizers that need sparse gradients.
 
     Raises:
-        ValueError: It is one.
+        ValueError: The optimizer needs them.
     """
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
@@ -173,7 +173,7 @@ def _try_out(optimizer: Optimizer) -> ShardingDecision:
     if found.alike is not None:
         return ShardingDecision(None, "how it moves one parameter depends on the others", _ANOTHER_OPTIMIZER)
     if not found.error:
-        # As those do that take a gradient in the middle of a step: a promise would train them wrong.
+        # An optimizer that uses a gradient in the middle of a step does that: a promise would train it wrong.
         return ShardingDecision(None, "its `step` moved nothing when it was tried on a copy", _ANOTHER_OPTIMIZER)
     return ShardingDecision(
         None,
@@ -184,7 +184,7 @@ def _try_out(optimizer: Optimizer) -> ShardingDecision:
 
 
 def sharing_memory(tensors: Sequence[Tensor]) -> set[Tensor]:
-    """Those of ``tensors`` whose memory overlaps that of another one among them."""
+    """The tensors of ``tensors`` whose memory overlaps that of another one among them."""
     distinct = [tensor for tensor in dict.fromkeys(tensors) if _has_memory(tensor)]
     extents = sorted((*_extent(tensor), number) for number, tensor in enumerate(distinct))
     sharing: set[Tensor] = set()
@@ -202,15 +202,15 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last byte, exclusive, of what a strided tensor may read."""
+    """First and last byte, exclusive, that a strided tensor may read."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
 
 class _Twin(NamedTuple):
-    """A copy of an optimizer over probes, of which ``groups`` are the few that are stepped.
+    """A copy of an optimizer over probes. ``groups`` are the few probes that are stepped.
 
-    ``gradients`` are theirs, one for each step of each phase: of sizes that differ, in directions that change a little.
+    ``gradients`` are theirs, one for each step of each phase. Their sizes differ, and their directions change a little.
     """
 
     optimizer: Optimizer
@@ -219,26 +219,26 @@ class _Twin(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Whether a part moves as in the whole; None if that is unknown, because of ``error`` or as nothing moved."""
+    """Whether a part moves as in the whole. If that is unknown, by ``error`` or because nothing moved, None."""
 
     alike: bool | None
     error: str = ""
 
 
 def steps_parameters_alone(optimizer: Optimizer) -> Trial:
-    """Whether a step of ``optimizer`` moves each parameter by its own gradient and state, whoever else is there.
+    """Whether a step of ``optimizer`` moves each parameter by its own gradient and state, whatever else is stepped.
 
-    The optimizer and its parameters are left as they are. Not collective. Milliseconds: at most 16 parameters per
+    The optimizer and its parameters are not changed. Not collective. It takes milliseconds: at most 16 parameters per
     group, none with a dimension beyond 8, eight steps of each copy.
 
     Args:
         optimizer: Any optimizer with the class its user gave it.
 
     Returns:
-        Unknown for what cannot be copied, or does not step such small parameters.
+        Unknown for an optimizer that cannot be copied, or does not step such small parameters.
 
     Raises:
-        ClosureEvaluatedAgainError: It evaluates its closure more than once per step.
+        ClosureEvaluatedAgainError: The optimizer evaluates its closure more than once per step.
     """
     first = _try(optimizer, remainder=0)
     return _try(optimizer, remainder=1) if first.alike else first
@@ -247,7 +247,7 @@ def steps_parameters_alone(optimizer: Optimizer) -> Trial:
 def steps_shards_as_whole(optimizer: Optimizer, mesh: DeviceMesh) -> Trial:
     """Whether a step moves parameters that are DTensors, sharded by rows, as it moves whole ones. Collective.
 
-    It may evaluate its closure as often as it likes.
+    The optimizer may evaluate its closure several times.
 
     Args:
         optimizer: Any optimizer.
@@ -267,14 +267,14 @@ def _try(optimizer: Optimizer, remainder: int | None = None, mesh: DeviceMesh | 
             _step(part, 0, once=mesh is None)
             alike = _moved_alike(watched, starts)
             if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-                # What a class of its own makes of loaded state must not depend on who else is there, either.
+                # If a class has its own way of loading state, the result must not depend on other parameters, either.
                 part.optimizer.load_state_dict(part.optimizer.state_dict())
             _step(whole, 1, once=mesh is None)
             _step(part, 1, once=mesh is None)
         except ClosureEvaluatedAgainError:
             raise
         except Exception as error:
-            # Whatever an optimizer may raise that does not expect such parameters, or cannot be copied.
+            # An optimizer may raise any error if it does not expect such parameters, or cannot be copied.
             return Trial(None, " ".join(f"{type(error).__name__}: {error}".split())[:_LONGEST_ERROR])
     if watched and all(torch.equal(view, start) for (view, _), start in zip(watched, starts, strict=True)):
         return Trial(None)
@@ -293,11 +293,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _copy(optimizer: Optimizer, mesh: DeviceMesh | None = None) -> _Twin:
-    """A deep copy in which every parameter has become a probe, wherever the optimizer refers to it.
+    """A deep copy in which every parameter is replaced by a probe, everywhere in the optimizer.
 
-    Given a mesh, probes that have rows are sharded by them.
+    With a mesh, probes that have rows are sharded by them.
     """
-    # Not `copy.deepcopy(optimizer)`: torch's own copying leaves out whatever a subclass has added.
+    # Not `copy.deepcopy(optimizer)`: torch's own copying omits what a subclass has added.
     twin = object.__new__(type(optimizer))
     # A scheduler's wrapper of `step` is bound to the optimizer, whose state may fill the memory.
     memo: dict[int, Any] = {id(optimizer): twin}
@@ -305,12 +305,12 @@ def _copy(optimizer: Optimizer, mesh: DeviceMesh | None = None) -> _Twin:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             memo[id(parameter)] = _sharded(_probe(parameter, generator), mesh)
-    # Users' hooks are not meant for a copy, and may hold on to anything.
+    # Users' hooks are not meant for a copy, and may refer to anything.
     twin.__dict__ = copy.deepcopy({**attributes_without_hooks(optimizer), "state": defaultdict(dict)}, memo)
     for group in twin.param_groups:
         if "lr" in group:
             group["lr"] = _noticeable(group["lr"])
-        # Of every shape some, and the last as well as the first.
+        # Some parameters of every shape, and the last as well as the first.
         stride = max(1, len(group["params"]) // _PARAMETERS_PER_GROUP)
         group["params"] = group["params"][::-1][::stride][:_PARAMETERS_PER_GROUP]
     groups = [list(group["params"]) for group in twin.param_groups]
@@ -321,7 +321,7 @@ def _copy(optimizer: Optimizer, mesh: DeviceMesh | None = None) -> _Twin:
 
 
 def _noticeable(learning_rate: Any) -> Any:
-    """At the start of a warm-up it is often zero, and what does not move looks as if it moved alone."""
+    """A learning rate above zero. At the start of a warm-up it is often zero, and the trial needs movement."""
     if isinstance(learning_rate, Tensor):
         return learning_rate.clamp(min=_SMALLEST_LEARNING_RATE)
     return max(learning_rate, _SMALLEST_LEARNING_RATE)
@@ -350,16 +350,16 @@ def _sharded(probe: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
 def _probe(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
     shape = [min(size, _LARGEST_DIMENSION) for size in parameter.shape]
     values = torch.randn(*shape, 2, generator=generator)
-    # In 16 bits small steps would vanish, and large ones overflow; what depends on others does so in 32, too.
+    # In 16 bits small steps would vanish, and large ones overflow. A dependence also shows in 32 bits.
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     data = torch.view_as_complex(values) if parameter.is_complex() else values[..., 0]
     return nn.Parameter(data.to(dtype=dtype, device=parameter.device, copy=True).contiguous())
 
 
 def _pairs(whole: _Twin, part: _Twin, remainder: int | None) -> list[tuple[Tensor, Tensor]]:
-    """What is compared of both: all parameters; or every other one, of which ``part`` then steps no others.
+    """The pairs of tensors to compare: all parameters, or every other one. In that case ``part`` steps no others.
 
-    In the second case each is replaced by a shard that is all of it.
+    In the second case, each parameter is replaced by a shard that is all of it.
     """
     pairs: list[tuple[Tensor, Tensor]] = []
     number = 0
@@ -380,7 +380,7 @@ def _pairs(whole: _Twin, part: _Twin, remainder: int | None) -> list[tuple[Tenso
 
 @contextmanager
 def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
-    """What a step may draw within it is not missing from the training's."""
+    """Within it, a step's random numbers do not change those of the training."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
     python = random.getstate()
@@ -413,7 +413,7 @@ def _step(twin: _Twin, phase: int, once: bool) -> None:
 
 
 def check_parameters(module: nn.Module, parameters: Sequence[Tensor]) -> None:
-    """Refuses parameters that cannot be bucketed, before anything is moved.
+    """Raises an error for parameters that cannot be bucketed, before anything is moved.
 
     Raises:
         ValueError: Several devices, a sparse layout, or a module that makes sparse gradients.

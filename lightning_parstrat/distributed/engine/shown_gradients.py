@@ -1,4 +1,4 @@
-"""Reduced gradients are gathered again where somebody reads or changes them in ``param.grad``."""
+"""If a callback or hook reads or changes reduced gradients in ``param.grad``, they are gathered again."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from lightning_parstrat.distributed.engine.buckets import GradientBucket, Parame
 def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives) -> None:
     """Gathers the reduced gradients of buckets and makes ``param.grad`` views of them.
 
-    Collective: one all-gather per bucket. Parameters that no rank had a gradient for keep what they have. This rank's
-    shard is a part of the gathered buffer, so what is written into ``param.grad`` in place is what steps.
+    Collective: one all-gather per bucket. Parameters without a gradient on any rank keep what they have. This rank's
+    shard is a part of the gathered buffer. So changes to ``param.grad`` in place are stepped.
 
     Args:
-        buckets: Those reduced in this backward, in the same order on all ranks.
-        collectives: The reducer's.
+        buckets: The buckets reduced in this backward, in the same order on all ranks.
+        collectives: The reducer's collectives.
     """
     gathers = []
     for bucket in buckets:
@@ -28,23 +28,23 @@ def expose_gradients(buckets: Sequence[GradientBucket], collectives: Collectives
         with marked(f"zero1_custom: wait for all-gathered gradients of bucket {bucket.index}"):
             collectives.wait(work)
         for slot in bucket.slots:
-            # What no rank used keeps its None, and so neither decays nor moves by its momentum.
+            # A parameter that no rank used keeps None as its gradient. It neither decays nor moves by its momentum.
             if slot.reduced:
                 slot.parameter.grad = slot.view_into(_unsharded_gradient(bucket))
         if bucket.is_replicated:
-            # From here on `param.grad` is all that holds it, and zeroing it frees it.
+            # From here on, only `param.grad` holds the gradient. Zeroing `param.grad` frees it.
             bucket.shard_gradient = bucket.unsharded_gradient = None
 
 
 @contextmanager
 def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> Iterator[None]:
-    """Within it ``param.grad`` holds the mean gradients; what is changed there is what steps afterwards.
+    """Within it, ``param.grad`` holds the mean gradients. Changes to it are stepped afterwards.
 
-    Collective: one all-gather per bucket that has gradients. Needs memory for all gradients while it lasts.
+    Collective: one all-gather per bucket that has gradients. It needs memory for all gradients while it lasts.
 
     Args:
-        buckets: Those to show, after the reductions have finished.
-        collectives: The reducer's.
+        buckets: The buckets to show, after the reductions have finished.
+        collectives: The reducer's collectives.
     """
     shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
     show_full_gradients(shown, collectives)
@@ -56,7 +56,7 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
 
 
 def show_full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> None:
-    """Has ``param.grad`` show the mean gradients of buckets that have some. Collective: one all-gather per bucket."""
+    """Makes ``param.grad`` show the mean gradients of buckets that have some. Collective: one all-gather per bucket."""
     for bucket in buckets:
         bucket.unsharded_gradient = torch.empty_like(bucket.flat)
         bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
@@ -67,7 +67,7 @@ def show_full_gradients(buckets: Sequence[ParameterBucket], collectives: Collect
 
 @torch.no_grad()
 def _take_back(bucket: ParameterBucket) -> None:
-    """Keeps this rank's part of what ``param.grad`` holds now, and frees the rest."""
+    """Keeps this rank's part of the present ``param.grad``, and frees the rest."""
     for slot in bucket.slots:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         slot.used = gradient is not None
@@ -75,10 +75,10 @@ def _take_back(bucket: ParameterBucket) -> None:
             continue
         place = slot.view_into_shard(_shard_gradient(bucket))
         if gradient is None:
-            # Another backward of the same step adds to what is there.
+            # Another backward of the same step adds to the shard.
             place.zero_()
         else:
-            # `param.grad` was rounded to the parameter's dtype: what nobody changed keeps the bits of the wider shard.
+            # `param.grad` was rounded to the parameter's dtype. Unchanged elements keep the bits of the wider shard.
             take_where_changed(place, slot.part_of(gradient))
     bucket.unsharded_gradient = None
     bucket.attach_gradients()

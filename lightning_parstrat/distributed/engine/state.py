@@ -1,10 +1,10 @@
 """The state of a sharded optimizer, to and from torch's own ``state_dict``: described, collected, and sliced.
 
-The buckets, which all ranks know, say which elements a rank has. They do not say which entries the state has, their
-dtypes, and counts of steps. These are usually alike in a bucket: ranks compare numbers, and describe what they have
-where numbers differ. Then each rank sends its shard of the state, packed into a message for each entry of a bucket.
-Messages are in host memory, so that a device never holds more than a shard. Loading takes each rank's part of an
-unsharded state.
+All ranks know the buckets, and so which elements each rank has. The buckets do not contain the names of the state's
+entries, their dtypes, and counts of steps. These are usually alike in a bucket, so ranks compare numbers. If the
+numbers differ, ranks describe what they have. Then each rank sends its shard of the state, in one message for each
+entry of a bucket. Messages are in host memory, so a device never holds more than a shard. Loading takes each rank's
+part of an unsharded state.
 """
 
 import copy
@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.engine.buckets import ParameterSlot
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 
 MASTER_WEIGHTS = "master_weights"
-"""Where a state dict keeps master weights, by position as ``"state"`` is. Other strategies pass over it."""
+"""The key of master weights in a state dict, by position as in ``"state"``. Other strategies ignore it."""
 
 ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
     {
@@ -47,11 +47,11 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
         torch.optim.SGD,
     }
 )
-"""torch's optimizers whose update of an element looks at that element alone. Exact classes: a subclass may differ."""
+"""torch's optimizers whose update of an element depends on that element alone. Exact classes: a subclass may differ."""
 
 
 def _sharding_of(optimizer: Optimizer) -> Any:
-    """What ``stepping.py`` has put there, an ``OptimizerSharding``: that file imports this one."""
+    """The ``OptimizerSharding`` that ``stepping.py`` has set. That file imports this one."""
     return vars(optimizer)["_sharding"]
 
 
@@ -59,18 +59,18 @@ StateDict = dict[Any, Any]
 
 
 class Entry(NamedTuple):
-    """One entry of a shard's state: a tensor that lies like the shard (then its dtype), or any other value."""
+    """One entry of a shard's state: the dtype of a tensor with the shard's shape, or any other value."""
 
     dtype: torch.dtype | None
     value: Any
 
 
 Entries = Mapping[str, Entry]
-"""What is kept for one parameter, in the optimizer's order."""
+"""The entries of one parameter, in the optimizer's order."""
 
 
 class OwnPart(NamedTuple):
-    """This rank's part of an entry of which there was no unsharded tensor, 1-D in storage order."""
+    """This rank's part of an entry without an unsharded tensor, 1-D in storage order."""
 
     elements: Tensor
 
@@ -81,24 +81,24 @@ def grouped_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
-"""Makes what stands for a tensor: of a parameter at a position in the optimizer, of an entry of its state."""
+"""Makes the replacement of a tensor. It gets a parameter's position in the optimizer, and an entry of its state."""
 
 
 def gather_state_dict(optimizer: Optimizer, on_all: bool = False, stand_in: StandIn | None = None) -> StateDict:
     """The optimizer's unsharded state in torch's own format, its tensors in host memory.
 
-    Collective. Ranks compare what there is by one small reduction; then each sends its shard of the state, bucket by
-    bucket. Rank 0's host holds the unsharded state at the end, and the messages of one bucket until then. A device
-    never holds more than it does anyway.
+    Collective. Ranks compare their entries by one small reduction. Then each rank sends its shard of the state, bucket
+    by bucket. At the end, rank 0's host holds the unsharded state. Until then it also holds the messages of one bucket.
+    A device never holds more than before.
 
     Args:
         optimizer: A sharded optimizer.
         on_all: Whether rank 0 sends the unsharded state to all others.
-        stand_in: Where given, nothing is sent but what is no part of a shard (counts of steps), and what this makes
-            stands in the place of the tensors.
+        stand_in: If given, it makes the tensors of the result. Then only values that are no part of a shard are sent,
+            such as counts of steps.
 
     Returns:
-        The unsharded state on rank 0, or on all; on other ranks the parameter groups, with an empty state.
+        The unsharded state on rank 0, or on all. Other ranks get the parameter groups, with an empty state.
     """
     sharding = _sharding_of(optimizer)
     run_hooks_before_state_dict(optimizer)
@@ -119,7 +119,7 @@ def gather_state_dict(optimizer: Optimizer, on_all: bool = False, stand_in: Stan
         by_position = broadcast_object(by_position, control.group)
     by_parameter: dict[Tensor, StateDict] = {parameters[position]: state for position, state in by_position.items()}
     if on_all or control.rank == 0:
-        # Every rank has the same state for what every rank steps.
+        # Every rank has the same state for replicated parameters.
         replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
         by_parameter.update({parameter: on_host(optimizer.state[parameter]) for parameter in replicated})
     return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
@@ -128,7 +128,7 @@ def gather_state_dict(optimizer: Optimizer, on_all: bool = False, stand_in: Stan
 def replicated_state_dict(optimizer: Optimizer) -> StateDict:
     """The optimizer's unsharded state on every rank, in torch's own format and on the host.
 
-    Collective: nothing is sent before all ranks have called it. A rank that waits for others prints that.
+    Collective: nothing is sent before all ranks have called it. A rank that waits for others logs that.
 
     Args:
         optimizer: A sharded optimizer.
@@ -143,11 +143,11 @@ def replicated_state_dict(optimizer: Optimizer) -> StateDict:
 def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
     """Loads the unsharded state, of which this rank keeps its shards.
 
-    Not collective, but for parameters that joined the groups since the last step, which are bucketed first.
+    Not collective, except for parameters that joined the groups since the last step: they get buckets first.
 
     Args:
         optimizer: A sharded optimizer.
-        state_dict: In torch's own format, unsharded tensors, from any strategy and world size.
+        state_dict: Unsharded tensors in torch's own format, from any strategy and world size.
         load: The original ``load_state_dict``, bound to the optimizer.
 
     Raises:
@@ -191,22 +191,22 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
 
 
 def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
-    """Refuses state that is of other parameters, where shapes show that. Not collective.
+    """Raises an error for state of other parameters, if the shapes differ. Not collective.
 
     Args:
         optimizer: Sharded or not.
-        state_dict: What it is to load, in torch's own format; tensors may be on the meta device.
-        names: What the parameters are called.
+        state_dict: The state to load, in torch's own format. Tensors may be on the meta device.
+        names: The names of the parameters.
 
     Raises:
-        ValueError: A tensor has another shape than its parameter, in the state of an optimizer whose tensors all have.
+        ValueError: A tensor has another shape than its parameter, in the state of an element-wise optimizer.
     """
     if type(optimizer) not in ELEMENTWISE_OPTIMIZERS:
         return
     identifiers = [identifier for group in state_dict["param_groups"] for identifier in group["params"]]
     parameters = grouped_parameters(optimizer)
     if len(identifiers) != len(parameters):
-        # Loading says so.
+        # Loading raises an error for that.
         return
     for identifier, parameter in zip(identifiers, parameters, strict=True):
         for key, value in state_dict["state"].get(identifier, {}).items():
@@ -221,7 +221,7 @@ def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Ten
 
 @torch.no_grad()
 def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None) -> None:
-    """Takes over this rank's part; where the parameter has another value by then, the next step takes that."""
+    """Takes over this rank's part. If the parameter has another value at the next step, the step uses that value."""
     if slot.shard is None or unsharded is None:
         return
     part = shard_value(unsharded, slot)
@@ -252,7 +252,7 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
         for group in optimizer.param_groups
     ]
     packed: StateDict = {position[parameter]: states[parameter] for parameter in parameters if parameter in states}
-    # Beside the state, not in it: to torch's optimizers a parameter whose state is not empty has stepped.
+    # Beside the state, not in it: torch's optimizers take a parameter with any state as stepped.
     masters = {index: state.pop(MASTER_WEIGHTS) for index, state in packed.items() if MASTER_WEIGHTS in state}
     packed = {index: state for index, state in packed.items() if state}
     packed.update({key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)})
@@ -260,14 +260,14 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
 
 
 class _Message(NamedTuple):
-    """One entry of the state of a shard's parameters, of one dtype: a part of each, one after the other."""
+    """One entry of the state of a shard's parameters, of one dtype: all parameters' parts, one after the other."""
 
     key: str
     dtype: torch.dtype
     parts: list[tuple[ParameterSlot, slice]]
 
     def room(self) -> Tensor:
-        """Memory for it."""
+        """Memory for the message."""
         return torch.empty(sum(one.stop - one.start for _, one in self.parts), dtype=self.dtype)
 
     def parts_in(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, slice, Tensor]]:
@@ -279,22 +279,22 @@ class _Message(NamedTuple):
 
 
 class BucketState:
-    """What an optimizer keeps for the parameters of one bucket.
+    """The state of one bucket's parameters in an optimizer.
 
     Args:
-        slots: All of one bucket, at least one with elements.
+        slots: Slots of one bucket, at least one with elements.
     """
 
     def __init__(self, slots: Iterable[ParameterSlot]) -> None:
         self.slots = sorted((slot for slot in slots if slot.place.numel), key=lambda slot: slot.place.offset)
         self.of_all: Entries | None = None
-        """What is kept for each parameter alike, where ranks agree on that."""
+        """If ranks agree that all parameters have the same entries, those entries."""
         self.by_shard: dict[int, list[Entries]] = {}
-        """Else for the parts of each shard, in their order."""
+        """Otherwise the entries for the parts of each shard, in their order."""
         self._starts = [slot.place.offset for slot in self.slots]
 
     def parts_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice]]:
-        """What is in a shard: the parameters, and which elements of each, in storage order."""
+        """The content of a shard: the parameters, and which elements of each, in storage order."""
         bounds = self.slots[0].bucket.layout.bounds
         first = max(bisect_right(self._starts, bounds[shard]) - 1, 0)
         for slot in self.slots[first:]:
@@ -309,12 +309,12 @@ class BucketState:
         return next(self.parts_of(shard), None) is not None
 
     def entries_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice, Entries]]:
-        """The same, and what is kept for each parameter there."""
+        """The same, with the entries of each parameter there."""
         for number, (slot, elements) in enumerate(self.parts_of(shard)):
             yield slot, elements, self.by_shard[shard][number] if self.of_all is None else self.of_all
 
     def messages_of(self, shard: int) -> list[_Message]:
-        """What the owner of a shard sends of its state."""
+        """The messages by which the owner of a shard sends its state."""
         found: dict[tuple[str, torch.dtype], _Message] = {}
         for slot, elements, entries in self.entries_of(shard):
             for key, entry in entries.items():
@@ -324,7 +324,7 @@ class BucketState:
         return list(found.values())
 
     def by_slot(self) -> dict[ParameterSlot, dict[str, Entry]]:
-        """What is kept for each parameter; the values are copies. Where ranks differ, what any of them keeps."""
+        """The entries of each parameter, as copies. If ranks differ, the entries that any of them keeps."""
         if self.of_all is not None:
             return {slot: {key: copy.deepcopy(one) for key, one in self.of_all.items()} for slot in self.slots}
         found: dict[ParameterSlot, dict[str, Entry]] = {}
@@ -336,7 +336,7 @@ class BucketState:
 
 
 def buckets_of(slots: Iterable[ParameterSlot]) -> list[BucketState]:
-    """The slots by the buckets that they lie in, in the order in which these are found; without empty parameters."""
+    """The slots by their buckets, in the order in which the buckets are found, without empty parameters."""
     by_bucket: dict[int, list[ParameterSlot]] = {}
     for slot in slots:
         if slot.place.numel:
@@ -347,16 +347,17 @@ def buckets_of(slots: Iterable[ParameterSlot]) -> list[BucketState]:
 def describe_buckets(
     optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
 ) -> None:
-    """Fills in what all ranks hold on rank 0, and what a rank holds itself on the others. Collective.
+    """Fills in what all ranks hold on rank 0. On other ranks, fills in their own entries. Collective.
 
-    One small reduction of 16 bytes per bucket. If ranks hold the same entries and values for all parameters of a
-    bucket, nothing else is sent, unless rank 0 has no part of it. Of all other buckets each rank describes its parts.
+    It costs one small reduction of 16 bytes per bucket. If all parameters of a bucket have the same entries and values
+    on all ranks, nothing else is sent. The exception is a bucket without a part on rank 0. Each rank describes its
+    parts of all other buckets.
 
     Args:
-        optimizer: Its state is described.
+        optimizer: The optimizer whose state is described.
         buckets: The same on all ranks, and empty. They are filled in.
         ranks: The ranks that together hold one copy, in the order of their shards.
-        control: Of all ranks; works on host memory.
+        control: Collectives of all ranks. They work on host memory.
     """
     shard = ranks.index(control.rank) if control.rank in ranks else None
     for bucket in buckets:
@@ -376,7 +377,7 @@ def describe_buckets(
 
 
 def describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, Entry]:
-    """What this rank holds for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
+    """This rank's entries for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
     shard = slot.shard
     if shard is None:
         raise AssertionError("state was found for a shard that does not exist")
@@ -395,8 +396,8 @@ def on_host(value: Any) -> Any:
 
 
 def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[bool]:
-    """For each bucket, whether there are parameters of which other things are kept than of others. Collective."""
-    # The largest and the smallest number of all ranks; a rank without a part of a bucket has none.
+    """For each bucket, whether its parameters have different entries. Collective."""
+    # The largest and the smallest number of all ranks. A rank without a part of a bucket has no number.
     extremes = torch.full((2, len(own)), -(2**62), dtype=torch.int64)
     for number, described in enumerate(own):
         numbers = {_number_of(entries) for entries in described}
@@ -410,7 +411,7 @@ def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[b
 
 
 def _number_of(entries: Entries) -> int:
-    """61 bits that are the same where all entries are: their order, too."""
+    """61 bits that are the same if all entries and their order are the same."""
     contents = [(key, str(one.dtype), replace_leaves(one.value, _content)) for key, one in entries.items()]
     return digest(pickle.dumps(contents))
 
@@ -423,16 +424,16 @@ def _content(tensor: Tensor) -> Any:
 def collect(
     optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
 ) -> dict[ParameterSlot, dict[str, Any]]:
-    """The unsharded state on rank 0, in host memory; nothing elsewhere. Collective.
+    """The unsharded state on rank 0, in host memory. Other ranks get nothing. Collective.
 
-    Each of ``ranks`` sends a message for each entry of each bucket, packed in host memory. Rank 0 receives those of one
-    bucket at a time.
+    Each of ``ranks`` sends a message for each entry of each bucket, packed in host memory. Rank 0 receives the messages
+    of one bucket at a time.
 
     Args:
-        optimizer: Its state is collected.
+        optimizer: The optimizer whose state is collected.
         buckets: After :func:`describe_buckets`.
         ranks: The ranks that together hold one copy, in the order of their shards, rank 0 first.
-        control: Of all ranks; works on host memory.
+        control: Collectives of all ranks. They work on host memory.
     """
     if control.rank > 0:
         if control.rank in ranks:
@@ -468,20 +469,20 @@ def _packed(optimizer: Optimizer, message: _Message) -> Tensor:
 
 
 def _zeros(slot: ParameterSlot, _: str, dtype: torch.dtype) -> Tensor:
-    # As before a first step: a rank may have no such entry where others have.
+    # As before a first step: a rank may lack an entry that other ranks have.
     return torch.empty_strided(slot.parameter.shape, slot.strides, dtype=dtype).zero_()
 
 
 class StateByShard(defaultdict[Any, Any]):
-    """What ``optimizer.state`` is while the optimizer is sharded: keyed by this rank's shards.
+    """``optimizer.state`` while the optimizer is sharded: keyed by this rank's shards.
 
-    A parameter may be used as a key, too, to read, change, reset or remove the state that this rank has for it: what
-    elsewhere has the parameter's shape is the shard's part of it here. Where this rank owns nothing of a parameter,
-    there is no state for it. Not collective.
+    You can use a parameter as a key, too, to read, change, reset or remove this rank's state for it. Entries
+    with the parameter's shape elsewhere have the shape of the shard's part here. If this rank owns nothing of a
+    parameter, there is no state for it. Not collective.
 
     Args:
-        slots: Which shard stands for which parameter; what is added to it later is seen.
-        state: By shard.
+        slots: The slot of each parameter, and so its shard. Later additions are seen.
+        state: State by shard.
     """
 
     def __init__(self, slots: Mapping[Tensor, ParameterSlot], state: Mapping[Any, Any]) -> None:
@@ -494,11 +495,11 @@ class StateByShard(defaultdict[Any, Any]):
 
     @override
     def __missing__(self, key: Any) -> Any:
-        # Steps ask by shards, which are found at once.
+        # Steps use shards as keys, which are found at once.
         slot = self._slots.get(key) if isinstance(key, Tensor) else None
         if slot is None:
             return super().__missing__(key)
-        # A state that is made for a parameter of which nothing is owned here must not stay.
+        # A state made for a parameter of which this rank owns nothing must not stay.
         return {} if slot.shard is None else self[slot.shard]
 
     @override
@@ -527,7 +528,7 @@ class StateByShard(defaultdict[Any, Any]):
 
 
 class StateLeftOut(defaultdict[Any, Any]):
-    """What ``optimizer.state`` is in a copy of a sharded optimizer: an error for who reads it, until one is loaded."""
+    """``optimizer.state`` in a copy of a sharded optimizer. Reading it raises an error until a state is loaded."""
 
     def _refuse(self, *_: Any) -> Any:
         raise RuntimeError(
@@ -540,7 +541,7 @@ class StateLeftOut(defaultdict[Any, Any]):
 
 
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:
-    """This rank's shards of state that is there before its parameter is sharded (Adagrad makes it at once)."""
+    """This rank's shards of state from before its parameter is sharded (Adagrad makes state at once)."""
     if isinstance(state, StateByShard) and not any(key in slots for key in state):
         return state
     sharded = StateByShard(slots, {})
@@ -550,13 +551,13 @@ def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, Parame
 
 
 def shard_value(value: Any, slot: ParameterSlot) -> Any:
-    """This rank's part of one entry of a parameter's state; what has not the parameter's shape is replicated."""
+    """This rank's part of one entry of a parameter's state. Entries without the parameter's shape are replicated."""
     if isinstance(value, OwnPart) and slot.shard is not None:
         part = value.elements.as_strided(slot.shard.shape, slot.shard.stride())
     elif not isinstance(value, Tensor) or slot.shard is None or value.shape != slot.parameter.shape:
         return value.clone() if isinstance(value, Tensor) else value
     else:
-        # A copy, so that what is not this rank's goes: a checkpoint may be mapped into memory, not read.
+        # A copy, so that the other ranks' parts can be freed. A checkpoint may be mapped into memory, not read.
         part = slot.part_of(value).clone()
-    # State that an optimizer made in the parameter's own dtype goes on in the master weights'.
+    # State that an optimizer made in the parameter's dtype is converted to the master weights' dtype.
     return part.to(slot.bucket.shard_dtype) if part.dtype == slot.parameter.dtype else part

@@ -1,12 +1,12 @@
-"""Optimizers that step something else than their groups show, such as this rank's shards: the same object and class.
+"""Optimizers that step other tensors than their groups show, such as this rank's shards. Object and class stay.
 
-Users, schedulers and callbacks go on seeing their class, and the full parameters in ``param_groups``; only while the
-class's ``step`` runs (or gradients are unscaled or clipped) do the groups hold this rank's shards instead. The methods
-that differ are on the instance, where Python finds them before the class's, and so is what is known of its sharding:
-``optimizer._sharding``.
+Users, schedulers and callbacks still see the optimizer's class, and the full parameters in ``param_groups``. The groups
+hold this rank's shards only while the class's ``step`` runs, or gradients are unscaled or clipped. The methods that
+differ are on the instance: Python finds them before the class's. ``optimizer._sharding``, the record of the sharding,
+is also there.
 
-Whoever goes by the class passes them by: ``Adam.step(optimizer)``, or ``optimizer.step`` kept from before the training.
-A step taken so is refused; of other calls it cannot be known.
+A call through the class bypasses these methods: ``Adam.step(optimizer)``, or an ``optimizer.step`` kept from before the
+training. Such a step raises an error. Other such calls cannot be detected.
 """
 
 import functools
@@ -39,16 +39,16 @@ from lightning_parstrat.distributed.engine.state import (
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 
 _STEPS = "_steps_otherwise"
-"""On an optimizer while a step of its own runs, in which its class may step."""
+"""An attribute of an optimizer while its own step runs. Meanwhile its class may step."""
 
 
 def stepping_by(steps: Callable[[Optimizer, Callable[[], Any] | None, dict[str, Any]], Any]) -> Callable[..., Any]:
-    """A ``step`` to be put on an optimizer's object, where Python finds it before the class's.
+    """A ``step`` for an optimizer's instance: Python finds it before the class's.
 
-    Hooks of a step run once, around ``steps``, and see what the groups show.
+    Hooks of a step run once, around ``steps``, and see the groups as shown.
 
     Args:
-        steps: Steps an optimizer, given its closure and further arguments.
+        steps: Steps an optimizer. It gets the optimizer, its closure and further arguments.
     """
 
     @Optimizer.profile_hook_step
@@ -56,7 +56,7 @@ def stepping_by(steps: Callable[[Optimizer, Callable[[], Any] | None, dict[str, 
         return steps(self, closure, arguments)
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        # For schedulers, whose wrapper of `step` this may stand in for.
+        # For schedulers: this method may replace their wrapper of `step`.
         note_step_called(self)
         own = vars(self)
         is_nested = _STEPS in own
@@ -71,10 +71,10 @@ def stepping_by(steps: Callable[[Optimizer, Callable[[], Any] | None, dict[str, 
 
 
 def refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before ``step`` of the optimizer's class, which knows nothing of shards.
+    """A hook before ``step`` of the optimizer's class, which cannot step shards.
 
     Raises:
-        RuntimeError: The class's ``step`` was called otherwise than by the object's own.
+        RuntimeError: The class's ``step`` was called by other code than the object's ``step``.
     """
     if _STEPS not in vars(optimizer):
         name = type(optimizer).__name__
@@ -85,12 +85,12 @@ def refuse_step_of_class(optimizer: Optimizer, *_: Any) -> None:
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its ``step`` cannot do without a closure, as that of LBFGS, which looks at the loss again and again."""
+    """Whether its ``step`` needs a closure. LBFGS is an example: it evaluates the loss several times."""
     cls = type(optimizer)
     return issubclass(cls, torch.optim.LBFGS) or _insists_on_closure(getattr(cls, "step", None))
 
 
-# Asked in every step; reading a signature takes longer than some steps do.
+# Called in every step. Reading a signature takes longer than some steps do.
 @functools.lru_cache
 def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
     closure = None if step is None else inspect.signature(step).parameters.get("closure")
@@ -98,7 +98,7 @@ def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
 
 
 class ShownGroups:
-    """Has an optimizer's groups hold other tensors for a while.
+    """Makes an optimizer's groups hold other tensors for a while.
 
     Args:
         optimizer: The optimizer.
@@ -110,11 +110,11 @@ class ShownGroups:
         self._mark: AbstractContextManager[object] | None = None
 
     def show(self, stand_ins: Sequence[Sequence[Tensor]], name: str = "") -> None:
-        """Has each group hold its part of ``stand_ins`` instead of its parameters.
+        """Makes each group hold its part of ``stand_ins`` instead of its parameters.
 
         Args:
-            stand_ins: Of each group.
-            name: For a trace, which shows how long.
+            stand_ins: Tensors of each group.
+            name: The name in a trace, which shows the duration.
         """
         if name:
             self._mark = marked(name)
@@ -125,9 +125,9 @@ class ShownGroups:
             group["params"] = list(tensors)
 
     def restore(self) -> None:
-        """Gives the groups their parameters back, if they have not got them."""
+        """Gives the groups their parameters back, if they do not have them."""
         if self._parameters is not None:
-            # `load_state_dict` replaces the dictionaries; their order stays.
+            # `load_state_dict` replaces the dictionaries but keeps their order.
             for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
                 group["params"] = parameters
             self._parameters = None
@@ -144,7 +144,7 @@ class OneEvaluation:
     """A closure that may be called once.
 
     Args:
-        closure: What is evaluated.
+        closure: The closure to evaluate.
         optimizer: The optimizer's name, for the message.
     """
 
@@ -154,10 +154,10 @@ class OneEvaluation:
         self._evaluated = False
 
     def __call__(self) -> Any:
-        """Returns what the closure does.
+        """Returns the closure's result.
 
         Raises:
-            ClosureEvaluatedAgainError: It was called before.
+            ClosureEvaluatedAgainError: The closure was called before.
         """
         if self._evaluated:
             raise ClosureEvaluatedAgainError(
@@ -169,18 +169,18 @@ class OneEvaluation:
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
-    """Whether the optimizer knows of a sharding; it stays so after its training, until its state is unsharded."""
+    """Whether the optimizer has a sharding. That remains after its training, until its state is unsharded."""
     return "_sharding" in vars(optimizer)
 
 
 def sharding_of(optimizer: Optimizer) -> "OptimizerSharding":
-    """What a sharded optimizer knows of its sharding; see :func:`is_sharded`."""
+    """The sharding of a sharded optimizer, see :func:`is_sharded`."""
     sharding: OptimizerSharding = vars(optimizer)["_sharding"]
     return sharding
 
 
 class OptimizerSharding:
-    """What a sharded optimizer knows: its buckets, which shard stands for which parameter, and who moves them.
+    """The sharding of one optimizer: its buckets, the shard of each parameter, and the objects that move them.
 
     Args:
         optimizer_class: The optimizer's class.
@@ -190,7 +190,7 @@ class OptimizerSharding:
     """
 
     guard: RemovableHandle
-    """Of the hook that refuses a step around the optimizer's own methods."""
+    """The handle of the hook that refuses a step which bypasses the optimizer's own methods."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class OptimizerSharding:
 
     @property
     def control(self) -> Collectives:
-        """Of all ranks that hold a part of the state; works on host memory."""
+        """Collectives of all ranks that hold a part of the state. They work on host memory."""
         return self.reducer.control
 
     @property
@@ -223,7 +223,7 @@ class OptimizerSharding:
         return self.shard_groups.groups[0] if self.buckets else range(1)
 
     def look_up(self, optimizer: Optimizer, buckets: Sequence[ParameterBucket]) -> None:
-        """Finds the optimizer's parameters in buckets; every rank steps all of those that are in none."""
+        """Finds the optimizer's parameters in buckets. Every rank steps all parameters that are in none."""
         slots = {slot.parameter: slot for bucket in buckets for slot in bucket.slots}
         for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups):
             if parameter in slots:
@@ -235,11 +235,11 @@ class OptimizerSharding:
         self._known_groups = None
 
     def has_added_parameters(self, optimizer: Optimizer) -> bool:
-        """Whether a group holds a parameter not seen before, however it came there. The same on all ranks."""
+        """Whether a group holds a new parameter, by any way of adding. The same on all ranks."""
         return self._groups(optimizer).have_added
 
     def _groups(self, optimizer: Optimizer) -> "_KnownGroups":
-        """What stands in for the parameters in the groups, looked up again only where groups or slots have changed."""
+        """The tensors that replace the parameters in the groups. A change of groups or slots renews them."""
         now = [group["params"] for group in optimizer.param_groups]
         known = self._known_groups
         # Not `==`, which compares tensors by their elements. A list may have been edited in place.
@@ -258,7 +258,7 @@ class OptimizerSharding:
         return known
 
     def _stepped(self, parameters: Iterable[Tensor]) -> "Iterator[tuple[GradientBucket | None, Tensor]]":
-        """What this rank steps for ``parameters``: shards with their buckets, and what every rank steps with None."""
+        """The tensors that this rank steps for ``parameters``: shards with their buckets, others with None."""
         for parameter in parameters:
             slot = self.slots.get(parameter)
             if slot is None:
@@ -268,7 +268,7 @@ class OptimizerSharding:
 
     @contextmanager
     def showing_shards(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within it ``param_groups`` hold what this rank steps instead of the full parameters."""
+        """Within it, ``param_groups`` hold the tensors that this rank steps, not the full parameters."""
         shown = ShownGroups(optimizer)
         shown.show(self._groups(optimizer).stand_ins)
         try:
@@ -278,7 +278,7 @@ class OptimizerSharding:
 
     @property
     def exposes_gradients(self) -> bool:
-        """Whether ``param.grad`` of the full parameters holds the mean gradients, so that torch's functions apply."""
+        """Whether ``param.grad`` of the full parameters holds the mean gradients. torch's functions then apply."""
         return self.reducer.exposes_gradients
 
     def finish_gradients(self) -> None:
@@ -295,13 +295,13 @@ class OptimizerSharding:
         """Steps the shards, all-gathers the parameters. Collective: one all-gather per bucket that may have moved.
 
         Args:
-            optimizer: The optimizer that this is of.
-            original_step: ``step`` of its class, bound to it.
+            optimizer: The optimizer of this sharding.
+            original_step: ``step`` of the optimizer's class, bound to the optimizer.
             closure: Evaluated while ``param_groups`` hold the full parameters, or None.
             arguments: Further arguments of the original.
 
         Returns:
-            What the original returns.
+            The original's result.
         """
         parts: list[_Part] = []
         groups = ShownGroups(optimizer)
@@ -327,7 +327,7 @@ class OptimizerSharding:
                     once = OneEvaluation(evaluate, self.optimizer_class.__name__)
                     result = original_step(**arguments, closure=once)
                     if not parts:
-                        # It has stepped without asking for gradients.
+                        # The optimizer has stepped without evaluating the closure.
                         parts.append(_Part(self._stepped_buckets(), []))
                 groups.restore()
                 self._send(parts[0])
@@ -342,10 +342,10 @@ class OptimizerSharding:
         return result
 
     def _parts(self, known: "_KnownGroups") -> list["_Part"]:
-        """What is stepped one after the other, so that the first is in flight while the next steps.
+        """The parts that are stepped one after the other: the first is in flight while the next steps.
 
-        The next forward reads parameters in the reverse order of their gradients. An optimizer that is not known to
-        step each element alone steps once: it may count its steps, or do something once per step.
+        The next forward reads parameters in the reverse order of their gradients. An optimizer that may not step each
+        element alone steps once. It may count its steps, or act once per step.
         """
         # The last gradients to be ready belong to the parameters that the next forward reads first.
         buckets = self._stepped_buckets()[::-1]
@@ -367,7 +367,7 @@ class OptimizerSharding:
             self.gatherer.launch(bucket)
 
     def _make_ready(self, optimizer: Optimizer) -> "_KnownGroups":
-        """Brings gradients and parameters to the shards; returns what is to be stepped."""
+        """Brings gradients and parameters to the shards. Returns the tensors to be stepped."""
         known = self._groups(optimizer)
         self.gatherer.finish()
         if known.have_added:
@@ -377,13 +377,13 @@ class OptimizerSharding:
             known = self._groups(optimizer)
         self.finish_gradients()
         for bucket in self.buckets:
-            # What the user has written into parameters since the last step (clamped, swapped, loaded) is what steps.
+            # The user's changes to parameters since the last step (clamped, swapped, loaded) are stepped.
             bucket.copy_in_rebound()
             bucket.refresh_master_weights()
         return known
 
     def _stepped_buckets(self) -> list[ParameterBucket]:
-        """Buckets whose parameters may have moved on any rank; all ranks come to the same answer."""
+        """Buckets whose parameters may have moved on any rank. The same on all ranks."""
         if self.exposes_gradients or self.optimizer_class not in ELEMENTWISE_OPTIMIZERS:
             # A user may have set a gradient, and an unknown optimizer may move parameters without one.
             return self.buckets
@@ -391,14 +391,14 @@ class OptimizerSharding:
 
 
 _SMALLEST_STEP = 2**20
-"""Bytes of shards that are worth a call of an optimizer: shards shrink with the number of ranks, a call does not."""
+"""Bytes of shards that are worth a call of an optimizer. Shards shrink with the number of ranks, a call does not."""
 
 _CALLS_ON_GPU = 8
-"""A call takes the host as long as a GPU steps a hundred megabytes."""
+"""The most calls of a step on a GPU. A call takes the host as long as a GPU steps a hundred megabytes."""
 
 
 def _worth_a_call(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBucket]]:
-    """Neighbours that are stepped by one call, so that the number of calls goes by the bytes that a rank steps."""
+    """Neighbours that one call steps. So the number of calls follows the bytes that a rank steps."""
     sizes = [bucket.layout.numel * bucket.layout.itemsize // bucket.layout.world_size for bucket in buckets]
     on_gpu = any(bucket.device.type != "cpu" for bucket in buckets)
     smallest = max(_SMALLEST_STEP, -(-sum(sizes) // _CALLS_ON_GPU) if on_gpu else 0)
@@ -415,24 +415,24 @@ def _worth_a_call(buckets: Sequence[ParameterBucket]) -> list[list[ParameterBuck
 
 
 class _Part(NamedTuple):
-    """Buckets that are stepped by one call, and what each of the optimizer's groups holds of them."""
+    """Buckets that one call steps, and their tensors in each of the optimizer's groups."""
 
     buckets: list[ParameterBucket]
     stand_ins: list[list[Tensor]]
 
     @property
     def name(self) -> str:
-        """For a trace."""
+        """The name in a trace."""
         return f"zero1_custom: step bucket {', '.join([str(bucket.index) for bucket in self.buckets])}"
 
 
 class _KnownGroups(NamedTuple):
-    """What was found out about the parameters that an optimizer's groups held when they were last looked at.
+    """The parameters that an optimizer's groups held at the last check, and what follows from them.
 
     Attributes:
-        parameters: Of each group.
-        stand_ins: What this rank steps for them, of each group.
-        by_bucket: The same by bucket, of each group.
+        parameters: Parameters of each group.
+        stand_ins: Tensors that this rank steps for them, of each group.
+        by_bucket: The same tensors by bucket, of each group.
         have_added: Whether any of the parameters has no place yet.
     """
 
@@ -450,7 +450,7 @@ def _same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]
 
 
 def _of_class(optimizer: Optimizer, name: str) -> Any:
-    """What ``optimizer`` would find without methods of its own; a test's mock, which is not bound, among it."""
+    """The attribute of ``optimizer`` without its instance's methods. A test's mock is found, too: it is not bound."""
     found = next(vars(base)[name] for base in type(optimizer).__mro__ if name in vars(base))
     return found.__get__(optimizer) if hasattr(found, "__get__") else found
 
@@ -458,13 +458,13 @@ def _of_class(optimizer: Optimizer, name: str) -> Any:
 def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
     """Steps this rank's shards by the class's ``step``, and gathers the parameters. Collective.
 
-    The closure (forward, backward and clipping) is evaluated when the class asks for it, on the full parameters.
+    The closure (forward, backward and clipping) is evaluated when the class calls it, on the full parameters.
     """
     sharding = sharding_of(self)
     original = _of_class(self, "step")
     if sharding.attached:
         return sharding.step(self, original, closure, arguments)
-    # Its training has ended: it goes on as an ordinary optimizer.
+    # The training has ended: the optimizer continues as an ordinary one.
     unsharded = unshard(self)
     self.load_state_dict(unsharded)  # type: ignore[arg-type]
     with without_step_hooks(self):
@@ -472,7 +472,7 @@ def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments:
 
 
 def _zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-    """Zeroes the full parameters' gradients and the reduced ones of the shards. Arguments are the class's."""
+    """Zeroes the full parameters' gradients and the shards' reduced ones. It takes the class's arguments."""
     _of_class(self, "zero_grad")(*args, **kwargs)
     sharding = sharding_of(self)
     if sharding.attached:
@@ -494,12 +494,12 @@ def _state_dict(self: Optimizer) -> dict[str, Any]:
 
 
 def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads unsharded state in torch's format, of which this rank keeps its shards; see :func:`load_sharded`."""
+    """Loads unsharded state in torch's format. This rank keeps its shards of it, see :func:`load_sharded`."""
     load_sharded(self, state_dict, _of_class(self, "load_state_dict"))
 
 
 def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
-    """Copies and pickles are ordinary optimizers without state: this rank has only a part of it."""
+    """Makes copies and pickles ordinary optimizers without state: this rank has only a part of it."""
     return _make_copy, (type(self), self.defaults, self.param_groups)
 
 
@@ -523,14 +523,14 @@ def shard_optimizer(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
 
     Args:
         optimizer: The optimizer.
-        sharding: What it is to know of its sharding, which finds its buckets later.
+        sharding: The optimizer's sharding. It finds its buckets later.
     """
     vars(optimizer)["_sharding"] = sharding
     _bind_methods(optimizer)
 
 
 def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
-    """Has a wrapper that inherits the optimizer's class use the sharded optimizer's methods, but for ``step``."""
+    """Makes a wrapper that inherits the optimizer's class use the sharded optimizer's methods, except ``step``."""
     if is_sharded(optimizer):
         methods = sharding_of(optimizer).methods
         vars(wrapper).update({name: methods[name] for name in _FOR_WRAPPERS})
@@ -539,7 +539,7 @@ def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
 def _bind_methods(optimizer: Optimizer) -> None:
     sharding = sharding_of(optimizer)
     sharding.methods = {name: _bound(name, optimizer) for name in _METHODS}
-    # Only a scheduler's wrapper can be there: what a user has replaced is not sharded.
+    # Only a scheduler's wrapper can be there: an optimizer with a user's `step` is not sharded.
     sharding.wrapped_step = vars(optimizer).get("step")
     if sharding.wrapped_step is not None:
         mark_as_wrapped(sharding.methods["step"].__func__)
@@ -549,7 +549,7 @@ def _bind_methods(optimizer: Optimizer) -> None:
 
 
 def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
-    """A method with the signature of the class's; and that one for who still has it after the sharding has ended."""
+    """A method with the class's signature. After the sharding has ended, it calls the class's method."""
 
     @functools.wraps(getattr(type(optimizer), name))
     def method(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -559,7 +559,7 @@ def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
 
 
 def _refuse_without_state(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before the step of a copy: one that keeps no state would not find it missing."""
+    """A hook before the step of a copy. A copy of an optimizer without state would otherwise step silently."""
     len(optimizer.state)
 
 
@@ -575,7 +575,7 @@ def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
     """Undoes the sharding of an earlier training, if there was one, and leaves the state empty. Collective.
 
     Returns:
-        The optimizer's unsharded state, in host memory, to be loaded; or None where it had not been sharded.
+        The optimizer's unsharded state, in host memory, to be loaded. If the optimizer was not sharded, None.
     """
     if not is_sharded(optimizer):
         return None
@@ -583,7 +583,7 @@ def unshard(optimizer: Optimizer) -> dict[str, Any] | None:
     optimizer.state = defaultdict(dict)
     own, sharding = vars(optimizer), sharding_of(optimizer)
     for name, method in sharding.methods.items():
-        # A scheduler or the user may have wrapped it since.
+        # A scheduler or the user may have wrapped the method since.
         if own.get(name) is method:
             del own[name]
     if sharding.wrapped_step is not None:

@@ -1,4 +1,4 @@
-"""What was sharded, in numbers to show to the user."""
+"""The numbers of a sharding, to show to the user."""
 
 import inspect
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from lightning_parstrat.distributed.torch_compat import without_step_hooks
 
 
 class Replicated(NamedTuple):
-    """An optimizer that is not sharded: why, and what would be."""
+    """An optimizer that is not sharded: the reason, and what can be sharded instead."""
 
     optimizer: str
     reason: str
@@ -20,7 +20,7 @@ class Replicated(NamedTuple):
 
 
 class ShardingSummary(NamedTuple):
-    """What was sharded, for a line to the user."""
+    """The result of a sharding, for a line to the user."""
 
     parameters: int
     parameter_bytes: int
@@ -29,21 +29,21 @@ class ShardingSummary(NamedTuple):
     copies: int
     """How many groups of ranks hold all of the state."""
     state_bytes: tuple[int, int] | None
-    """Optimizer state unsharded and on this rank; None if it is unknown before the first step."""
+    """Optimizer state unsharded and on this rank. If it is unknown before the first step, None."""
     master_bytes: int
     """Master weights on this rank."""
     replicated: tuple[Replicated, ...]
 
 
 def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
-    """How much state an element-wise optimizer keeps, found by letting one like it step a small parameter.
+    """How much state an element-wise optimizer keeps. A twin of it steps a small parameter to find out.
 
     Returns:
-        Bytes of state per byte of parameters (AdamW: 2), averaged over groups; None if it is unknown.
+        Bytes of state per byte of parameters (AdamW: 2), averaged over groups. If it is unknown, None.
     """
     cls = type(optimizer)
     if cls not in ELEMENTWISE_OPTIMIZERS or not inspect.isfunction(inspect.unwrap(cls.step)):
-        # What somebody has put in the place of torch's function may count its calls.
+        # A replacement of torch's function may count its calls.
         return None
     known = inspect.signature(cls).parameters
     state_bytes = parameter_bytes = 0
@@ -53,7 +53,7 @@ def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
         options = {key: value for key, value in group.items() if key in known and key != "params"}
         try:
             twin = cls([probe], **{**options, "capturable": False} if "capturable" in known else options)
-            # Hooks that a user has registered for all optimizers are not meant for this one.
+            # Hooks that a user has registered for all optimizers do not apply to this one.
             with without_step_hooks(twin):
                 twin.step()
         except Exception:

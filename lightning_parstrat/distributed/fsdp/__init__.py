@@ -1,1 +1,1 @@
-"""Everything sharded by torch's FSDP2: which modules travel together, gradients of what was not used, whole states."""
+"""Modules sharded by torch's FSDP2: which are gathered together, gradients of unused parameters, whole states."""

@@ -13,16 +13,17 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 
 
 def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, Cut]:
-    """How parameters are cut along their first dimension over all ranks; others are left out. Not collective.
+    """How parameters are cut along their first dimension over all ranks. Others are left out. Not collective.
 
-    In equal parts, but for the last ones, which may be empty. As elements lie row by row, each part is one run of them.
+    The parts are equal, except for the last ones, which may be shorter or empty. As elements lie row by row, each part
+    is one run of them.
     """
     return {one: _cut(one) for one in parameters if isinstance(one, DTensor) and _is_cut_in_rows(one)}
 
 
 def _cut(parameter: DTensor) -> Cut:
     ranks, rows, numel = parameter.device_mesh.size(), parameter.shape[0], parameter.numel()
-    # As torch cuts; what is beyond the last row is no element.
+    # As torch cuts. Beyond the last row there are no elements.
     length = -(-rows // ranks) * (numel // rows)
     bounds = range(0, length * ranks + 1, length)
     begin = min(dist.get_rank() * length, numel)
@@ -40,10 +41,10 @@ def _cut(parameter: DTensor) -> Cut:
 
 
 def check_cut_in_rows(module: nn.Module) -> None:
-    """Refuses parameters that are not cut in rows over all ranks, as checkpoints describe them. Not collective.
+    """Raises an error if parameters are not cut in rows over all ranks, as checkpoints need. Not collective.
 
     Raises:
-        ValueError: A user has sharded one otherwise than this package does.
+        ValueError: A user has sharded a parameter in another way than this package does.
     """
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and not _is_cut_in_rows(parameter):

@@ -1,7 +1,7 @@
-"""Gradients that a loss is made of, such as a gradient penalty's: what they were computed from is gathered again.
+"""If a loss contains gradients, such as a gradient penalty, the parameters behind them are gathered again.
 
 FSDP2 gathers a unit's parameters when a backward reaches the unit's output, and frees them when it has left the unit. A
-backward through gradients needs them before, and until its end.
+backward through gradients needs them earlier, and until its end.
 """
 
 import functools
@@ -18,11 +18,11 @@ from lightning_parstrat.distributed.torch_compat import call_after_backward
 
 
 class Leaf(NamedTuple):
-    """A parameter, and the leaf of the graph that a backward computes its gradient for.
+    """A parameter, and the leaf of the graph for which a backward computes its gradient.
 
     Attributes:
-        tensor: The leaf: what is gathered of a sharded parameter, or the parameter itself.
-        parameter: What optimizers step.
+        tensor: The leaf: the gathered tensor of a sharded parameter, or the parameter itself.
+        parameter: The parameter that optimizers step.
     """
 
     tensor: Tensor
@@ -33,9 +33,9 @@ class GraphsThroughGradients:
     """Follows backwards that are not announced, such as those of ``torch.autograd.grad`` within a training step.
 
     Args:
-        module: The root, sharded by FSDP2; nothing is gathered.
-        units: Sharded, within it.
-        parameters: All of the module's.
+        module: The root, sharded by FSDP2. Nothing is gathered.
+        units: The sharded units within the root.
+        parameters: All parameters of the module.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Any], parameters: Sequence[Leaf]) -> None:
@@ -49,22 +49,22 @@ class GraphsThroughGradients:
         self._follows = False
         self._regathers = False
         self.had_no_gradient: set[int] = set()
-        """Numbers of the parameters that had none before FSDP2 has given them zeros."""
+        """Numbers of the parameters that had no gradient before FSDP2 has given them zeros."""
         self.reached: list[int] = []
-        """Numbers of the units whose output backwards have come to, in their order."""
+        """Numbers of the units whose output backwards have reached, in their order."""
         hooks = (functools.partial(self._note_output, number) for number in range(len(units)))
         self.hooks = [unit.register_forward_hook(hook) for unit, hook in zip(units, hooks, strict=True)]
-        """To be removed when the training ends."""
+        """Remove them when the training ends."""
 
     def forget(self) -> None:
-        """Call before a training step: graphs of the one before are gone. Not collective."""
+        """Call before a training step: graphs of the step before no longer exist. Not collective."""
         self._free()
         self._run_through.clear()
         self.had_no_gradient = set()
         self._is_announced = self._follows = False
 
     def begin_backward(self) -> None:
-        """Call before a backward that is announced. Collective where it runs through gradients: units are gathered."""
+        """Call before an announced backward. If it runs through gradients, units are gathered, and it is collective."""
         self._is_announced = True
         self._kept = [self._units[number] for number in sorted(self._run_through)]
         for unit in self._kept:
@@ -86,7 +86,7 @@ class GraphsThroughGradients:
                     leaf.tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
     def _note_backward(self, number: int, _gradient: Tensor) -> None:
-        # Once for all that a call has returned: how much of that is used may differ.
+        # Once for all that a call has returned: how much of the output is used may differ.
         if self.reached[-1:] != [number]:
             self.reached.append(number)
         if not self._follows:
@@ -96,25 +96,26 @@ class GraphsThroughGradients:
             if not self._is_announced:
                 self.had_no_gradient |= without_gradient(self._parameters)
                 self._regathers = self._of_root is not None and not isinstance(getattr(*self._of_root), DTensor)
-        # As it is in a backward that makes a graph of itself.
+        # Grad mode is enabled in a backward that makes a graph of itself.
         if torch.is_grad_enabled():
             self._run_through.add(number)
 
     def _end_backward(self) -> None:
         self._free()
         if self._regathers:
-            # FSDP2 took it for the last backward, and has freed what the rest of the training step may use.
+            # FSDP2 took this for the last backward, and has freed parameters that the rest of the training step may
+            # use.
             self._root.unshard()
         self._is_announced = self._follows = self._regathers = False
 
 
 def without_gradient(parameters: Iterable[Leaf]) -> set[int]:
-    """The positions of those that have no gradient. Not collective."""
+    """The positions of parameters without a gradient. Not collective."""
     return {number for number, leaf in enumerate(parameters) if leaf.parameter.grad is None}
 
 
 def _place_outside(module: nn.Module, units: Sequence[nn.Module]) -> tuple[nn.Module, str] | None:
-    """Where a sharded parameter of the root itself is; None if it has none."""
+    """The place of a sharded parameter of the root itself. If the root has none, None."""
     inside = {parameter for unit in units for parameter in unit.parameters()}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):

@@ -1,7 +1,7 @@
-"""A parameter that your code took from a module before it was sharded: its use is an error that names the parameter.
+"""A parameter that your code took from a module before sharding. Its use raises an error with the parameter's name.
 
-FSDP2 replaces each parameter by a shard. A list, a closure or a callback may still hold the old object, whose values
-are out of date from then on. That object becomes a :class:`HeldParameter`, which keeps no memory.
+FSDP2 replaces each parameter by a shard. A list, a closure or a callback may still hold the old object, with old
+values. That object becomes a :class:`HeldParameter`, which keeps no memory.
 """
 
 import copy
@@ -21,11 +21,11 @@ _DESCRIPTIONS: set[Any] = {
 """Functions that need no values, and whose result is that of the parameter that has replaced the object."""
 
 _REPLACED = "_replaced"
-"""The attribute that says which parameter a held one was: its module, its name there, its whole name."""
+"""The attribute with the identity of a held parameter: its module, its name there, its whole name."""
 
 
 class HeldParameter(nn.Parameter):
-    """Was a parameter of a module that is sharded by now. Never instantiated: :func:`refuse_uses` swaps classes."""
+    """A former parameter of a module that is now sharded. Never instantiated: :func:`refuse_uses` swaps classes."""
 
     @classmethod
     @override
@@ -44,7 +44,7 @@ class HeldParameter(nn.Parameter):
             " `trainer.strategy.full_parameters()`, which all ranks enter."
         )
 
-    # Copies of what holds it have the parameter that has replaced it.
+    # Copies of an object that holds it get the parameter that has replaced it.
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module, own, _ = vars(self)[_REPLACED]
@@ -62,15 +62,15 @@ class HeldParameter(nn.Parameter):
 
 @torch.no_grad()
 def refuse_uses(old: Tensor, root: nn.Module, name: str) -> None:
-    """Has uses of a parameter that was replaced raise from now on, and frees its memory. Not collective.
+    """Makes uses of a replaced parameter raise from now on, and frees its memory. Not collective.
 
     Args:
-        old: Was registered as ``name`` until now.
+        old: The object that was registered as ``name`` until now.
         root: A module.
-        name: Of the parameter in ``root``, such as ``"layer.weight"``.
+        name: The name of the parameter in ``root``, such as ``"layer.weight"``.
     """
     path, _, own = name.rpartition(".")
-    # Code in C++ does not ask the class. NaN shows there that the values are elsewhere.
+    # Code in C++ does not ask the class. There, NaN shows that the values are elsewhere.
     nothing = torch.nan if old.is_floating_point() or old.is_complex() else 0
     old.data = torch.full((), nothing, dtype=old.dtype, device=old.device).expand(old.shape)
     old.grad = None

@@ -1,9 +1,9 @@
 """Keeps writes of your code to gathered parameters in the shards.
 
-A step gathers parameters, uses them, and frees them. Without more, a write in between would be lost, such as that of a
-teacher's moving average. Before a unit's parameters are freed, each rank therefore copies its part of them into its
-shard. If nobody has written, that copy changes nothing. So every way to write in place counts, and no write need be
-noticed. If ``data`` of a parameter is set, this raises.
+A step gathers parameters, uses them, and frees them. A write in between, such as that of a teacher's moving average,
+would be lost. Before a unit's parameters are freed, each rank therefore copies its part of them into its shard. Without
+a write, that copy changes nothing. So every way to write in place counts, and no write need be noticed. If ``data`` of
+a parameter is set, this raises.
 
 If parameters are gathered in fewer bits than their shards have, a copy would round the shards. A write then raises.
 """
@@ -22,13 +22,13 @@ from lightning_parstrat.distributed.torch_compat import call_before_freeing, cop
 
 
 def keep_writes(root: nn.Module, parts: Iterable[nn.Module]) -> None:
-    """Keeps what is written to gathered parameters, from now on. Not collective.
+    """Keeps writes to gathered parameters, from now on. Not collective.
 
-    Costs a copy of this rank's shards each time that parameters are freed.
+    It costs a copy of this rank's shards each time that parameters are freed.
 
     Args:
         root: Names the parameters in errors.
-        parts: Sharded by FSDP2, within ``root``.
+        parts: Modules within ``root`` that FSDP2 has sharded.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in root.named_parameters()}
     for part in parts:
@@ -36,7 +36,7 @@ def keep_writes(root: nn.Module, parts: Iterable[nn.Module]) -> None:
 
 
 def refuse_assigned(name: str | None) -> NoReturn:
-    """Raises for a parameter whose ``data`` was set; None if that was on another rank."""
+    """Raises an error for a parameter whose ``data`` was set. None means a parameter on another rank."""
     whose = "a parameter was set on another rank" if name is None else f"parameter {name!r} was set"
     raise RuntimeError(
         f"`data` of {whose}. The parameter is sharded, and torch forgets what is assigned to `data`"
@@ -46,7 +46,7 @@ def refuse_assigned(name: str | None) -> NoReturn:
 
 
 class _Part(NamedTuple):
-    """This rank's part of a parameter, 1-D: its shard, and the same elements of what is gathered."""
+    """This rank's part of a parameter, 1-D: its shard, and the same elements of the gathered parameter."""
 
     name: str
     shard: Tensor
@@ -54,27 +54,28 @@ class _Part(NamedTuple):
 
 
 class _KeptWrites:
-    """Keeps what is written to the gathered parameters of one unit.
+    """Keeps writes to the gathered parameters of one unit.
 
     Args:
-        unit: Sharded by FSDP2.
-        names: Of its sharded parameters.
+        unit: A module that FSDP2 has sharded.
+        names: Names of its sharded parameters.
     """
 
     def __init__(self, unit: nn.Module, names: dict[Tensor, str]) -> None:
         self._unit = unit
         self._names = [names[shard] for shard, _ in fsdp_params_of(unit)]
         self._memory: dict[Tensor, tuple[Tensor, Tensor | None]] = {}
-        # What each parameter is gathered into, and this rank's part of it, 1-D; None if it is not one run of elements.
+        # The gathered tensor of each parameter, and this rank's part of it, 1-D. If the part is not one run of
+        # elements, None.
         self._under_way: list[tuple[Tensor, Any]] = []
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copies this rank's part of what is gathered into its shards.
+        """Copies this rank's part of gathered parameters into its shards.
 
         Raises:
-            RuntimeError: ``data`` of a parameter was set; or a parameter was written to that is gathered in another
-                dtype than its shard has. Of the second only a rank whose part has changed raises. On a GPU a later call
+            RuntimeError: ``data`` of a parameter was set. Or a parameter was written to while it was gathered in
+                another dtype than its shard has. Then only a rank whose part has changed raises. On a GPU, a later call
                 raises it: the host does not wait for the device.
         """
         exact: list[_Part] = []
@@ -83,7 +84,7 @@ class _KeptWrites:
         for name, (parameter, gathered) in zip(self._names, gathered_by_fsdp(self._unit), strict=True):
             value = gathered.detach()
             if gathered not in self._memory:
-                # This comes before any code of the user's.
+                # The first call comes before any code of the user's.
                 cut = cuts_in_rows([parameter]).get(parameter)
                 self._memory[gathered] = value, None if cut is None else value.view(-1)[cut.own]
             memory, own = self._memory[gathered]

@@ -1,4 +1,4 @@
-"""Modules on the meta device: memory for what rank 0 broadcasts, and rank 0's values."""
+"""Modules on the meta device: memory for tensors that rank 0 broadcasts, and rank 0's values."""
 
 from collections.abc import Collection
 
@@ -14,19 +14,19 @@ from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 def agree_on_parts(
     module: nn.Module, whole: Collection[Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> set[nn.Module]:
-    """Finds the parts of a module that have no values on rank 0 yet. Collective; three bytes per tensor.
+    """Finds the parts of a module that have no values on rank 0 yet. Collective: three bytes per tensor.
 
     Args:
         module: The same on all ranks, but each tensor may be on the meta device on some of them.
-        whole: What this rank cannot shard.
+        whole: Parameters that this rank cannot shard.
         group: Carries the message.
         device: A device that the group can send from.
 
     Returns:
-        The same parts on all ranks: those whose ``reset_parameters`` is to be called.
+        The same parts on all ranks. Their ``reset_parameters`` is to be called.
 
     Raises:
-        ValueError: Such a part has no ``reset_parameters``, or some ranks alone cannot shard a parameter. Raised on all
+        ValueError: Such a part has no ``reset_parameters``, or only some ranks cannot shard a parameter. Raised on all
             ranks.
     """
     named = dict((*module.named_parameters(), *module.named_buffers()))
@@ -70,15 +70,15 @@ def make_on_device(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> None:
-    """Brings what is not sharded yet to a device, with rank 0's values. Collective.
+    """Brings tensors that are not sharded yet to a device, with rank 0's values. Collective.
 
     Args:
         module: A unit, or the root.
-        whole: Parameters that stay whole. Gets those that replace them.
-        to_reset: Of :func:`agree_on_parts`. Every rank resets them, though rank 0's values are broadcast: so all random
-            generators stay in step.
+        whole: Parameters that stay whole. Their replacements are added.
+        to_reset: The result of :func:`agree_on_parts`. Rank 0's values are broadcast, but every rank resets these
+            parts. So all random generators stay synchronized.
         group: Broadcasts.
-        device: Where the module is to train.
+        device: The device on which the module is to train.
     """
     replaced: dict[Tensor, nn.Parameter] = {}
     for part in module.modules():
@@ -88,7 +88,7 @@ def make_on_device(
             if part in to_reset:
                 part.reset_parameters()  # type: ignore[operator]
             for own, parameter in before.items():
-                # Making a module makes other parameters, and those that were one must be one again.
+                # Making a module makes other parameters. Tied parameters must be tied again.
                 setattr(part, own, replaced.setdefault(parameter, getattr(part, own)))
             whole.update(replaced[parameter] for parameter in before.values() if parameter in whole)
     tensors: list[Tensor] = []

@@ -1,7 +1,7 @@
-"""Optimizers of sharded modules: which step shards as they step whole parameters, and those that step whole ones.
+"""Optimizers of sharded modules: those that step shards as they step whole parameters, and those that step whole ones.
 
-Muon and Adafactor look at whole parameters. Every rank then steps them whole, one at a time, and keeps its shards of
-the result. Between steps nothing is whole: the groups and the state hold shards, as those of any other optimizer do.
+Muon and Adafactor need whole parameters. Every rank then steps them whole, one at a time, and keeps its shards of the
+result. Between steps nothing is whole: the groups and the state hold shards, as those of any other optimizer do.
 """
 
 import types
@@ -31,21 +31,21 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
 
 STEPPED_WHOLE: frozenset[type[Optimizer]] = frozenset({torch.optim.Adafactor, torch.optim.Muon})
-"""torch's optimizers whose update of an element looks at others. Exact classes: a subclass may differ."""
+"""torch's optimizers whose update of an element depends on others. Exact classes: a subclass may differ."""
 
 
 def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) -> None:
-    """Has those in :data:`STEPPED_WHOLE` step whole parameters, and refuses what cannot step shards. Collective.
+    """Makes those in :data:`STEPPED_WHOLE` step whole parameters, and refuses any that cannot step shards. Collective.
 
-    Takes milliseconds for each that is none of torch's element-wise ones: a copy steps a few small parameters, whole
-    and sharded, and both must end alike.
+    It takes milliseconds for each optimizer that is not one of torch's element-wise ones. A copy steps a few small
+    parameters, whole and sharded, and both must have the same result.
 
     Args:
-        optimizers: Those of a sharded module.
-        control: Agrees on what ranks have found.
+        optimizers: Optimizers of a sharded module.
+        control: Compares the ranks' results.
 
     Raises:
-        ValueError: One of them cannot be used; the message says which, why, and what can.
+        ValueError: One of them cannot be used. The message contains its name, the reason, and alternatives.
     """
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -84,7 +84,7 @@ def _reason_against(optimizer: Optimizer, mesh: DeviceMesh) -> str | None:
 
 
 def _steps_whole(optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
-    """Gathers parameters, gradients and what the state has of their shape, and steps. Collective."""
+    """Gathers parameters, gradients and state of their shape, and steps. Collective."""
     loss = None
     if closure is not None:
         with torch.enable_grad():
@@ -105,9 +105,9 @@ mark_as_wrapped(_step)
 
 @contextmanager
 def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
-    """Within it an optimizer's groups and state hold one parameter, whole, and no other. Collective at its beginning.
+    """Within it, an optimizer's groups and state hold one parameter, whole, and no other. Collective at its beginning.
 
-    One that is no DTensor is shown as it is.
+    A parameter that is no DTensor is shown unchanged.
     """
     shown = parameter
     if isinstance(parameter, DTensor):

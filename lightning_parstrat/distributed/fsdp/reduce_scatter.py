@@ -1,4 +1,4 @@
-"""How gradients of sharded parameters are summed over ranks: in fp32, whatever they travel in."""
+"""How gradients of sharded parameters are summed over ranks: in fp32, in whatever dtype they are sent."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 
 
 class ExchangedReduceScatter:
-    """What FSDP2 calls instead of a process group's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
+    """FSDP2 calls it instead of a process group's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``).
 
-    Between CPUs each rank of N sends (N - 1) / N of a unit's gradients; Gloo's own reduce-scatter sends twice as much.
+    Between CPUs, each rank of N sends (N - 1) / N of a unit's gradients. Gloo's own reduce-scatter sends twice as much.
 
     Args:
-        collectives: Of all ranks that share the parameters.
-        travels_in: What gradients are rounded to before they are sent; None to send them as they come. They are summed
-            in the dtype that they come in. Needs two more buffers of the unit's gradients in this dtype.
+        collectives: Collectives of all ranks that share the parameters.
+        travels_in: The dtype to which gradients are rounded before they are sent. None sends them unchanged. They are
+            summed in their own dtype. Rounding needs two more buffers of the unit's gradients in this dtype.
     """
 
     def __init__(self, collectives: Collectives, travels_in: torch.dtype | None = None) -> None:
@@ -25,7 +25,7 @@ class ExchangedReduceScatter:
         self._travels_in = travels_in
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is sent, and for what comes of it."""
+        """Memory for the gradients that are sent, and for their sum."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -36,7 +36,7 @@ class ExchangedReduceScatter:
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Leaves this rank's part of the sum, or of the mean, in ``output_tensor``. Collective; waits for it."""
+        """Leaves this rank's part of the sum, or of the mean, in ``output_tensor``. Collective. It waits."""
         sent = input_tensor if self._travels_in is None else input_tensor.to(self._travels_in)
         self._collectives.reduce_scatter(sent, output_tensor).wait()
         if op == dist.ReduceOp.AVG:

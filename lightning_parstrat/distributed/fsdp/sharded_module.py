@@ -1,8 +1,9 @@
-"""A module sharded by torch's FSDP2, whose gradients are those that DDP would leave: of what was used, not of the rest.
+"""A module sharded by torch's FSDP2. Its gradients are those that DDP would leave: only used parameters have one.
 
-FSDP2 reduces what each rank has used, and ranks that have used different parameters would wait for each other. Here
-each sends zeros for what it has not used; what no rank has used then gets no gradient, so that optimizers leave it as
-it is. What FSDP2 cannot shard is kept whole on every rank, and averaged when backward ends.
+FSDP2 reduces the gradients that each rank has used. Ranks that have used different parameters would wait for each
+other. Here, each rank sends zeros for parameters that it has not used. A parameter that no rank has used then gets no
+gradient, so optimizers do not change it. Parameters that FSDP2 cannot shard are kept whole on every rank, and averaged
+when backward ends.
 """
 
 import functools
@@ -53,7 +54,7 @@ STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class DifferentModulesError(NoCollectivesError):
-    """The ranks have run different modules in a step, or their backwards have; raised on all of them."""
+    """The ranks have run different modules in a step, or their backwards have. Raised on all of them."""
 
 
 class NestedBackwardError(NoCollectivesError):
@@ -61,31 +62,31 @@ class NestedBackwardError(NoCollectivesError):
 
 
 class ShardedModule:
-    """Shards a module in place, and follows its backwards. Creating it is collective.
+    """Shards a module in place, and follows its backwards. The constructor is collective.
 
     Each unit's parameters get memory and rank 0's values, and are sharded, before the next unit's are. So a module on
-    the meta device never is on a device as a whole.
+    the meta device is never on a device as a whole.
 
     Args:
-        module: On the host, on the device or on the meta device, which may differ by rank; its class becomes a subclass
+        module: On the host, on the device or on the meta device, which may differ by rank. Its class becomes a subclass
             of FSDP2's.
-        collectives: Carry gradients; FSDP2 gathers parameters by their process group.
-        device: Where the module is to train.
-        messages: Combine over ranks which parameters were used; a message in every backward that sends.
+        collectives: Carry gradients. FSDP2 gathers parameters by their process group.
+        device: The device on which the module is to train.
+        messages: Combine over ranks which parameters were used. Every backward that sends has one message.
         wrap: See :func:`~lightning_parstrat.distributed.fsdp.units.find_units`.
         min_num_params: As ``wrap``.
-        by_child: Whether children of the root are called in training instead of one of :data:`STEPS`, as in manual
-            optimization: then the root itself has no parameters that are gathered.
+        by_child: Whether training calls children of the root instead of one of :data:`STEPS`, as in manual
+            optimization. Then the root itself has no parameters that are gathered.
         reshard_after_forward: Whether units free their parameters between forward and backward.
-        gather_dtype: What parameters are gathered and used in; None for their own dtype. What is computed in is
-            autocast's business, as under DDP.
-        gathers_as_autocast: Whether that holds for those alone that autocast would round anyway.
-        reduce_dtype: What gradients are sent in; None for their own dtype. They are summed in fp32, or in fp64 if that
-            is their own.
+        gather_dtype: The dtype in which parameters are gathered and used. None for their own. Autocast decides the
+            dtype of the computation, as under DDP.
+        gathers_as_autocast: Whether ``gather_dtype`` applies only to parameters that autocast would round anyway.
+        reduce_dtype: The dtype in which gradients are sent. None for their own. They are summed in fp32, or in fp64 if
+            that is their own.
 
     Raises:
-        ValueError: A parameter that rank 0 has on the meta device cannot be made, or ``wrap`` names no class of a
-            module; a part of the module replays a captured graph; or the group sends what lies on the host, and the
+        ValueError: A parameter that rank 0 has on the meta device cannot be made. Or ``wrap`` names no class of a
+            module, or a part of the module replays a captured graph. Or the group sends from host memory, and the
             device is another.
     """
 
@@ -142,7 +143,7 @@ class ShardedModule:
         self._evaluated: list[int] = []
         self._evaluation_digest = 0
         self.unit_called = ""
-        """The name of the unit that this rank has called last; empty between steps."""
+        """The name of the unit that this rank has called last. Between steps, empty."""
         self._before_gradients: Callable[[], None] | None = None
         self._without_gradient: set[int] | None = None
         self._hooks = [*self._register_hooks(), *self._graphs.hooks]
@@ -171,7 +172,7 @@ class ShardedModule:
         for unit in units:
             shard_part(unit, reshard_after_forward=reshard_after_forward)
         own = set(vars(module))
-        # By default what the root has stays gathered from forward to backward, which follow each other at once.
+        # By default, the root's parameters stay gathered from forward to backward, which follow each other at once.
         shard_part(module)
         let_be_copied(self._parts, {*STEPS, *vars(module)} - own)
         for name, parameter in module.named_parameters():
@@ -180,7 +181,7 @@ class ShardedModule:
                 refuse_uses(before[name], module, name)
 
     def _choose_gather_dtypes(self, gather_dtype: torch.dtype | None, gathers_as_autocast: bool) -> None:
-        # Anew for each training: an earlier one may have had another precision.
+        # Chosen again for each training: an earlier one may have had another precision.
         self._free()
         rounded = rounded_by_autocast(self.module)
         for part in self._parts:
@@ -199,7 +200,7 @@ class ShardedModule:
             travels_in = reduce_dtype if own == torch.float32 or reduce_dtype == torch.float32 else own
             if travels_in not in (torch.bfloat16, torch.float16) or collectives.widens:
                 travels_in = None
-            # For all: an earlier training of the module may have had another.
+            # For all parts: an earlier training of the module may have had another setting.
             part.set_custom_reduce_scatter(ExchangedReduceScatter(collectives, travels_in))
 
     @property
@@ -207,17 +208,17 @@ class ShardedModule:
         return [part for part in self.module.modules() if isinstance(part, FSDPModule)]
 
     def reshard_root_after_forward(self) -> None:
-        """Frees what the root holds between forward and backward, too: no hook sees gathered parameters then."""
+        """Frees the root's parameters between forward and backward, too. Then no hook sees gathered parameters."""
         cast(FSDPModule, self.module).set_reshard_after_forward(True, recurse=False)
 
     @property
     def elements(self) -> int:
-        """How many elements all parameters have."""
+        """Number of elements of all parameters."""
         return sum(parameter.numel() for parameter in self.parameters)
 
     @property
     def whole_elements(self) -> int:
-        """How many of them every rank has."""
+        """Number of elements that every rank has."""
         return sum(parameter.numel() for parameter in self._whole)
 
     @property
@@ -227,7 +228,7 @@ class ShardedModule:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """What optimizers step, whatever is gathered just now."""
+        """The parameters that optimizers step, even while other tensors are gathered."""
         return [leaf.parameter for leaf in self.leaves]
 
     def _find_leaves(self) -> list[Leaf]:
@@ -239,7 +240,7 @@ class ShardedModule:
             found.update(gathered_by_fsdp(part))
             part.reshard()
         for parameter, leaf in found.items():
-            # Gradients of what is gathered in fewer bits are as wide as the parameter's own.
+            # Gradients of parameters that are gathered in fewer bits are as wide as the parameter itself.
             leaf.grad_dtype = parameter.dtype
         return [Leaf(found[parameter], parameter) for parameter in self.module.parameters()]
 
@@ -248,7 +249,7 @@ class ShardedModule:
             yield leaf.register_post_accumulate_grad_hook(hook)
         names = {part: name for name, part in self.module.named_modules()}
         for number, unit in enumerate(self.units):
-            # Before the hook that gathers: while it waits, other ranks can see what for.
+            # Before the hook that gathers: while this rank waits, other ranks can see its unit.
             note = functools.partial(self._note_forward, number, names[unit])
             yield cast(Any, unit).register_forward_pre_hook(note, prepend=True)
 
@@ -257,7 +258,7 @@ class ShardedModule:
             if not (leaf.tensor.is_floating_point() or leaf.tensor.is_complex()):
                 continue
             trainable = leaf.tensor.requires_grad
-            # What is frozen may be trained later.
+            # A frozen parameter may be trained later.
             leaf.tensor.requires_grad_(True)
             yield leaf.tensor, functools.partial(self._note_gradient, number)
             leaf.tensor.requires_grad_(trainable)
@@ -279,15 +280,15 @@ class ShardedModule:
         self._evaluated.append(number)
 
     def reshard(self) -> None:
-        """Frees what is gathered: parameters are then what optimizers step. Not collective."""
+        """Frees gathered parameters. The module's parameters are then those that optimizers step. Not collective."""
         self._graphs.forget()
         self._free()
 
     def assigned(self) -> str | None:
         """The name of a parameter whose ``data`` was set, if there is one. Not collective.
 
-        torch takes ``parameter.data = value`` of a shard, and goes on with the old values. All that such an assignment
-        changes is the storage object of the parameter.
+        torch accepts ``parameter.data = value`` of a shard, and continues with the old values. Such an assignment
+        changes only the storage object of the parameter.
         """
         return next((name for name, one, storage in self._storages if one.untyped_storage() is not storage), None)
 
@@ -311,10 +312,10 @@ class ShardedModule:
 
     @contextmanager
     def evaluation_step(self, before_gradients: Callable[[], None]) -> Iterator[None]:
-        """Within it, what is gathered is noted for :meth:`follow_evaluation_step`. Not collective.
+        """Within it, gathers are noted for :meth:`follow_evaluation_step`. Not collective.
 
         Args:
-            before_gradients: Is called before a forward or a backward with gradients, which no rank can follow.
+            before_gradients: Called before a forward or a backward with gradients, which no rank can follow.
         """
         self._evaluated.clear()
         self._before_gradients = before_gradients
@@ -323,13 +324,13 @@ class ShardedModule:
         finally:
             self._before_gradients = None
             self._evaluation_digest = digest((self._evaluation_digest, self._evaluated))
-            # Without a backward nothing else would, and code between steps would see what is gathered.
+            # Without a backward, nothing else would free the parameters. Code between steps would see gathered ones.
             self.reshard()
 
     def follow_evaluation_step(self) -> None:
-        """Gathers what the last step without gradients has gathered, in its order, for ranks that have one more.
+        """Repeats the gathers of the last step without gradients, in its order, for ranks that have one more.
 
-        Collective: it stands for their step on a rank that has none.
+        Collective: it replaces their step on a rank that has none.
         """
         root = cast(FSDPModule, self.module)
         root.unshard()
@@ -341,24 +342,26 @@ class ShardedModule:
         self.reshard()
 
     def check_no_data_assigned(self, control: Collectives) -> None:
-        """Looks whether code has done between steps what torch forgets. Collective: one all-reduce of 16 bytes.
+        """Checks whether code between steps has set ``data``, which torch ignores.
+
+        Collective: one all-reduce of 16 bytes.
 
         Raises:
-            RuntimeError: ``data`` of a shard was set on some rank; raised on all ranks.
+            RuntimeError: ``data`` of a shard was set on some rank. Raised on all ranks.
         """
         name = self.assigned()
         if any_rank(name is not None, control):
             refuse_assigned(name)
 
     def end_evaluation(self, control: Collectives) -> None:
-        """Compares the evaluation steps since the last call. Collective if there were any: two messages of 16 bytes.
+        """Compares the evaluation steps since the last call. If there were any, collective: two messages of 16 bytes.
 
         Args:
             control: Works on host memory.
 
         Raises:
-            DifferentModulesError: Ranks have called different units, or in another order; raised on all ranks.
-            RuntimeError: ``data`` of a shard was set on some rank; raised on all ranks.
+            DifferentModulesError: Ranks have called different units, or in another order. Raised on all ranks.
+            RuntimeError: ``data`` of a shard was set on some rank. Raised on all ranks.
         """
         if not self._evaluation_digest:
             return
@@ -378,7 +381,7 @@ class ShardedModule:
     def begin_backward(self) -> None:
         """Call before every backward whose gradients :meth:`end_backward` is to complete.
 
-        Collective where it runs through gradients: all ranks gather what they were computed from.
+        If it runs through gradients, it is collective: all ranks gather the parameters from which they were computed.
         """
         if self._is_stuck:
             raise RuntimeError(
@@ -387,25 +390,25 @@ class ShardedModule:
             )
         self._backwards += 1
         for leaf in self.leaves:
-            # By a backward, users' hooks are found at what it reaches.
+            # Before a backward, look for users' hooks on the parameters that it may reach.
             if leaf.tensor is not leaf.parameter and leaf.tensor not in self._lent and has_hooks(leaf.parameter):
                 self._lent[leaf.tensor] = lend_hooks(leaf.parameter, leaf.tensor)
         if self._without_gradient is None:
-            # Of one that was not announced.
+            # Tasks of a backward that was not announced.
             self._graph_tasks.clear()
             self._without_gradient = without_gradient(self.leaves) | self._graphs.had_no_gradient
         self._graphs.begin_backward()
 
     def end_backward(self, factor: Callable[[], float]) -> None:
-        """Completes the gradients of the backwards since the last call. Collective; one control message.
+        """Completes the gradients of the backwards since the last call. Collective: one control message.
 
         Args:
-            factor: What their mean over ranks is multiplied by; called when the message has been launched.
+            factor: The factor for the gradients' mean over ranks. It is called when the message has been launched.
 
         Raises:
             DifferentModulesError: Ranks have run different units, or in another order, in forward or in backward.
             NestedBackwardError: A backward has run within a backward, which FSDP2 reduces wrongly.
-            RuntimeError: ``data`` of a shard was set on some rank before the step; raised on all ranks.
+            RuntimeError: ``data`` of a shard was set on some rank before the step. Raised on all ranks.
         """
         if len(self._graph_tasks) > self._backwards:
             raise NestedBackwardError(
@@ -428,7 +431,7 @@ class ShardedModule:
             )
         for number in self._without_gradient or ():
             if not combined.flags[number]:
-                # As if it had not taken part: optimizers step what has a gradient.
+                # As if it had not taken part: optimizers step parameters that have a gradient.
                 self.leaves[number].parameter.grad = None
         self._average_whole(combined.flags)
         self._reduce_left_over(combined.flags[len(self.leaves) : -1])
@@ -439,8 +442,8 @@ class ShardedModule:
         self._forget_backwards()
 
     def abandon_backward(self) -> None:
-        """Forgets a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
-        # The exception that has ended it is what the user is to see.
+        """Drops a backward that an exception has ended, with its gradients that were not reduced. Not collective."""
+        # The user must see the exception that has ended the backward, not one of this call.
         with suppress(RuntimeError, ValueError):
             self.reshard()
         for leaf in self.leaves:
@@ -471,7 +474,7 @@ class ShardedModule:
                 by_dtype[parameter.dtype].append(parameter.grad)
         size = dist.get_world_size(self.group)
         for gradients in by_dtype.values() if size > 1 else ():
-            # Few and small, as a rule.
+            # Usually few and small.
             together = _wide(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             dist.all_reduce(real_view(together), group=self.group)
             together /= size
@@ -481,7 +484,10 @@ class ShardedModule:
 
     @torch.no_grad()
     def _reduce_left_over(self, left_over: Sequence[int]) -> None:
-        """Reduces what FSDP2 has not: gradients of units whose output had none, but only what was computed from it."""
+        """Reduces gradients that FSDP2 has not reduced.
+
+        Their units' output had no gradient, but tensors computed from it had.
+        """
         for leaf, is_left in zip(self.leaves, left_over, strict=True):
             if is_left:
                 gradient, parameter = leaf.tensor.grad, leaf.parameter
@@ -499,9 +505,9 @@ class ShardedModule:
         return [local(parameter.grad) for parameter in self.parameters if parameter.grad is not None]
 
     def close(self) -> None:
-        """Removes what was put into the module, which stays sharded. Not collective.
+        """Removes the additions to the module, which stays sharded. Not collective.
 
-        What an exception has left of a step is gone: another training would take its gradients for its own.
+        An unfinished step of an exception is dropped. Otherwise another training would use its gradients.
         """
         self.abandon_backward()
         for hook in (*self._hooks, *self._lent.values()):
@@ -517,11 +523,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def is_sharded_module(module: nn.Module) -> bool:
-    """Whether FSDP2 has sharded it."""
+    """Whether FSDP2 has sharded the module."""
     return isinstance(module, FSDPModule)
 
 
 def _summed_in(part: nn.Module, whole: set[Tensor]) -> torch.dtype | None:
-    """What FSDP2 is to sum the gradients of a module's own shards in; None for their own dtype."""
+    """The dtype in which FSDP2 is to sum the gradients of a module's own shards. None for their own dtype."""
     dtypes = {p.dtype for p in part.parameters() if p not in whole and not isinstance(p, DTensor)}
     return None if torch.float64 in dtypes else torch.float32

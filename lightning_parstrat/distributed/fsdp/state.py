@@ -18,19 +18,19 @@ from lightning_parstrat.distributed.engine.state import OwnPart
 
 
 def gather(value: Any, keep: bool) -> Any:
-    """A tensor as a whole, on the host, where it is kept; what is no sharded tensor, as it is.
+    """If it is kept, a tensor as a whole, copied to the host. A value that is no tensor is returned unchanged.
 
-    Collective for sharded tensors: one all-gather, and the memory of the whole tensor until it is on the host.
+    Collective for sharded tensors: one all-gather. It needs memory for the whole tensor until that is on the host.
 
     Args:
-        value: Anything.
-        keep: Whether this rank wants it.
+        value: Any value.
+        keep: Whether this rank needs the tensor.
 
     Returns:
-        The whole tensor, or None where it is not kept.
+        The whole tensor. If a sharded tensor is not kept, None.
     """
     if not isinstance(value, DTensor):
-        # A copy, as the others are: a file's tensors do not change while it is written.
+        # A copy, as for sharded tensors: a file's tensors do not change while it is written.
         is_here = isinstance(value, Tensor) and not value.is_meta
         return value.detach().cpu().clone() if is_here and keep else value
     whole = cast(DTensor, value.detach()).full_tensor()
@@ -38,7 +38,7 @@ def gather(value: Any, keep: bool) -> Any:
 
 
 def holds_shards(value: object) -> bool:
-    """Whether it is a sharded tensor, or a module that has some."""
+    """Whether a value is a sharded tensor, or a module that has some."""
     if isinstance(value, nn.Module):
         return any(isinstance(parameter, DTensor) for parameter in value.parameters())
     return isinstance(value, DTensor)
@@ -46,13 +46,13 @@ def holds_shards(value: object) -> bool:
 
 @torch.no_grad()
 def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The module's ``state_dict`` with whole tensors on the host where it is kept, else an empty one. Collective.
+    """If it is kept, the module's ``state_dict`` with whole tensors on the host, otherwise an empty one. Collective.
 
     A rank that keeps nothing never has more than one whole tensor. Tied parameters are gathered once, and stay tied.
 
     Args:
         module: Sharded by FSDP2.
-        keep: Whether this rank wants it.
+        keep: Whether this rank needs the state.
     """
     tied = dict(module.named_parameters(remove_duplicate=False))
     gathered: dict[int, Any] = {}
@@ -68,22 +68,22 @@ def gather_module_state(module: nn.Module, keep: bool) -> dict[str, Any]:
 
 @torch.no_grad()
 def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, Any]:
-    """An optimizer's state in torch's own format with whole tensors on the host; without any where it is not kept.
+    """An optimizer's state in torch's own format, with whole tensors on the host. If it is not kept, without state.
 
-    Collective; as :func:`gather_module_state`. What stands for tensors, on the meta device, stays.
+    Collective, as :func:`gather_module_state`. Placeholders on the meta device stay.
 
     Args:
-        saved: What ``state_dict`` of an optimizer of a sharded module returns.
-        keep: Whether this rank wants it.
+        saved: The ``state_dict`` of an optimizer of a sharded module.
+        keep: Whether this rank needs the state.
     """
-    # In one order on all ranks, whichever rank made which state first: by number, as torch counts parameters.
+    # In one order on all ranks, even if they made states in another order: by number, as torch counts parameters.
     numbers = sorted(saved["state"], key=lambda key: (isinstance(key, str), key))
     state = {number: saved["state"][number] for number in numbers}
     for number, entries in state.items():
         if isinstance(entries, dict):
             state[number] = {key: entries[key] for key in sorted(entries, key=str)}
     whole = replace_leaves(state, functools.partial(gather, keep=keep))
-    # What is saved has its entries in the order of the optimizer's, as a checkpoint of `ddp` has.
+    # The saved entries have the order of the optimizer's, as in a checkpoint of `ddp`.
     for number, entries in whole.items():
         if isinstance(entries, dict):
             whole[number] = {key: entries[key] for key in saved["state"][number]}
@@ -92,15 +92,15 @@ def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, An
 
 @torch.no_grad()
 def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
-    """A copy of a tree in which sharded tensors are whole, on the host, where it is kept. Collective.
+    """A copy of a tree with whole tensors on the host instead of sharded ones. Collective.
 
     Args:
-        tree: With sharded tensors in the same places on all ranks.
-        keep: Whether this rank wants it; elsewhere they are None.
+        tree: Has sharded tensors in the same places on all ranks.
+        keep: Whether this rank needs the whole tensors. On other ranks they are None.
         control: Compares these places: one small reduction.
 
     Raises:
-        ValueError: Ranks have sharded tensors in different places; raised on all of them.
+        ValueError: Ranks have sharded tensors in different places. Raised on all of them.
     """
     names = [leaf.name for leaf in leaves(tree) if isinstance(leaf.tensor, DTensor)]
     if not all_have_same(digest(names), control):
@@ -117,18 +117,18 @@ def gather_rest(tree: Any, keep: bool, control: Collectives) -> Any:
 
 
 def shard_like(value: Tensor | OwnPart, parameter: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded as a parameter is; of one that stays whole, a copy. Not collective.
+    """This rank's part of a tensor, sharded as a parameter is. If the parameter is whole, a copy. Not collective.
 
     Args:
         value: The whole tensor, or this rank's part of it.
-        parameter: Of the whole tensor's shape.
+        parameter: A parameter of the whole tensor's shape.
     """
     if isinstance(value, OwnPart):
         return _with_own_part(value.elements, parameter)
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value.clone()
     whole = value.to(parameter.device)
-    # Every rank has the whole: nothing is sent. A copy, so that what is not this rank's can go.
+    # Every rank has the whole: nothing is sent. A copy, so that the other ranks' parts can be freed.
     part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     return _with_own_part(part.to_local().clone(), parameter)
 
@@ -148,12 +148,12 @@ def _with_own_part(elements: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shard_copy(copy: nn.Module, module: nn.Module) -> None:
-    """Gives a copy of a module shards where the module has them, of rank 0's values. Collective.
+    """Gives a copy of a module shards of rank 0's values, for the module's sharded parameters. Collective.
 
-    Parameters that are one stay one. The copy then keeps weights, and cannot be called. A scatter for each of them.
+    Tied parameters stay tied. The copy then keeps weights, and cannot be called. It costs a scatter for each parameter.
 
     Args:
-        copy: Copied before the module was sharded; what is sharded already stays.
+        copy: Copied before the module was sharded. Parameters that are sharded already stay.
         module: Sharded by FSDP2.
     """
     shards: dict[Tensor, nn.Parameter] = {}
@@ -173,12 +173,12 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
 
 
 def let_whole_states_be_loaded(module: nn.Module) -> None:
-    """Has ``load_state_dict`` of a module, and of those below it, take whole tensors where they have shards.
+    """Makes ``load_state_dict`` of a module, and of those below it, accept whole tensors for shards.
 
     Each rank keeps its part, so all ranks must load the same. Nothing is sent. Neither this nor loading is collective.
 
     Args:
-        module: Its parameters are sharded, and FSDP2 has hooks of its own in it by now.
+        module: A module with sharded parameters, in which FSDP2 has its hooks by now.
     """
     for part in module.modules():
         if part not in _LOADS_WHOLE:
@@ -196,7 +196,7 @@ def _take_own_parts(
     for name, parameter in module.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not fits_parameter(value, parameter):
-            # What has another shape torch refuses.
+            # torch refuses a tensor of another shape.
             continue
         if metadata.get("assign_to_params_buffers"):
             raise ValueError(
@@ -207,9 +207,9 @@ def _take_own_parts(
 
 
 def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of whole tensors, or of this rank's parts, with this rank's parts of what has its parameter's shape.
+    """A state with this rank's parts instead of tensors of their parameter's shape.
 
-    Not collective. What stays whole is copied.
+    The given state has whole tensors, or this rank's parts. Not collective. Values that stay whole are copied.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     identifiers = [identifier for group in state["param_groups"] for identifier in group["params"]]
@@ -228,7 +228,7 @@ def shard_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dic
 
 
 def fits_parameter(value: Any, parameter: Tensor) -> bool:
-    """Whether it is cut as its parameter is: a tensor of its shape, or this rank's part of one."""
+    """Whether a value is cut as its parameter is: a tensor of the parameter's shape, or this rank's part of one."""
     if isinstance(value, OwnPart):
         return True
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0

@@ -1,4 +1,4 @@
-"""Which modules are gathered together: repeated blocks each by itself, and with the root what is left."""
+"""Which modules are gathered together: each repeated block by itself, and all others with the root."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
@@ -12,25 +12,24 @@ from lightning_parstrat.distributed.engine.shardability import sharing_memory
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 
 MIN_NUM_PARAMS = 100_000
-"""Smaller blocks stay with the root: a collective of their own would cost more than their memory."""
+"""Smaller blocks stay with the root. A separate collective for each would cost more than their memory."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, each_child: bool) -> list[nn.Module]:
-    """The modules below ``module`` whose parameters are gathered, used and freed together; inner ones come first.
+    """The modules below ``module`` whose parameters are gathered, used and freed together. Inner ones come first.
 
-    Without ``wrap`` these are blocks: modules of one class beside each other in a container. A module is left to its
-    parent where any of its parameters is registered elsewhere, too (tied weights), or where it has no ``forward``. What
-    a user has sharded by ``fully_shard`` stays as it is. Not collective; the same on all ranks that have the same
-    module.
+    Without ``wrap``, these are blocks: modules of one class in the same container. If a module has no ``forward``, or
+    shares a parameter with a module outside (tied weights), it stays with its parent. Modules that a user has sharded
+    by ``fully_shard`` do not change. Not collective. The result is the same on all ranks with the same module.
 
     Args:
         module: The root, which is not among them.
-        wrap: Names of classes (their bases count) to take instead of blocks; empty for blocks.
+        wrap: Names of classes (their bases count) to take instead of blocks. If it is empty, blocks are taken.
         min_num_params: The smallest number of parameters of a block.
-        each_child: Whether what is left of the root's own children is a unit of each, too, so that only parameters of
-            the root itself are left to it.
+        each_child: Whether each of the root's remaining children is also a unit. Then only parameters of the root
+            itself are left to the root.
 
     Raises:
         ValueError: No module is of a class in ``wrap``.
@@ -53,15 +52,15 @@ def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, ea
 
 
 def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tensor]:
-    """Parameters that FSDP2 cannot shard, or could not without a change: they stay whole on every rank.
+    """Parameters that FSDP2 cannot shard, or only after a change: they stay whole on every rank.
 
-    Those without a dimension or an element, complex ones and those that have no gradients; those whose memory is not
-    contiguous, or that share it; names that DDP is to ignore; and in a unit of several dtypes all but those of the
-    commonest one. Not collective.
+    There are four kinds. First, parameters without a dimension or an element, complex ones, and those that have no
+    gradients. Second, parameters whose memory is shared, or not contiguous. Third, names that DDP ignores. Fourth, in a
+    unit of several dtypes, all parameters but those of the most common dtype. Not collective.
 
     Args:
         module: The root.
-        units: Of :func:`find_units`.
+        units: The result of :func:`find_units`.
     """
     ignored = names_ignored_by_ddp(module)
     named = [(name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
@@ -80,9 +79,9 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tenso
 
 
 def rounded_by_autocast(module: nn.Module) -> set[Tensor]:
-    """Parameters in fp32 that autocast rounds to 16 bits each time that they are used: those of linear layers and such.
+    """Parameters in fp32 that autocast rounds to 16 bits at each use: those of linear layers and the like.
 
-    Layers count if their ``forward`` is torch's own, and parameters if no other module has them. Not collective.
+    Layers count if their ``forward`` is torch's own. Parameters count if no other module has them. Not collective.
     """
     rounded: set[Tensor] = set()
     others: set[Tensor] = set()
@@ -94,7 +93,7 @@ def rounded_by_autocast(module: nn.Module) -> set[Tensor]:
 
 
 _ROUNDED_NAMES = {"weight", "bias", "in_proj_weight", "in_proj_bias"}
-"""Parameters of other names are what hooks make weights of, such as norms of weights."""
+"""Hooks make weights of parameters with other names, such as norms of weights."""
 
 _ROUNDED_BY_AUTOCAST = {
     layer.forward
@@ -156,5 +155,5 @@ def _holds_all_it_has(module: nn.Module, registrations: Counter[Tensor]) -> bool
 
 
 def _children_first(module: nn.Module) -> list[nn.Module]:
-    # Modules come before those they hold.
+    # Modules come before the modules that they hold.
     return list(module.modules())[:0:-1]

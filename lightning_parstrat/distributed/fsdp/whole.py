@@ -17,14 +17,14 @@ from lightning_parstrat.distributed.fsdp.state import let_whole_states_be_loaded
 from lightning_parstrat.distributed.gradients.local_tensors import local
 
 _ADDED: set[str] = set()
-"""Names of attributes that modules have for being sharded."""
+"""Names of attributes that sharding has added to modules."""
 
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 _WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
 
 
 class _Registration(NamedTuple):
-    """Where a sharded parameter is registered."""
+    """The module and the name under which a sharded parameter is registered."""
 
     owner: nn.Module
     own_name: str
@@ -34,16 +34,16 @@ class _Registration(NamedTuple):
 
 @contextmanager
 def shown_whole(module: nn.Module) -> Iterator[None]:
-    """Within it a module is a plain one with whole parameters, in the dtype that they are kept in.
+    """Within it, a module is a plain one with whole parameters, in the dtype in which they are kept.
 
-    Collective at its beginning: an all-gather of each parameter. Within it nothing is sent. When it ends, each rank
+    Collective at its beginning: an all-gather of each parameter. Within it, nothing is sent. When it ends, each rank
     copies its part of each parameter into its shard.
 
     Args:
-        module: Sharded by FSDP2; it must not be within a step.
+        module: Sharded by FSDP2. It must not be within a step.
 
     Raises:
-        ValueError: When it ends: a parameter is gone, or has another shape or dtype.
+        ValueError: At its end: a parameter was removed, or has another shape or dtype.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -111,9 +111,9 @@ def _restore(registrations: Sequence[_Registration]) -> None:
 
 @contextmanager
 def _plain(module: nn.Module) -> Iterator[None]:
-    """Within it a module and all below it are of their own classes, without what sharding them has put into them.
+    """Within it, a module and all below it have their own classes, without the additions of sharding.
 
-    Parameters stay as they are. Nothing is gathered: a module can be called if its parameters are whole.
+    Parameters do not change, and nothing is gathered. You can call a module if its parameters are whole.
     """
     with ExitStack() as undo:
         for part in list(module.modules()):
@@ -135,7 +135,7 @@ def _shards(hook: Any) -> bool:
 
 
 def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
-    # In their order, beside what was registered or removed meanwhile.
+    # In their order, with the hooks that were registered or removed meanwhile.
     now = dict(hooks)
     hooks.clear()
     hooks.update({number: hook for number, hook in before.items() if number in now or _shards(hook)})
@@ -143,14 +143,14 @@ def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 
 
 def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
-    """Has ``copy.deepcopy`` of modules give ones of their own class that hold shards, as the originals do.
+    """Makes ``copy.deepcopy`` of sharded modules work. The copies have the modules' own classes, and hold shards.
 
     A copy gathers nothing: it cannot be called. Neither this nor copying is collective. Only these objects can be
-    copied; FSDP2 refuses all others of their classes.
+    copied. FSDP2 refuses all others of their classes.
 
     Args:
         modules: Sharded by FSDP2.
-        added: Names of attributes that they have for being sharded, which copies have not.
+        added: Names of attributes that sharding has added. Copies do not have them.
     """
     _ADDED.update(added, {"__deepcopy__"})
     for module in modules:
@@ -162,7 +162,7 @@ def _copy(original: "weakref.ref[nn.Module]", memo: dict[int, Any]) -> nn.Module
     for parameter in module.parameters():
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and id(gradient) not in memo:
-            # One that lies behind others in a buffer torch would copy by memory that a DTensor has not.
+            # torch would copy a gradient that lies behind others in a buffer by its memory. A DTensor has none.
             memo[id(gradient)] = gradient.clone()
     with _plain(module):
         twin = copy.deepcopy(module, memo)

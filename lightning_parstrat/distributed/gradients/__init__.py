@@ -1,1 +1,1 @@
-"""What is done to reduced gradients before the step, wherever they are: in shards or on every rank."""
+"""Operations on reduced gradients before the step, in shards or on every rank."""

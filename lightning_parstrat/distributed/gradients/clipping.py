@@ -25,11 +25,11 @@ class StepGradients(NamedTuple):
     """The gradients that this rank is about to step with.
 
     Attributes:
-        stepped: All of them; scaling them clips.
-        counted: Those this rank adds to the norm, so that each element of the gradient is counted once.
-        dtype: What norms are summed in, the same on all ranks.
-        device: Where they are.
-        collectives: What combines the norms of all ranks; None where every rank counts all there is.
+        stepped: All of them. Scaling them clips.
+        counted: The gradients that this rank adds to the norm. Each element of the gradient is counted once.
+        dtype: The dtype in which norms are summed, the same on all ranks.
+        device: The device of the gradients.
+        collectives: Combines the norms of all ranks. If every rank counts all gradients, None.
     """
 
     stepped: list[Tensor]
@@ -41,7 +41,7 @@ class StepGradients(NamedTuple):
     def maximum_over_ranks(self, value: Tensor) -> Tensor:
         """The largest of all ranks' values of a 0-d tensor, in place.
 
-        Collective where gradients are sharded; nothing waits on the host.
+        If gradients are sharded, it is collective. Nothing waits on the host.
         """
         if self.collectives is not None:
             self.collectives.all_reduce(value, op=dist.ReduceOp.MAX).wait()
@@ -50,9 +50,9 @@ class StepGradients(NamedTuple):
 
 @torch.no_grad()
 def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
-    """Finds the gradients of ``optimizers``; a parameter in several of them counts once.
+    """Finds the gradients of ``optimizers``. A parameter in several of them counts once.
 
-    Collective where the state of any is sharded: the reductions are waited for.
+    If the state of any is sharded, it is collective: it waits for the reductions.
     """
     # A parameter in two groups or optimizers has one gradient.
     parameters = list(dict.fromkeys(p for o in optimizers for group in o.param_groups for p in group["params"]))
@@ -67,7 +67,7 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
     collectives = shardings[0].reducer.collectives if shardings else None
     if distributed:
         collectives = make_collectives(distributed[0].device_mesh.get_group(), distributed[0].device)
-    # What is replicated is counted once, and so is a shard that several groups hold.
+    # A replicated gradient is counted once, and so is a shard that several groups hold.
     counts_replicated = collectives is None or collectives.rank == 0
     counts_own = collectives is None or collectives.place.copy == 0
     replicated = _gradients(replicated_parameters)
@@ -81,9 +81,9 @@ def step_gradients(optimizers: Sequence[Optimizer]) -> StepGradients:
 
 
 def has_gradients(optimizer: Optimizer) -> bool:
-    """Whether there is anything to step with; of sharded gradients, the same on all ranks.
+    """Whether there are gradients to step with. If gradients are sharded, the answer is the same on all ranks.
 
-    Collective where gradients are sharded: the reductions are waited for.
+    If gradients are sharded, it is collective: it waits for the reductions.
     """
     sharding = hidden_sharding(optimizer)
     if sharding is not None:
@@ -95,11 +95,11 @@ def has_gradients(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
-    """The norm of the unsharded gradient, on every rank; nothing waits on the host.
+    """The norm of the unsharded gradient, on every rank. Nothing waits on the host.
 
-    Equal to ``torch.nn.utils.get_total_norm`` of the full gradients, to the last bit where every rank has them; but
-    sums of 16 bits are made in fp32. One pass over what this rank counts. Collective where gradients are sharded: one
-    all-reduce of 8 bytes, or of 16 for the maximum norm.
+    It equals ``torch.nn.utils.get_total_norm`` of the full gradients. If every rank has all gradients, it does so to
+    the last bit. Only sums of 16 bits differ: they are made in fp32. It is one pass over the gradients that this rank
+    counts. If gradients are sharded, it is collective: one all-reduce of 8 bytes, or of 16 for the maximum norm.
 
     Args:
         gradients: See :func:`step_gradients`.
@@ -121,7 +121,7 @@ def gradient_norm(gradients: StepGradients, norm_type: float = 2.0) -> Tensor:
 
 
 def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) -> list[Tensor]:
-    """The norm of each tensor that has elements, summed in ``dtype``; of complex ones, of their absolute values."""
+    """The norm of each tensor with elements, summed in ``dtype``. Complex tensors count by their absolute values."""
     present = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
     return list(norm_all(present, norm_type, dtype=dtype)) if present else []
 
@@ -130,7 +130,7 @@ def norms_of(tensors: Iterable[Tensor], norm_type: float, dtype: torch.dtype) ->
 def scale_to_norm(gradients: StepGradients, norm: Tensor, max_norm: float) -> Tensor:
     """Scales the gradients by the factor that brings ``norm`` down to ``max_norm``, at most by 1. Not collective.
 
-    One pass over what this rank steps, as ``torch.nn.utils.clip_grads_with_norm_`` makes it.
+    It is one pass over the gradients that this rank steps, as by ``torch.nn.utils.clip_grads_with_norm_``.
 
     Args:
         gradients: See :func:`step_gradients`.
@@ -154,7 +154,7 @@ def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
         gradients: See :func:`step_gradients`.
         max_value: The largest absolute value allowed.
     """
-    # torch clips what is the gradient of something.
+    # torch clips the gradient of a tensor, not the tensor itself.
     owners = [gradient.detach() for gradient in gradients.stepped]
     for owner, gradient in zip(owners, gradients.stepped, strict=True):
         owner.grad = gradient
@@ -163,9 +163,9 @@ def clip_gradients_by_value(gradients: StepGradients, max_value: float) -> None:
 
 
 def hidden_sharding(optimizer: Optimizer) -> OptimizerSharding | None:
-    """What holds an optimizer's gradients, where they are in shards alone.
+    """The sharding that holds an optimizer's gradients, if only shards hold them.
 
-    Exposed gradients are in ``param.grad`` on every rank, for users to change: what they left there is what counts.
+    Exposed gradients are in ``param.grad`` on every rank. Users may change them, and the changed values count.
     """
     if not is_sharded(optimizer):
         return None

@@ -1,6 +1,6 @@
-"""Weights of micro-batches: what each loss is multiplied by, and the total over all ranks that it is divided by.
+"""Weights of micro-batches: the factor of each loss, and the total over all ranks by which the sum is divided.
 
-The ranks agree once in the first step of a training: do all of them give weights, and of what size? From then on the
+In the first step of a training, the ranks agree whether all of them give weights, and of what size. From then on the
 total is in the step's control message.
 """
 
@@ -19,11 +19,11 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 
 
 class InconsistentWeightsError(ValueError):
-    """``loss_weight`` was given by some ranks or steps only, or is no weight, or is 0 where gradients are NaN."""
+    """A ``loss_weight`` is missing on some ranks or steps, or is no weight, or is 0 and its gradients are NaN."""
 
 
 class WindowWeight(NamedTuple):
-    """The total weight of a window over all ranks, and the reference that its losses' weights were divided by."""
+    """The total weight of a window over all ranks, and the reference by which its losses' weights were divided."""
 
     weight: float
     reference: float
@@ -32,9 +32,9 @@ class WindowWeight(NamedTuple):
 class LossWeights:
     """Turns a window's sum of gradients into their weighted mean.
 
-    Every micro-batch's loss is multiplied by its weight over a reference that all ranks share. For weights that are on
-    a GPU the host waits when backward has been queued, and once in the training's first step: it has to know whether a
-    step has any weight at all, as it steps nothing where it has none.
+    Every micro-batch's loss is multiplied by its weight over a reference that all ranks share. If weights are on a GPU,
+    the host waits for them after backward has been queued. It also waits once in the training's first step. The host
+    has to know whether a step has any weight: without weight, nothing is stepped.
 
     Args:
         messages: Carry the sums of weights.
@@ -52,11 +52,11 @@ class LossWeights:
 
     @property
     def used(self) -> bool:
-        """Whether micro-batches have weights; False until the first one is known."""
+        """Whether micro-batches have weights. Before the first weight is known, False."""
         return bool(self._used)
 
     def begin_window(self) -> None:
-        """Forgets the weights of micro-batches whose gradients have been used, or dropped."""
+        """Drops the weights of micro-batches whose gradients have been used, or dropped."""
         self.end_backward()
         self._window.clear()
         self._looks.clear()
@@ -69,17 +69,17 @@ class LossWeights:
         Collective in the first step of a training.
 
         Args:
-            micro_batch: Which one of the window; the same again (a closure evaluated again) replaces its weight.
-            weight: A number, a tensor of one element, or None where the module gives none.
-            parameters: What backward computes gradients for. They are looked at until :meth:`end_backward` where the
-                weight is 0, or only a GPU knows it: 0 times NaN is NaN, and would be all that the window is.
+            micro_batch: Its number in the window. The same number again (by a closure) replaces its weight.
+            weight: A number or a tensor of one element. If the module gives none, None.
+            parameters: The parameters that get gradients. If the weight is 0, or on a GPU, their gradients are checked
+                until :meth:`end_backward`. 0 times NaN is NaN, and would make the whole window NaN.
 
         Returns:
-            What its loss is to be multiplied by, or None where losses stay as they are. A tensor only on a GPU.
+            The factor of the micro-batch's loss. If losses stay as they are, None. It is a tensor only on a GPU.
 
         Raises:
-            InconsistentWeightsError: In the first step, on all ranks: only some give weights, or one that is none. In a
-                later one, on this rank: it gives one where none did.
+            InconsistentWeightsError: In the first step, on all ranks: only some give weights, or one gives an invalid
+                weight. In a later step, on this rank: it gives a weight and earlier steps did not.
         """
         if self._used is False:
             if weight is None:
@@ -99,19 +99,19 @@ class LossWeights:
         return (value.on_device if isinstance(value, _HostCopy) else value) / self.reference
 
     def end_backward(self) -> None:
-        """Looks at gradients no longer; also after a backward that has failed."""
+        """Ends the check of gradients. Call it after a failed backward, too."""
         for look in self._looks.values():
             look.end()
 
     def total(self) -> WindowWeight:
         """The sum of the window's weights over all ranks. The next window's reference follows it.
 
-        Call it when the window's control message has been launched; collective where none was launched since the last
-        weight, as the window's last backward has sent nothing.
+        Call it when the window's control message has been launched. If none was launched since the last weight, because
+        the window's last backward has sent nothing, it is collective.
 
         Raises:
-            InconsistentWeightsError: A weight on any rank was negative, not finite or missing, or it was 0 and the
-                micro-batch's gradients are not finite; raised on all ranks.
+            InconsistentWeightsError: A weight on any rank was negative, not finite or missing. Or it was 0 and the
+                micro-batch's gradients are not finite. Raised on all ranks.
         """
         summed = self._summed()
         self._check(summed)
@@ -121,7 +121,7 @@ class LossWeights:
         return total
 
     def _agree(self, weight: "float | _HostCopy", given: bool) -> None:
-        """Finds out whether micro-batches have weights, whether on a GPU, and their size once any is not 0."""
+        """Finds out whether micro-batches have weights, whether on a GPU, and their size if any is not 0."""
         ranks = self._messages.control.world_size
         own = self._with_faults(float(weight), float(given))
         summed = self._sum_over_ranks(own)
@@ -139,7 +139,7 @@ class LossWeights:
             self.reference = reference_weight(summed.weight / ranks)
 
     def _summed(self) -> WeightSum:
-        """The sum of the latest message; sends one if weights have come since, which is the same on all ranks."""
+        """The sum of the latest message. If weights have come since (alike on all ranks), it sends a message."""
         if not self._is_sent:
             self._messages.launch()
         return self._messages.latest().weights
@@ -171,7 +171,7 @@ class LossWeights:
             raise InconsistentWeightsError("The `loss_weight`s of all ranks add up to more than a float can hold.")
 
     def _read(self, weight: Any) -> "float | _HostCopy":
-        """A weight as a number; one that is none counts 0, and is an error on all ranks with the next total."""
+        """A weight as a number. An invalid weight counts 0, and is an error on all ranks with the next total."""
         if weight is None:
             if self._used:
                 self._fault = (
@@ -188,7 +188,7 @@ class LossWeights:
             return 0.0
 
     def checked(self, value: float) -> float:
-        """The value where it is a weight, else 0, and an error on all ranks when they next meet."""
+        """The value, if it is a weight. Otherwise 0, and an error on all ranks with the next total."""
         if math.isfinite(value) and value >= 0:
             return value
         self._fault = f"Invalid loss_weight: {value}. Must be finite and at least 0."
@@ -196,11 +196,11 @@ class LossWeights:
 
 
 class _HostCopy:
-    """A GPU's number that is being copied to the host, which waits for it only when it asks.
+    """A GPU's number that is being copied to the host. The host waits for the copy only when it reads the number.
 
     Args:
         weight: One element on a CUDA device.
-        weights: Checks it once it is there.
+        weights: Checks the number after it has arrived.
     """
 
     def __init__(self, weight: Tensor, weights: LossWeights) -> None:
@@ -223,10 +223,10 @@ _NOT_FINITE = (
 
 
 class _Look:
-    """Whether the gradients of one backward are finite: a sum of each, on its device. The host waits when it asks.
+    """Whether the gradients of one backward are finite: a sum of each, on its device. Only a read waits on the host.
 
     Args:
-        parameters: What backward computes gradients for.
+        parameters: The parameters for which backward computes gradients.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -239,7 +239,7 @@ class _Look:
         self._sums.append(values.sum())
 
     def end(self) -> None:
-        """Looks no longer."""
+        """Ends the check."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
