@@ -16,7 +16,7 @@ SIZES = [8, 64, 512]
 BUCKETS = [16, 16, 16, 12]
 """Tensors of 16 KiB in each bucket of 0.25 MiB."""
 BUCKET_BYTES = max(BUCKETS) * 16 * 2**10
-AGREEMENTS = {"setup": 9, "step": 1}
+AGREEMENTS = {"setup": 8, "step": 1}
 """Whether modules and plans are the same, what can be sharded, who shares a node and so on; in a step, one message."""
 
 
@@ -79,7 +79,7 @@ def test_set_up_sends_no_more_than_some_agreements(steps: list[dict[str, Any]]) 
         assert counters["setup"]["messages"] == AGREEMENTS["setup"] * doublings(size) + connecting
         # What is received is who shares a node, and on other ranks than 0 the first weights.
         weights = sum(BUCKETS) * 2**14 if rank else 0
-        assert counters["setup"]["groups"] == 5 and counters["setup"]["largest_receive_bytes"] <= weights + 16
+        assert counters["setup"]["groups"] == 4 and counters["setup"]["largest_receive_bytes"] <= weights + 8 * size
 
 
 @pytest.mark.slow
@@ -126,7 +126,7 @@ def test_a_save_and_a_load(save: str, tmp_path: Path) -> None:
         assert saved["metadata_bytes"] < (600 * size if save == "sharded" and rank == 0 else 20_000) or save == "full"
         if rank == 0:
             # Whether all could open it, what it is, and which save's; of a folder, what it holds, part by part.
-            assert counters["load"]["messages"] == (3 if save == "full" else 7) * doublings(size)
+            assert counters["load"]["messages"] == (3 if save == "full" else 6) * doublings(size)
             assert counters["load"]["metadata_bytes"] == 0
     buffers = [counted["nccl", size, 0][f"{save} save"]["largest_receive_bytes"] for size in (8, 64)]
     assert buffers[1] <= (600 * 64 if save == "sharded" else buffers[0])

@@ -25,7 +25,7 @@ from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
-from lightning_parstrat.distributed.comm.work import DONE, as_work
+from lightning_parstrat.distributed.comm.work import as_work
 from lightning_parstrat.distributed.engine.buckets import ParameterSlot
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 
@@ -444,16 +444,23 @@ def collect(
         return {}
     state = _unsharded(buckets, _zeros)
     for bucket in buckets:
-        arriving = [(message, _packed(optimizer, message), DONE) for message in bucket.messages_of(0)]
+        # One by one, and before memory is taken for what arrives.
+        for message in bucket.messages_of(0):
+            _unpack(message, _packed(optimizer, message), state)
+        arriving = []
         for shard, source in enumerate(ranks[1:], 1):
             for message in bucket.messages_of(shard):
                 packed = message.room()
                 arriving.append((message, packed, as_work(control.group.recv([packed], source, 0))))
         for message, packed, work in arriving:
             work.wait()
-            for slot, elements, part in message.parts_in(packed):
-                slot.storage_order(state[slot][message.key])[elements].copy_(part)
+            _unpack(message, packed, state)
     return state
+
+
+def _unpack(message: _Message, packed: Tensor, state: Mapping[ParameterSlot, StateDict]) -> None:
+    for slot, elements, part in message.parts_in(packed):
+        slot.storage_order(state[slot][message.key])[elements].copy_(part)
 
 
 def _packed(optimizer: Optimizer, message: _Message) -> Tensor:
