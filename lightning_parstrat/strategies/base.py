@@ -32,8 +32,8 @@ from lightning_parstrat.distributed.comm.module_states import check_whole
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckpointIO
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_parstrat.strategies.checkpoint.preemption import Preemption
-from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
-from lightning_parstrat.strategies.checkpoint.resuming import Resume
+from lightning_parstrat.strategies.checkpoint.resume import Resume
+from lightning_parstrat.strategies.checkpoint.resume_points import ResumePoints
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.even import users_own
 from lightning_parstrat.strategies.data.positions import LoaderPositions

@@ -1,12 +1,22 @@
-"""For strategies without DDP's wrapper: the same buffers on all ranks, and equally many batches."""
+"""For strategies without DDP's wrapper: its arguments, the same buffers on all ranks, and equally many batches."""
 
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
@@ -15,6 +25,79 @@ from lightning_parstrat.strategies.gradients.accumulation import Accumulation
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import replace_loaders, trainer_of
 from lightning_parstrat.strategies.parts import Part
+
+
+class WrapperlessDDPStrategy(DDPStrategy):
+    """DDP's processes, samplers and devices, without torch's DDP wrapper.
+
+    Arguments of the wrapper that change no result are accepted, and an info line says that they have no effect. So a
+    program can replace ``DDPStrategy`` by it. Arguments that would change results are refused.
+
+    Args:
+        find_unused_parameters: Not needed: parameters without a gradient are found in every backward.
+        static_graph: Not needed: the graph may change in any step, and a static graph saves nothing.
+        gradient_as_bucket_view: Not needed: exposed gradients are views into the buckets anyway.
+        accelerator: The accelerator. The Trainer sets it.
+        parallel_devices: The devices of this node. The Trainer sets them.
+        cluster_environment: How ranks find each other. By default it is detected.
+        checkpoint_io: How checkpoint files are written.
+        precision_plugin: The precision plugin. The Trainer's ``precision`` sets it.
+        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``. The default is the
+            backend that suits the device.
+        timeout: How long a collective may take before the run ends with an error.
+        start_method: How the processes are launched.
+        **unknown: Refused.
+
+    Raises:
+        TypeError: The strategy has no such argument. The message names the argument to use instead.
+    """
+
+    @property
+    @abstractmethod
+    def flag(self) -> str:
+        """The name that the strategy is registered under. Messages begin with it."""
+
+    known_arguments: Callable[[], list[str]]
+    """Defined in :class:`~lightning_parstrat.strategies.base.ComposedStrategy`."""
+
+    def __init__(
+        self,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            refuse(type(self), unknown, self.known_arguments())
+        needless = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        given = {name: value for name, value in needless.items() if value is not None}
+        if given:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            rank_zero_info(f"{self.flag}: {shown} is not needed and has no effect: there is no DDP wrapper.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            # Programs may read the arguments that the strategy was given.
+            **given,
+        )
 
 
 class EvenBatches(Part):
@@ -32,7 +115,7 @@ class EvenBatches(Part):
     @override
     def process_dataloader(self, dataloader: Any) -> Any:
         """Returns the stand-in for a training loader. Collective."""
-        if self._ranks.number == 1 or not self._trainer.training:
+        if self._ranks.world_size == 1 or not self._trainer.training:
             return dataloader
         control = make_collectives(self._ranks.groups.control, torch.device("cpu"))
         return make_even(dataloader, control, _allows_empty(self._module))
@@ -72,7 +155,12 @@ class Buffers(Part):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Compares how many batches ranks evaluate, if the module allows ranks without any. Collective then."""
         length = sized_len(dataloader)
-        if self._ranks.number > 1 and not self._trainer.training and _allows_empty(self._module) and length is not None:
+        if (
+            self._ranks.world_size > 1
+            and not self._trainer.training
+            and _allows_empty(self._module)
+            and length is not None
+        ):
             most, least = extremes_over_ranks(length, self._ranks.control)
             self._validated_by_some |= least == 0 < most
         return dataloader

@@ -34,10 +34,9 @@ from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
     observers_of_gradients,
 )
-from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
 from lightning_parstrat.strategies.lightning_compat import stands_for_none, unwrapped, window_is_open, wrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING, StepMeter, describe, named
-from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches
+from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
 log = logging.getLogger(__name__)
 

@@ -40,10 +40,9 @@ from lightning_parstrat.strategies.checkpoint.fully_sharded_state import FullySh
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.evaluation import StepsOfAllRanks, evaluated_by
 from lightning_parstrat.strategies.gradients.observers import users_own
-from lightning_parstrat.strategies.launch.ranks import WrapperlessDDPStrategy
 from lightning_parstrat.strategies.lightning_compat import averaged_copies, returns_weights, stands_for_none, unwrapped
 from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
-from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches
+from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}

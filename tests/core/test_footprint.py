@@ -161,7 +161,7 @@ def measure_all() -> list[Found]:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_formulas_say_what_a_training_holds_and_sends(pool: RankPool, world_size: int) -> None:
-    by_rank = pool.run(world_size, measure_all)
+    by_rank = pool.run(world_size, measure_all, timeout=240)
     for (name, _, precision, accumulate), *ranks in zip(ROWS, *by_rank, strict=True):
         training = Training(
             parameters=EVERY - BLOCK,

@@ -304,7 +304,7 @@ FAULTS = (
     ),
     Fault(
         "all ranks go on with the random numbers of one",
-        "strategies/checkpoint/resume.py",
+        "strategies/data/random_numbers.py",
         'saved["states"][rank]',
         'saved["states"][0]',
         ("tests/strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[any hook]",),

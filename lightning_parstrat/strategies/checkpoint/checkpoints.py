@@ -39,8 +39,8 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     local_path_of_folder,
 )
 from lightning_parstrat.strategies.checkpoint.pending_save import PendingSave, exists_when_saved, prepare_callbacks
-from lightning_parstrat.strategies.checkpoint.resume import can_be_resumed
-from lightning_parstrat.strategies.checkpoint.resuming import Resume
+from lightning_parstrat.strategies.checkpoint.resume import Resume
+from lightning_parstrat.strategies.checkpoint.resume_points import can_be_resumed
 from lightning_parstrat.strategies.checkpoint.states_in_files import (
     left_to_files,
     own_states,
@@ -105,7 +105,7 @@ class Checkpoints(Part):
     @override
     def setup_optimizers(self) -> None:
         """Makes all process groups that a training will use, so that the first save does not."""
-        if self._ranks.number > 1:
+        if self._ranks.world_size > 1:
             _ = self._ranks.control
 
     def module_state(self, by_lightning: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Checkpoints(Part):
         path = local_path_of_folder(filepath)
         self.wait_for_saves()
         resumes = self._resume.gather(None, any_rank(can_be_resumed(checkpoint), self._ranks.control))
-        checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self._ranks.number))
+        checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self._ranks.world_size))
         pieces = self._state.pieces()
         if self._strategy.is_global_zero:
             checkpoint = pieces.with_placeholders(self._state.with_own_storage(checkpoint))
@@ -305,7 +305,7 @@ class Checkpoints(Part):
     def _with_states_of_ranks(self, own: Mapping[str, Any], what: str) -> dict[str, Any]:
         """This package's entries with the states from ranks' files. Collective: all ranks succeed, or all raise."""
         joined, loaded = self._ranks.have_joined, self._loaded_shards
-        files = restored_files(own, self._ranks.rank if joined else 0, self._ranks.number if joined else 1)
+        files = restored_files(own, self._ranks.rank if joined else 0, self._ranks.world_size if joined else 1)
         read = self._all_or_none(lambda: {each: loaded.own_of(each) for each in files}, what)
         # Outside of the action above, because it is collective itself.
         return with_states_of_all(own, read, self._ranks.control if joined else None)

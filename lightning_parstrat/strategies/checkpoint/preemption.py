@@ -25,7 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.strategies.checkpoint.resume import ResumePoints
+from lightning_parstrat.strategies.checkpoint.resume_points import ResumePoints
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
     BetweenBatches,

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_parstrat.distributed.comm.agreement import all_gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.strategies.checkpoint.resume import RNG
 from lightning_parstrat.strategies.data.positions import LOADERS
+from lightning_parstrat.strategies.data.random_numbers import RNG
 
 _OF_RANKS = {RNG: "states", LOADERS: "ranks"}
 """The part of an entry that is a list with an item for each rank."""

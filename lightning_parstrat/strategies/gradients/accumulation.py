@@ -82,7 +82,7 @@ class Accumulation(Part):
         self._listeners: list[Callable[[GradientNorm], None]] = []
         self._loss_weight: Any = None
         self._loss_hook: RemovableHandle | None = None
-        self._number = 1
+        self._world_size = 1
         self._skipped_steps = 0
         self._schedulers = HeldSchedulers()
 
@@ -106,7 +106,7 @@ class Accumulation(Part):
         """Lets the precision plugin clip gradients, in shards or on every rank. Collective."""
         warn_of_untried_versions()
         self._end_fit()
-        self._number = self._ranks.number
+        self._world_size = self._ranks.world_size
         self._window, self._weights = AccumulationWindow(), LossWeights(self._ranks.messages)
         self.scale, self._skipped_steps = None, 0
         self.said.clear()
@@ -222,7 +222,7 @@ class Accumulation(Part):
 
     def _scale_of_window(self) -> float:
         """The factor from the sum over ranks to the window's mean. Collective if losses have weights."""
-        accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._number
+        accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._world_size
         # All ranks must count alike, and draw equally many batches. A single rank counts its backwards.
         micro_batches = self._window.backwards if number == 1 else self._window.micro_batches
         if self._weights is not None and self._weights.used:
@@ -253,8 +253,8 @@ class Accumulation(Part):
     def factor_of_mean(self) -> float:
         """The factor from the mean over ranks to the window's mean. Collective if losses have weights."""
         # Exactly 1 if no factor is needed. A product could round to another number.
-        is_mean = self.scale is None or self.scale() == 1.0 / self._number
-        return 1.0 if self.scale is None or is_mean else self.scale() * self._number
+        is_mean = self.scale is None or self.scale() == 1.0 / self._world_size
+        return 1.0 if self.scale is None or is_mean else self.scale() * self._world_size
 
     @contextmanager
     def block(self) -> Generator[None, None, None]:
@@ -277,7 +277,7 @@ class Accumulation(Part):
             *args: Passed to ``by_lightning``.
             **given: Passed to ``by_lightning``.
         """
-        if self._number > 1 and needs_closure(unwrapped(optimizer)):
+        if self._world_size > 1 and needs_closure(unwrapped(optimizer)):
             # By the loss, the optimizer decides how far to step, and whether to call again. All ranks need the same.
             closure = functools.partial(self._mean_loss, closure)
         try:

@@ -2,24 +2,16 @@
 
 import logging
 import uuid
-from abc import abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.io import CheckpointIO
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.core.policy import WaitPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import wait_for_all
@@ -42,7 +34,9 @@ from lightning_parstrat.distributed.comm.process_groups import (
     control_group,
     default_backend,
     process_groups,
-    world_size,
+)
+from lightning_parstrat.distributed.comm.process_groups import (
+    world_size as size_of_group,
 )
 from lightning_parstrat.distributed.torch_compat import nccl_backends
 from lightning_parstrat.strategies.launch.elastic import connect_started
@@ -94,7 +88,7 @@ class Ranks(Part):
         return self._strategy.global_rank
 
     @property
-    def number(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks."""
         return self._strategy.world_size
 
@@ -140,7 +134,7 @@ class Ranks(Part):
 
     def wait_for_all(self) -> None:
         """Waits for all ranks. Collective."""
-        if self.number > 1:
+        if self.world_size > 1:
             wait_for_all(self.control)
 
     def join(self, by_lightning: Callable[[], None]) -> None:
@@ -153,14 +147,14 @@ class Ranks(Part):
             MisconfigurationException: The process group has another number of ranks than the Trainer asks for.
         """
         strategy, device = self._strategy, self._strategy.root_device
-        allow_open_files(files_needed(self.number, device.type == "cpu"))
+        allow_open_files(files_needed(self.world_size, device.type == "cpu"))
         connect_started(strategy, strategy.process_group_backend or default_backend(device), self._timeout)
-        with connections_on_demand(self.number):
+        with connections_on_demand(self.world_size):
             by_lightning()
-        joined = world_size()
-        if joined != self.number:
+        joined = size_of_group()
+        if joined != self.world_size:
             raise MisconfigurationException(
-                f"The process group has {counted(joined, 'rank')}, but the Trainer asks for {self.number}"
+                f"The process group has {counted(joined, 'rank')}, but the Trainer asks for {self.world_size}"
                 f" (num_nodes={strategy.num_nodes} times {counted(strategy.num_processes, 'device')}). Launch as many"
                 " processes as `num_nodes * devices`, or correct these two arguments."
             )
@@ -169,9 +163,9 @@ class Ranks(Part):
         self._known_liveness = Liveness("set-up")
         self._known_liveness = begin_liveness(strategy.broadcast(uuid.uuid4().hex))
         warn_after = self._policy.warn_after_seconds
-        if warn_after is not None and self.number > 1:
+        if warn_after is not None and self.world_size > 1:
             name = self._known_liveness.name
-            self._waits = Waits(name, self.flag, self.rank, self.number, warn_after, self._progress)
+            self._waits = Waits(name, self.flag, self.rank, self.world_size, warn_after, self._progress)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -188,7 +182,7 @@ class Ranks(Part):
         if self._ended != _ENDED:
             return
         self._ended = f"ended its training by {type(exception).__name__}"
-        among_ranks = self.have_joined and self.number > 1
+        among_ranks = self.have_joined and self.world_size > 1
         if among_ranks and isinstance(exception, Exception) and nccl_backends():
             # Lightning logs it later, when it has moved everything to the host.
             log.error(f"{self.flag}, rank {self.rank}: the training ends by this exception:", exc_info=exception)
@@ -208,9 +202,9 @@ class Ranks(Part):
 
     def out_of_reach(self) -> list[int]:
         """The ranks that a save does without, after an exception that may be on one rank alone. Collective then."""
-        if not self.is_interrupted or self.number == 1:
+        if not self.is_interrupted or self.world_size == 1:
             return []
-        others = [rank for rank in range(self.number) if rank != self.rank]
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
         return self.liveness.missing("save after an exception") or (others if self._has_aborted else [])
 
     @override
@@ -231,76 +225,3 @@ class Ranks(Part):
             self._hook_seen = hook
         called = self._module_called()
         return f"{position}, module {called}" if called else position, self._hook_seen
-
-
-class WrapperlessDDPStrategy(DDPStrategy):
-    """DDP's processes, samplers and devices, without torch's DDP wrapper.
-
-    Arguments of the wrapper that change no result are accepted, and an info line says that they have no effect. So a
-    program can replace ``DDPStrategy`` by it. Arguments that would change results are refused.
-
-    Args:
-        find_unused_parameters: Not needed: parameters without a gradient are found in every backward.
-        static_graph: Not needed: the graph may change in any step, and a static graph saves nothing.
-        gradient_as_bucket_view: Not needed: exposed gradients are views into the buckets anyway.
-        accelerator: The accelerator. The Trainer sets it.
-        parallel_devices: The devices of this node. The Trainer sets them.
-        cluster_environment: How ranks find each other. By default it is detected.
-        checkpoint_io: How checkpoint files are written.
-        precision_plugin: The precision plugin. The Trainer's ``precision`` sets it.
-        process_group_backend: Backend of the process group, such as ``"nccl"`` or ``"gloo"``. The default is the
-            backend that suits the device.
-        timeout: How long a collective may take before the run ends with an error.
-        start_method: How the processes are launched.
-        **unknown: Refused.
-
-    Raises:
-        TypeError: The strategy has no such argument. The message names the argument to use instead.
-    """
-
-    @property
-    @abstractmethod
-    def flag(self) -> str:
-        """The name that the strategy is registered under. Messages begin with it."""
-
-    known_arguments: Callable[[], list[str]]
-    """Defined in :class:`~lightning_parstrat.strategies.base.ComposedStrategy`."""
-
-    def __init__(
-        self,
-        find_unused_parameters: bool | None = None,
-        static_graph: bool | None = None,
-        gradient_as_bucket_view: bool | None = None,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **unknown: Any,
-    ) -> None:
-        if unknown:
-            refuse(type(self), unknown, self.known_arguments())
-        needless = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-        }
-        given = {name: value for name, value in needless.items() if value is not None}
-        if given:
-            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            rank_zero_info(f"{self.flag}: {shown} is not needed and has no effect: there is no DDP wrapper.")
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            # Programs may read the arguments that the strategy was given.
-            **given,
-        )
