@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_parstrat.core.layout import Partition, owned_bytes, parameter_bytes, parts_of
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
-from lightning_parstrat.core.tensor_trees import with_own_storage
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.agreement import any_rank, any_rank_for_each, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
@@ -295,14 +294,6 @@ class ShardedDataParallel:
     def traffic(self) -> Traffic:
         """The traffic and waits of this rank so far, gradients and parameters together."""
         return self.reducer.collectives.traffic + self.gatherer.collectives.traffic
-
-    def with_own_storage(self, value: Any) -> Any:
-        """A copy of nested dictionaries and lists. Its tensors that lie in a bucket have separate storage.
-
-        A file that holds a view holds all of its storage. Without the copy, one small tensor would save its whole
-        bucket.
-        """
-        return with_own_storage(value, self._storages())
 
     def close(self, failed: bool = False) -> None:
         """Removes the hooks and gives the parameters ordinary storage again.
