@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from lightning_parstrat.core.checks import check, check_choices
 from lightning_parstrat.core.digests import digest
 
 Partition = Literal["element", "parameter"]
@@ -26,8 +25,6 @@ class ParameterSpec:
         dtype: The name of its dtype. All ranks must agree on the dtype.
         itemsize: Bytes per element.
         group: Parameters share a bucket only if their groups are equal, such as (dtype, device, optimizer).
-        update_cost: The cost of the optimizer's update, in any unit that is the same for all parameters. If the cost is
-            proportional to the number of elements, None. See :mod:`lightning_parstrat.core.update_cost`.
     """
 
     name: str
@@ -35,7 +32,6 @@ class ParameterSpec:
     dtype: str
     itemsize: int
     group: Hashable
-    update_cost: float | None = None
 
     @property
     def numel(self) -> int:
@@ -57,26 +53,18 @@ class LayoutPolicy:
 
     Args:
         world_size: Number of ranks that share the optimizer state.
-        bucket_cap_bytes: A bucket is closed before it would exceed this. A larger parameter has a separate bucket.
+        bucket_cap_bytes: A bucket is closed before it would exceed this, unless that leaves next to nothing in it.
         partition: ``"element"`` cuts every bucket into equal shards, also inside a parameter. ``"parameter"`` lets no
             parameter cross a shard boundary. The shards of one bucket then differ in length. Only over all buckets do
             the ranks own about the same.
         alignment_bytes: Parameters and shards start at multiples of this. 64 is a cache line. 256 is the alignment of a
             GPU's allocations, by which matrix products choose a kernel.
-
-    Raises:
-        ValueError: An argument is out of range.
     """
 
     world_size: int
     bucket_cap_bytes: int
     partition: Partition = "element"
     alignment_bytes: int = 64
-
-    def __post_init__(self) -> None:
-        check_choices(self, partition=Partition)
-        for name in ("world_size", "bucket_cap_bytes", "alignment_bytes"):
-            check(self, name, getattr(self, name) >= 1, ">= 1")
 
 
 class Slot(NamedTuple):
@@ -247,70 +235,24 @@ def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[
     return groups
 
 
-def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
-    """Groups the positions of parameters, in their order, so that no bucket of several exceeds the cap.
+_SMALL = 32
+"""A bucket with less than this part of the cap takes the next parameter along, however large that is. Otherwise a
+norm's weights between two large matrices would be sent alone: a few bytes would pay the latency of a collective."""
 
-    Only parameters that :func:`take_small_along` has joined may exceed the cap.
-    """
+
+def group_by_cap(parameters: Sequence[ParameterSpec], cap_bytes: int) -> list[list[int]]:
+    """Groups the positions of parameters, in their order. A bucket is closed before it would exceed the cap."""
     closed: list[list[int]] = []
     open_buckets: dict[Hashable, list[int]] = {}
     open_bytes: dict[Hashable, int] = {}
-    by_group: dict[Hashable, list[int]] = {}
     for index, spec in enumerate(parameters):
-        by_group.setdefault(spec.group, []).append(index)
-    inseparable: list[list[int]] = []
-    for members in by_group.values():
-        joined = take_small_along([parameters[index].nbytes for index in members], cap_bytes)
-        inseparable += [[members[position] for position in together] for together in joined]
-    for together in sorted(inseparable):
-        group = parameters[together[0]].group
-        size = sum(parameters[index].nbytes for index in together)
-        if group in open_buckets and open_bytes[group] + size > cap_bytes:
+        group = spec.group
+        if open_bytes.get(group, 0) * _SMALL > cap_bytes and open_bytes[group] + spec.nbytes > cap_bytes:
             closed.append(open_buckets.pop(group))
-        if group not in open_buckets:
-            open_buckets[group], open_bytes[group] = [], 0
-        open_buckets[group] += together
-        open_bytes[group] += size
+            open_bytes[group] = 0
+        open_buckets.setdefault(group, []).append(index)
+        open_bytes[group] = open_bytes.get(group, 0) + spec.nbytes
     return closed + list(open_buckets.values())
-
-
-_SMALL = 32
-"""A parameter is small if a neighbour is at least so many times as large."""
-
-_LARGE = 2**20
-"""Bytes of a parameter that is worth a separate bucket. Sending fewer bytes takes as long as sending none."""
-
-
-def take_small_along(sizes: Sequence[int], cap_bytes: int) -> list[list[int]]:
-    """Joins small parameters with a large neighbour that exceeds the cap, and so has a separate bucket.
-
-    Otherwise a norm's weights between two large matrices would be sent alone. They would pay the latency of a
-    collective for a few bytes.
-
-    Args:
-        sizes: Bytes of each parameter, in the order in which parameters are sent.
-        cap_bytes: The largest bucket of several parameters.
-
-    Returns:
-        Positions of the parameters that stay together, in order. A large parameter takes at most a thirty-second of its
-        size along.
-    """
-    together: list[list[int]] = []
-    # Bytes that the last one may still take along.
-    room = 0
-    for position, size in enumerate(sizes):
-        if room and size <= room:
-            together[-1].append(position)
-            room -= size
-            continue
-        room = size // _SMALL if size > max(cap_bytes, _LARGE) else 0
-        before = together[-1] if together else []
-        if room and len(before) == 1 and sizes[before[0]] <= room:
-            before.append(position)
-            room -= sizes[before[0]]
-        else:
-            together.append([position])
-    return together
 
 
 def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy) -> BucketLayout:
@@ -329,22 +271,17 @@ def _cut_anywhere(members: list[tuple[int, ParameterSpec]], policy: LayoutPolicy
 
 
 def _choose_owners(parameters: Sequence[ParameterSpec], world_size: int) -> list[int]:
-    """The rank that owns each parameter: the largest first, each to the rank that has least (bin packing).
+    """The rank that owns each parameter: the largest first, each to the rank with the fewest elements (bin packing).
 
-    The weight of a parameter is its share of all update costs plus its share of all elements. The first is the time of
-    a step, the second is memory and traffic. R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the
-    fullest rank has at most 4/3 of the optimum. The order of the parameters does not matter.
+    R. L. Graham, "Bounds on Multiprocessing Timing Anomalies" (1969): the fullest rank has at most 4/3 of the optimum.
+    The order of the parameters does not matter.
     """
-    costs = [spec.numel if spec.update_cost is None else spec.update_cost for spec in parameters]
-    # `or 1`: if all parameters are empty, 0 / 0 must not arise.
-    total_cost, total_numel = sum(costs) or 1, sum(spec.numel for spec in parameters) or 1
-    weights = [cost / total_cost + spec.numel / total_numel for cost, spec in zip(costs, parameters, strict=True)]
-    loads = [(0.0, rank) for rank in range(world_size)]
+    loads = [(0, rank) for rank in range(world_size)]
     owners = [0] * len(parameters)
     # Names decide ties, positions do not: the order of the parameters must not matter.
-    for index in sorted(range(len(parameters)), key=lambda index: (-weights[index], parameters[index].name)):
+    for index in sorted(range(len(parameters)), key=lambda index: (-parameters[index].numel, parameters[index].name)):
         load, owners[index] = loads[0]
-        heapq.heapreplace(loads, (load + weights[index], owners[index]))
+        heapq.heapreplace(loads, (load + parameters[index].numel, owners[index]))
     return owners
 
 

@@ -28,7 +28,6 @@ from lightning_parstrat.core.policy import (
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
-from lightning_parstrat.distributed.engine.gradient_order import GradientOrder
 from lightning_parstrat.strategies.base import ComposedStrategy
 from lightning_parstrat.strategies.gradients.observers import (
     observers_between_micro_batches,
@@ -96,7 +95,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     """
 
     flag = "zero1_custom"
-    _of_one_training = frozenset({"_engine", "_meter", "_order"})
+    _of_one_training = frozenset({"_engine", "_meter"})
 
     def __init__(
         self,
@@ -132,7 +131,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._failed = False
         self._meter: StepMeter | None = None
         self._announced = ""
-        self._order: GradientOrder | None = None
         super().__init__(**kwargs)
         self._buffers = Buffers(self, self._ranks, self._accumulation)
         self._parts += [EvenBatches(self, self._ranks), self._buffers]
@@ -162,7 +160,11 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         engine = self._engine
         if engine is not None and any(unwrapped(one) not in engine.optimizers for one in _trained(optimizers)):
-            engine.give_back_accumulated()
+            if any(bucket.is_partial for bucket in engine.buckets):
+                raise MisconfigurationException(
+                    f"{self.flag}: new optimizers were set between the micro-batches of a step, whose gradients are in"
+                    " the shards of the old ones. Set them after a step."
+                )
             self._close_engine()
             self._shard(optimizers)
         self._optimizers = optimizers
@@ -193,8 +195,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._in_training = True
         self._meter = StepMeter(self.flag, self.root_device)
         self._prepare_for_users_of_gradients()
-        if self._engine is not None and self._engine.may_follow_order:
-            self._order = GradientOrder(self._training_module, self._ranks.groups.control)
+        if self._engine is not None:
+            self._engine.follow_first_backward()
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -219,7 +221,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     def _prepare_for_users_of_gradients(self) -> None:
         if self._engine is None:
             return
-        self._engine.collect_unannounced_gradients(not self._training_module.automatic_optimization)
+        self._engine.reducer.collects_unannounced = not self._training_module.automatic_optimization
         choice = self._policy.expose_gradients
         trainer = self._training_module.trainer
         observers = observers_of_gradients(
@@ -278,7 +280,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
                     f"between micro-batches every rank keeps its whole gradients, as zero1_custom does:"
                     f" {named(self._kept_whole_for)} may read or change them.",
                 )
-            with self._engine.no_sync():
+            with self._engine.reducer.no_sync():
                 yield
 
     @override
@@ -301,28 +303,19 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         forgotten = not is_overridden("on_validation_model_zero_grad", self._training_module)
         accumulates = trainer.sanity_checking or window_is_open(trainer)
         if self._engine is not None and forgotten and not accumulates:
-            self._engine.zero_gradients()
+            self._engine.reducer.zero(set(self._engine.slots.values()))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Prepares to send gradients while backward runs, or to record their order."""
         super().pre_backward(closure_loss)
-        if self._engine is None:
-            return
-        if self._order is None:
+        if self._engine is not None:
             self._engine.prepare_backward(closure_loss, self._accumulation.scale)
-        else:
-            # The first backward's gradients stay local. Buckets follow their order.
-            self._engine.prepare_local_backward()
-            self._order.listen()
 
     @override
     def _end_backward(self, ends_window: bool) -> None:
-        order, self._order = self._order, None
-        if order is not None and self._engine is not None:
-            self._engine.follow_order(order.end())
-            if self._engine.synchronizes:
-                self._reduce_local_gradients()
+        if self._engine is not None:
+            self._engine.end_backward(self._accumulation.scale)
 
     @override
     def _reduce_local_gradients(self) -> None:
@@ -375,9 +368,6 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None
-        order, self._order = self._order, None
-        if order is not None:
-            order.close()
         if engine is not None:
             engine.close(self._failed)
 

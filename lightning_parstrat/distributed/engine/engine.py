@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from lightning_parstrat.distributed.comm.work import streams_of
 from lightning_parstrat.distributed.engine.buckets import ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.engine.compiled_code import CompiledCode
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
-from lightning_parstrat.distributed.engine.gradient_order import fits
+from lightning_parstrat.distributed.engine.gradient_order import GradientOrder
 from lightning_parstrat.distributed.engine.planning import BucketPlanner, Owners, trained_outside
 from lightning_parstrat.distributed.engine.reducer import GradientReducer, GradientScale
 from lightning_parstrat.distributed.engine.shardability import (
@@ -38,7 +39,7 @@ from lightning_parstrat.distributed.engine.shardability import (
     decide_sharding,
     replicated_parameters,
 )
-from lightning_parstrat.distributed.engine.shown_gradients import full_gradients, show_full_gradients
+from lightning_parstrat.distributed.engine.shown_gradients import full_gradients
 from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, sharding_of, unshard
 from lightning_parstrat.distributed.engine.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
@@ -112,6 +113,7 @@ class ShardedDataParallel:
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
         self._kept_plan = plan
         self._order: Sequence[Tensor] = ()
+        self._first_backward: GradientOrder | None = None
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.sharded_optimizers = [
             optimizer
@@ -144,17 +146,6 @@ class ShardedDataParallel:
         return {slot.parameter: slot for bucket in self.buckets for slot in bucket.slots}
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backward accumulates: local gradients without sending, or reduced ones in the shards."""
-        with self.reducer.no_sync():
-            yield
-
-    @property
-    def synchronizes(self) -> bool:
-        """Whether a backward that began now would send gradients."""
-        return self.reducer.synchronize
-
-    @contextmanager
     def full_gradients(self) -> Iterator[None]:
         """Within it, ``param.grad`` shows the mean gradients, to read or to change. Collective."""
         self.reducer.finish(self.buckets)
@@ -171,6 +162,14 @@ class ShardedDataParallel:
         """The names of the parameters in each bucket, in the order of reductions."""
         return self._planner().names(self.buckets)
 
+    def follow_first_backward(self) -> None:
+        """Lets buckets follow the order of gradients in the next backward. No effect if a plan is kept.
+
+        In that backward, gradients stay in ``param.grad``, and are sent when it has ended.
+        """
+        if not self._kept_plan and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1:
+            self._first_backward = GradientOrder(self.module, self.reducer.control.group)
+
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
         """Call before the backward of ``loss``, on all ranks. Parameters newly added to an optimizer get buckets.
 
@@ -178,24 +177,26 @@ class ShardedDataParallel:
             loss: The tensor on which backward is called.
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
-        self.prepare_local_backward()
-        self.reducer.prepare_backward(loss, scale)
-
-    def prepare_local_backward(self) -> None:
-        """Call before a backward whose gradients stay in ``param.grad``, on all ranks."""
         # A callback may call `add_param_group` at any step. All ranks call it at the same one.
         if True in [sharding_of(optimizer).has_added_parameters(optimizer) for optimizer in self.sharded_optimizers]:
             self._adopt_added_parameters()
         # Backward reads parameters in C++, without waiting for them.
         self.gatherer.finish()
+        if self._first_backward is None:
+            self.reducer.prepare_backward(loss, scale)
+        else:
+            self._first_backward.listen()
 
-    @property
-    def may_follow_order(self) -> bool:
-        """Whether :meth:`follow_order` may help: no plan is kept, and there are several buckets. Alike on all ranks."""
-        return not self._kept_plan and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1
+    def end_backward(self, scale: GradientScale | None = None) -> None:
+        """Call after a backward that :meth:`prepare_backward` has announced, on all ranks."""
+        first, self._first_backward = self._first_backward, None
+        if first is not None:
+            self._follow(first.end())
+            if self.reducer.synchronize:
+                self.reduce_local_gradients(scale)
 
-    def follow_order(self, order: Sequence[Tensor]) -> None:
-        """Rebuilds the buckets, if gradients become ready in another order than buckets can be sent in. Collective.
+    def _follow(self, order: Sequence[Tensor]) -> None:
+        """Rebuilds the buckets, if gradients become ready in another order than buckets are sent in. Collective.
 
         Compiled code keeps its buckets. So does an optimizer with state: the state would have to move. Gradients must
         be in ``param.grad``. Peak memory is one bucket more.
@@ -203,9 +204,12 @@ class ShardedDataParallel:
         Args:
             order: All parameters of the module in the order of their gradients, the same on all ranks.
         """
+        turns = {parameter: turn for turn, parameter in enumerate(order)}
+        of_buckets = [[turns[slot.parameter] for slot in bucket.slots] for bucket in self.buckets]
+        fits = all(max(earlier) < min(later) for earlier, later in pairwise(of_buckets))
         # A rank that owns no parameter of an optimizer has no state of it, either.
         is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
-        if any_rank(is_bound, self.reducer.control) or fits(self.buckets, order):
+        if fits or any_rank(is_bound, self.reducer.control):
             return
         self._order, storages = order, self._storages()
         for bucket in self.buckets:
@@ -220,14 +224,6 @@ class ShardedDataParallel:
             scale: See :meth:`GradientReducer.prepare_backward`.
         """
         self.reducer.reduce_left_over(self.reducer.buckets, scale)
-
-    def zero_gradients(self) -> None:
-        """Drops all reduced gradients. If some are still in flight, collective."""
-        self.reducer.zero(set(self.slots.values()))
-
-    def collect_unannounced_gradients(self, wanted: bool) -> None:
-        """Whether a step also reduces gradients of backwards that :meth:`prepare_backward` did not announce."""
-        self.reducer.collects_unannounced = wanted
 
     def expose_gradients(self, wanted: bool) -> bool:
         """If any rank wants reduced gradients in ``param.grad``, shows them from now on. Collective.
@@ -249,26 +245,6 @@ class ShardedDataParallel:
         kept_whole = any_rank(not wanted, self.reducer.control) or self.reducer.exposes_gradients
         self.reducer.shards_accumulation = not kept_whole
         return self.reducer.shards_accumulation
-
-    def give_back_accumulated(self) -> None:
-        """Puts the mean of micro-batches that were added up in shards into ``param.grad``. Collective.
-
-        Call it before parameters get other buckets in the middle of an accumulation window. The next backward sends
-        that mean along: a mean over ranks of the same mean is that mean.
-        """
-        self.reducer.complete()
-        partial = [bucket for bucket in self.buckets if bucket.is_partial and bucket.shard_gradient is not None]
-        own = [(slot, slot.parameter.grad) for bucket in partial for slot in bucket.slots]
-        show_full_gradients(partial, self.reducer.collectives)
-        for slot, gradient in own:
-            mean = slot.parameter.grad
-            if gradient is not None and mean is not None and mean is not gradient:
-                # Of a backward that was not announced.
-                slot.parameter.grad = mean + gradient
-        for bucket in partial:
-            bucket.zero_gradients(bucket.slots)
-            for slot in bucket.slots:
-                slot.fresh = slot.parameter.grad is not None
 
     def summary(self) -> ShardingSummary:
         """The sharding as this rank sees it."""
@@ -302,6 +278,8 @@ class ShardedDataParallel:
         the state, so a checkpoint can be saved after training.
         """
         self._compiled_code.close()
+        if self._first_backward is not None:
+            self._first_backward.close()
         if failed:
             self.gatherer.abandon()
             self.reducer.abandon()
@@ -356,7 +334,7 @@ class ShardedDataParallel:
         self.reducer.dissolve_buckets([b for b in self.reducer.buckets if b.is_replicated])
         planner = self._planner()
         new = {parameter: numbers for parameter, numbers in owners.items() if parameter not in sharded}
-        for bucket in planner.sharded_buckets(new, self.optimizers, self._partitions, len(self.reducer.buckets)):
+        for bucket in planner.sharded_buckets(new, self._partitions, len(self.reducer.buckets)):
             self.reducer.add_buckets([bucket])
         for number, partition in self._partitions.items():
             optimizer = self.optimizers[number]

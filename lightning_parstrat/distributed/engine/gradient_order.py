@@ -1,15 +1,12 @@
 """The order in which a backward makes gradients, as rank 0 sees it."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.core.gradient_order import WORTH_NEW_BUCKETS, share_waited
 from lightning_parstrat.distributed.comm.agreement import broadcast_object
-from lightning_parstrat.distributed.engine.buckets import GradientBucket
 
 
 class GradientOrder:
@@ -56,15 +53,3 @@ class GradientOrder:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._made = [], {}
-
-
-def fits(buckets: Sequence[GradientBucket], order: Sequence[Tensor]) -> bool:
-    """Whether buckets are sent nearly as soon as possible, if gradients are made in that order.
-
-    Args:
-        buckets: Buckets in the order in which they are sent.
-        order: The order of all their parameters.
-    """
-    position = {parameter: number for number, parameter in enumerate(order)}
-    sizes = [[(position[slot.parameter], slot.parameter.nbytes) for slot in bucket.slots] for bucket in buckets]
-    return share_waited(sizes) < WORTH_NEW_BUCKETS

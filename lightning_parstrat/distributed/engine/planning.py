@@ -5,7 +5,6 @@ from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import (
     BucketLayout,
@@ -20,7 +19,6 @@ from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.distributed.comm.agreement import check_agreement
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket
-from lightning_parstrat.distributed.engine.shardability import update_cost
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
 
 Owners = tuple[int, ...]
@@ -60,7 +58,6 @@ class BucketPlanner:
     def sharded_buckets(
         self,
         owners: Mapping[Tensor, Owners],
-        optimizers: Sequence[Optimizer],
         partitions: Mapping[int, Partition],
         first: int,
     ) -> Iterator[ParameterBucket]:
@@ -68,7 +65,6 @@ class BucketPlanner:
 
         Args:
             owners: The parameters, each with its optimizers.
-            optimizers: All optimizers.
             partitions: How each optimizer's parameters may be cut, by the optimizer's position.
             first: The index of the first bucket.
         """
@@ -82,10 +78,7 @@ class BucketPlanner:
         planned: list[tuple[int, BucketLayout, list[Tensor]]] = []
         for partition in get_args(Partition):
             parameters = [parameter for parameter in ordered if (parameter in uncut) == (partition == "parameter")]
-            own = []
-            for parameter in parameters:
-                cost = sum(update_cost(optimizers[number], parameter) for number in owners[parameter])
-                own.append(self._spec(parameter, owners[parameter], cost))
+            own = [self._spec(parameter, owners[parameter]) for parameter in parameters]
             specs += own
             for layout in self._plan(own, partition, group_as_named(own, self._kept)):
                 # The bucket is sent with its last gradient.
@@ -142,14 +135,13 @@ class BucketPlanner:
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, "<not in the module>")
 
-    def _spec(self, parameter: Tensor, owners: Owners, update_cost: float | None = None) -> ParameterSpec:
+    def _spec(self, parameter: Tensor, owners: Owners) -> ParameterSpec:
         return ParameterSpec(
             name=self._name(parameter),
             shape=tuple(parameter.shape),
             dtype=str(parameter.dtype),
             itemsize=parameter.element_size(),
             group=(str(parameter.dtype), str(parameter.device), owners),
-            update_cost=update_cost,
         )
 
 

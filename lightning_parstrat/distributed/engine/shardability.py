@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import Partition
 from lightning_parstrat.core.policy import PartitionChoice
-from lightning_parstrat.core.update_cost import elementwise, newton_schulz
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
     METHODS,
@@ -141,16 +140,6 @@ def replicated_parameters(module: nn.Module, optimizers: Sequence[Optimizer]) ->
     unmovable = {p for p in parameters if not (p.is_floating_point() or p.is_complex())}
     sharing = sharing_memory([*parameters, *module.parameters(), *module.buffers()])
     return parameters & (ignored_tensors | unmovable | sharing)
-
-
-def update_cost(optimizer: Optimizer, parameter: Tensor) -> float:
-    """The cost of stepping ``parameter``, in operations, the same unit for all optimizers."""
-    if isinstance(optimizer, torch.optim.Muon):
-        steps = next(
-            group["ns_steps"] for group in optimizer.param_groups if any(p is parameter for p in group["params"])
-        )
-        return newton_schulz(parameter.shape, steps)
-    return elementwise(parameter.numel())
 
 
 def check_supported(optimizer: Optimizer) -> None:

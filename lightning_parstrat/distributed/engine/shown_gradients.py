@@ -47,22 +47,17 @@ def full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives)
         collectives: The reducer's collectives.
     """
     shown = [bucket for bucket in buckets if bucket.shard_gradient is not None]
-    show_full_gradients(shown, collectives)
+    for bucket in shown:
+        bucket.unsharded_gradient = torch.empty_like(bucket.flat)
+        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
+        for slot in bucket.slots:
+            slot.reduced = slot.used
+    expose_gradients(shown, collectives)
     try:
         yield
     finally:
         for bucket in shown:
             _take_back(bucket)
-
-
-def show_full_gradients(buckets: Sequence[ParameterBucket], collectives: Collectives) -> None:
-    """Makes ``param.grad`` show the mean gradients of buckets that have some. Collective: one all-gather per bucket."""
-    for bucket in buckets:
-        bucket.unsharded_gradient = torch.empty_like(bucket.flat)
-        bucket.shard_of(bucket.unsharded_gradient).copy_(_shard_gradient(bucket))
-        for slot in bucket.slots:
-            slot.reduced = slot.used
-    expose_gradients(buckets, collectives)
 
 
 @torch.no_grad()

@@ -1,32 +1,25 @@
 """The state of a sharded optimizer, to and from torch's own ``state_dict``: described, collected, and sliced.
 
-All ranks know the buckets, and so which elements each rank has. The buckets do not contain the names of the state's
-entries, their dtypes, and counts of steps. These are usually alike in a bucket, so ranks compare numbers. If the
-numbers differ, ranks describe what they have. Then each rank sends its shard of the state, in one message for each
-entry of a bucket. Messages are in host memory, so a device never holds more than a shard. Loading takes each rank's
-part of an unsharded state.
+Each rank describes its parts to rank 0: which elements of which parameters, and the entries of their state. Then it
+sends its shards of the state, in one message for each bucket and dtype. Messages are in host memory, so a device never
+holds more than a shard. Loading takes each rank's part of an unsharded state.
 """
 
 import copy
-import pickle
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tensor_trees import replace_leaves
 from lightning_parstrat.distributed.comm.agreement import broadcast_object, gather_object
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.work import as_work
-from lightning_parstrat.distributed.engine.buckets import ParameterSlot
+from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.torch_compat import run_hooks_after_state_dict, run_hooks_before_state_dict
 
 MASTER_WEIGHTS = "master_weights"
@@ -50,23 +43,46 @@ ELEMENTWISE_OPTIMIZERS: frozenset[type[Optimizer]] = frozenset(
 """torch's optimizers whose update of an element depends on that element alone. Exact classes: a subclass may differ."""
 
 
-def _sharding_of(optimizer: Optimizer) -> Any:
-    """The ``OptimizerSharding`` that ``stepping.py`` has set. That file imports this one."""
-    return vars(optimizer)["_sharding"]
-
-
 StateDict = dict[Any, Any]
 
 
+class Shards(NamedTuple):
+    """Where the state of an optimizer's parameters is.
+
+    Attributes:
+        slots: The places of sharded parameters. Every rank has the state of all others.
+        buckets: Their buckets.
+        ranks: The ranks that together hold one copy of the state, in the order of their shards, rank 0 first.
+        control: Collectives of all ranks. They work on host memory.
+    """
+
+    slots: Mapping[Tensor, ParameterSlot]
+    buckets: Sequence[ParameterBucket]
+    ranks: Sequence[int]
+    control: Collectives
+
+
 class Entry(NamedTuple):
-    """One entry of a shard's state: the dtype of a tensor with the shard's shape, or any other value."""
+    """One entry of a parameter's state: the dtype of a tensor that is cut as the parameter is, or any other value."""
 
     dtype: torch.dtype | None
     value: Any
 
 
-Entries = Mapping[str, Entry]
-"""The entries of one parameter, in the optimizer's order."""
+class PartOfState(NamedTuple):
+    """The part of one parameter's state that one rank holds.
+
+    Attributes:
+        position: The parameter's position in the optimizer.
+        start: The first of the parameter's elements, in storage order.
+        numel: How many elements there are.
+        entries: The entries, in the optimizer's order.
+    """
+
+    position: int
+    start: int
+    numel: int
+    entries: dict[str, Entry]
 
 
 class OwnPart(NamedTuple):
@@ -84,15 +100,18 @@ StandIn = Callable[[int, str, ParameterSlot, torch.dtype], Tensor]
 """Makes the replacement of a tensor. It gets a parameter's position in the optimizer, and an entry of its state."""
 
 
-def gather_state_dict(optimizer: Optimizer, on_all: bool = False, stand_in: StandIn | None = None) -> StateDict:
+def gather_state_dict(
+    optimizer: Optimizer, shards: Shards, on_all: bool = False, stand_in: StandIn | None = None
+) -> StateDict:
     """The optimizer's unsharded state in torch's own format, its tensors in host memory.
 
-    Collective. Ranks compare their entries by one small reduction. Then each rank sends its shard of the state, bucket
-    by bucket. At the end, rank 0's host holds the unsharded state. Until then it also holds the messages of one bucket.
-    A device never holds more than before.
+    Collective. Each rank describes what it holds, and then sends its shard of the state, bucket by bucket. At the end,
+    rank 0's host holds the unsharded state. Until then it also holds the messages of one bucket. A device never holds
+    more than before.
 
     Args:
         optimizer: A sharded optimizer.
+        shards: Where its state is.
         on_all: Whether rank 0 sends the unsharded state to all others.
         stand_in: If given, it makes the tensors of the result. Then only values that are no part of a shard are sent,
             such as counts of steps.
@@ -100,63 +119,44 @@ def gather_state_dict(optimizer: Optimizer, on_all: bool = False, stand_in: Stan
     Returns:
         The unsharded state on rank 0, or on all. Other ranks get the parameter groups, with an empty state.
     """
-    sharding = _sharding_of(optimizer)
     run_hooks_before_state_dict(optimizer)
-    control = sharding.control
-    parameters = grouped_parameters(optimizer)
-    positions = {sharding.slots[p]: position for position, p in enumerate(parameters) if p in sharding.slots}
-    ranks = sharding.ranks_of_a_copy
-    buckets = buckets_of(positions)
-    describe_buckets(optimizer, buckets, ranks, control)
-    gathered: dict[ParameterSlot, StateDict] = {}
+    control, parameters = shards.control, grouped_parameters(optimizer)
+    slots = [shards.slots.get(parameter) for parameter in parameters]
+    own = _own_parts(optimizer, shards) if control.rank in shards.ranks else []
+    described: list[list[list[PartOfState]]] = gather_object(own, control.group)
+    make = stand_in or _zeros
+    by_position: dict[int, StateDict] = {}
+    for part in (part for of_rank in described for of_bucket in of_rank for part in of_bucket):
+        state, slot = by_position.setdefault(part.position, {}), slots[part.position]
+        for key, entry in part.entries.items():
+            # If ranks differ, the entries that any of them keeps.
+            if key not in state and slot is not None:
+                whole = None if entry.dtype is None else make(part.position, key, slot, entry.dtype)
+                state[key] = copy.deepcopy(entry.value) if whole is None else whole
     if stand_in is None:
-        gathered = collect(optimizer, buckets, ranks, control)
-    elif control.rank == 0:
-        make = stand_in
-        gathered = _unsharded(buckets, lambda slot, key, dtype: make(positions[slot], key, slot, dtype))
-    by_position = {positions[slot]: state for slot, state in gathered.items()}
+        _collect(optimizer, shards, described or [own], by_position)
     if on_all:
         by_position = broadcast_object(by_position, control.group)
     by_parameter: dict[Tensor, StateDict] = {parameters[position]: state for position, state in by_position.items()}
     if on_all or control.rank == 0:
         # Every rank has the same state for replicated parameters.
-        replicated = [p for p in parameters if p not in sharding.slots and p in optimizer.state]
+        replicated = [p for p in parameters if p not in shards.slots and p in optimizer.state]
         by_parameter.update({parameter: on_host(optimizer.state[parameter]) for parameter in replicated})
     return run_hooks_after_state_dict(optimizer, _pack(optimizer, by_parameter))
 
 
-def replicated_state_dict(optimizer: Optimizer) -> StateDict:
-    """The optimizer's unsharded state on every rank, in torch's own format and on the host.
-
-    Collective: nothing is sent before all ranks have called it. A rank that waits for others logs that.
+def own_state_dict(optimizer: Optimizer, slots: Mapping[Tensor, ParameterSlot], state_dict: StateDict) -> StateDict:
+    """This rank's part of an unsharded state, for groups that hold shards. Master weights are taken over at once.
 
     Args:
-        optimizer: A sharded optimizer.
-    """
-    sharding = _sharding_of(optimizer)
-    buckets = ", ".join(str(bucket.index) for bucket in sharding.buckets[:1])
-    advice = "Call it on all ranks, and save what it returns on rank 0."
-    with met("`optimizer.state_dict()`", sharding.control.group, advice, of=f"buckets from {buckets}"):
-        return gather_state_dict(optimizer, on_all=True)
-
-
-def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[StateDict], None]) -> None:
-    """Loads the unsharded state, of which this rank keeps its shards.
-
-    Not collective, except for parameters that joined the groups since the last step: they get buckets first.
-
-    Args:
-        optimizer: A sharded optimizer.
+        optimizer: A sharded optimizer. Its groups hold the full parameters.
+        slots: The places of its sharded parameters.
         state_dict: Unsharded tensors in torch's own format, from any strategy and world size.
-        load: The original ``load_state_dict``, bound to the optimizer.
 
     Raises:
         ValueError: The groups do not match the optimizer's.
     """
-    sharding = _sharding_of(optimizer)
     saved_groups = state_dict["param_groups"]
-    if sharding.attached and sharding.has_added_parameters(optimizer):
-        sharding.adopt_added_parameters()
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in saved_groups]
     if sizes != saved_sizes:
@@ -170,24 +170,18 @@ def load_sharded(optimizer: Optimizer, state_dict: StateDict, load: Callable[[St
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
         kept = []
         for parameter, identifier in zip(group["params"], saved["params"], strict=True):
-            slot = sharding.slots.get(parameter)
+            slot, entries = slots.get(parameter), state_dict["state"].get(identifier)
             if slot is not None and slot.shard is None:
                 continue
             kept.append(identifier)
-            entries = state_dict["state"].get(identifier)
-            if entries is not None:
-                part = (
-                    replace_leaves(entries, torch.clone)
-                    if slot is None
-                    else {key: shard_value(value, slot) for key, value in entries.items()}
-                )
-                state[identifier] = part
+            if entries is not None and slot is None:
+                state[identifier] = replace_leaves(entries, torch.clone)
+            elif entries is not None and slot is not None:
+                state[identifier] = {key: shard_value(value, slot) for key, value in entries.items()}
             if slot is not None:
                 _load_master_weights(slot, state_dict.get(MASTER_WEIGHTS, {}).get(identifier))
         groups.append({**saved, "params": kept})
-    with sharding.showing_shards(optimizer):
-        load({**state_dict, "state": state, "param_groups": groups})
-    optimizer.state = StateByShard(sharding.slots, optimizer.state)
+    return {**state_dict, "state": state, "param_groups": groups}
 
 
 def check_shapes(optimizer: Optimizer, state_dict: StateDict, names: Mapping[Tensor, str]) -> None:
@@ -229,17 +223,6 @@ def _load_master_weights(slot: ParameterSlot, unsharded: Tensor | OwnPart | None
         slot.shard.copy_(part)
 
 
-def _unsharded(
-    buckets: Sequence["BucketState"], make: Callable[[ParameterSlot, str, torch.dtype], Tensor]
-) -> dict[ParameterSlot, StateDict]:
-    """The state of each parameter, with tensors that ``make`` has made."""
-    return {
-        slot: {key: one.value if one.dtype is None else make(slot, key, one.dtype) for key, one in entries.items()}
-        for bucket in buckets
-        for slot, entries in bucket.by_slot().items()
-    }
-
-
 def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     """Torch's own packing: positions instead of parameters."""
     parameters = grouped_parameters(optimizer)
@@ -259,225 +242,102 @@ def _pack(optimizer: Optimizer, states: dict[Tensor, StateDict]) -> StateDict:
     return {"state": packed, "param_groups": groups, **({MASTER_WEIGHTS: masters} if masters else {})}
 
 
-class _Message(NamedTuple):
-    """One entry of the state of a shard's parameters, of one dtype: all parameters' parts, one after the other."""
-
-    key: str
-    dtype: torch.dtype
-    parts: list[tuple[ParameterSlot, slice]]
-
-    def room(self) -> Tensor:
-        """Memory for the message."""
-        return torch.empty(sum(one.stop - one.start for _, one in self.parts), dtype=self.dtype)
-
-    def parts_in(self, packed: Tensor) -> Iterator[tuple[ParameterSlot, slice, Tensor]]:
-        """The parts, with their places in the message."""
-        stop = 0
-        for slot, elements in self.parts:
-            start, stop = stop, stop + elements.stop - elements.start
-            yield slot, elements, packed[start:stop]
-
-
-class BucketState:
-    """The state of one bucket's parameters in an optimizer.
-
-    Args:
-        slots: Slots of one bucket, at least one with elements.
-    """
-
-    def __init__(self, slots: Iterable[ParameterSlot]) -> None:
-        self.slots = sorted((slot for slot in slots if slot.place.numel), key=lambda slot: slot.place.offset)
-        self.of_all: Entries | None = None
-        """If ranks agree that all parameters have the same entries, those entries."""
-        self.by_shard: dict[int, list[Entries]] = {}
-        """Otherwise the entries for the parts of each shard, in their order."""
-        self._starts = [slot.place.offset for slot in self.slots]
-
-    def parts_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice]]:
-        """The content of a shard: the parameters, and which elements of each, in storage order."""
-        bounds = self.slots[0].bucket.layout.bounds
-        first = max(bisect_right(self._starts, bounds[shard]) - 1, 0)
-        for slot in self.slots[first:]:
-            if slot.place.offset >= bounds[shard + 1]:
-                return
-            elements = slot.elements_of(shard)
-            if elements.start < elements.stop:
-                yield slot, elements
-
-    def has_parts_in(self, shard: int) -> bool:
-        """Whether a shard has a part of any of them."""
-        return next(self.parts_of(shard), None) is not None
-
-    def entries_of(self, shard: int) -> Iterator[tuple[ParameterSlot, slice, Entries]]:
-        """The same, with the entries of each parameter there."""
-        for number, (slot, elements) in enumerate(self.parts_of(shard)):
-            yield slot, elements, self.by_shard[shard][number] if self.of_all is None else self.of_all
-
-    def messages_of(self, shard: int) -> list[_Message]:
-        """The messages by which the owner of a shard sends its state."""
-        found: dict[tuple[str, torch.dtype], _Message] = {}
-        for slot, elements, entries in self.entries_of(shard):
-            for key, entry in entries.items():
-                if entry.dtype is not None:
-                    message = found.setdefault((key, entry.dtype), _Message(key, entry.dtype, []))
-                    message.parts.append((slot, elements))
-        return list(found.values())
-
-    def by_slot(self) -> dict[ParameterSlot, dict[str, Entry]]:
-        """The entries of each parameter, as copies. If ranks differ, the entries that any of them keeps."""
-        if self.of_all is not None:
-            return {slot: {key: copy.deepcopy(one) for key, one in self.of_all.items()} for slot in self.slots}
-        found: dict[ParameterSlot, dict[str, Entry]] = {}
-        for shard in sorted(self.by_shard):
-            for slot, _, entries in self.entries_of(shard):
-                known = found.setdefault(slot, {})
-                known.update({key: copy.deepcopy(one) for key, one in entries.items() if key not in known})
-        return found
+def _own_parts(optimizer: Optimizer, shards: Shards) -> list[list[PartOfState]]:
+    """The parts of the state that this rank holds, for each bucket."""
+    by_bucket: dict[GradientBucket, list[PartOfState]] = {bucket: [] for bucket in shards.buckets}
+    known: dict[Any, dict[str, Entry]] = {}
+    for position, parameter in enumerate(grouped_parameters(optimizer)):
+        slot = shards.slots.get(parameter)
+        if slot is None or slot.shard is None or slot.shard_slice is None:
+            continue
+        entries = {MASTER_WEIGHTS: Entry(slot.shard.dtype, None)} if slot.has_master_weights else {}
+        for key, value in optimizer.state.get(slot.shard, {}).items():
+            is_cut = isinstance(value, Tensor) and value.shape == slot.shard.shape
+            entries[key] = Entry(value.dtype, None) if is_cut else Entry(None, on_host(value))
+        # Most parameters have the same entries, with as many steps. The same object is pickled once.
+        content = tuple((key, one.dtype, _content(one.value)) for key, one in entries.items())
+        entries, own = known.setdefault(content, entries), slot.shard_slice
+        by_bucket[slot.bucket].append(PartOfState(position, own.parameter_start, own.numel, entries))
+    return list(by_bucket.values())
 
 
-def buckets_of(slots: Iterable[ParameterSlot]) -> list[BucketState]:
-    """The slots by their buckets, in the order in which the buckets are found, without empty parameters."""
-    by_bucket: dict[int, list[ParameterSlot]] = {}
-    for slot in slots:
-        if slot.place.numel:
-            by_bucket.setdefault(id(slot.bucket), []).append(slot)
-    return [BucketState(found) for found in by_bucket.values()]
+def _content(value: Any) -> Any:
+    """Equal for equal numbers. All other values are different."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.dtype, value.shape, value.item()
+    return (type(value), value) if isinstance(value, (int, float)) else id(value)
 
 
-def describe_buckets(
-    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
+def _messages(parts: Sequence[PartOfState]) -> Iterator[tuple[Tensor, list[tuple[PartOfState, str, Tensor]]]]:
+    """Memory for the messages of one bucket, one for each dtype. With each, its parts' entries and their places."""
+    for dtype in dict.fromkeys(entry.dtype for part in parts for entry in part.entries.values()):
+        if dtype is not None:
+            entries = [(part, key) for part in parts for key, entry in part.entries.items() if entry.dtype == dtype]
+            sizes = [part.numel for part, _ in entries]
+            message = torch.empty(sum(sizes), dtype=dtype)
+            yield message, [(*entry, place) for entry, place in zip(entries, torch.split(message, sizes), strict=True)]
+
+
+def _collect(
+    optimizer: Optimizer,
+    shards: Shards,
+    described: Sequence[Sequence[Sequence[PartOfState]]],
+    state: Mapping[int, StateDict],
 ) -> None:
-    """Fills in what all ranks hold on rank 0. On other ranks, fills in their own entries. Collective.
+    """Copies the tensors of all ranks into the state on rank 0. Collective.
 
-    It costs one small reduction of 16 bytes per bucket. If all parameters of a bucket have the same entries and values
-    on all ranks, nothing else is sent. The exception is a bucket without a part on rank 0. Each rank describes its
-    parts of all other buckets.
+    Rank 0 receives the messages of one bucket at a time.
 
     Args:
-        optimizer: The optimizer whose state is described.
-        buckets: The same on all ranks, and empty. They are filled in.
-        ranks: The ranks that together hold one copy, in the order of their shards.
-        control: Collectives of all ranks. They work on host memory.
+        optimizer: The optimizer whose state is collected.
+        shards: Where it is.
+        described: On rank 0 the parts of all ranks, by bucket. On other ranks, their own.
+        state: On rank 0 the state by the parameters' positions, with memory for its tensors.
     """
-    shard = ranks.index(control.rank) if control.rank in ranks else None
-    for bucket in buckets:
-        own: list[Entries] = [] if shard is None else [describe(optimizer, slot) for slot, _ in bucket.parts_of(shard)]
-        if shard is not None and own:
-            bucket.by_shard[shard] = own
-    differing = _differing([next(iter(bucket.by_shard.values()), []) for bucket in buckets], control)
-    unknown = [n for n, one in enumerate(buckets) if differing[n] or not one.has_parts_in(0)]
-    if unknown:
-        described = gather_object({n: buckets[n].by_shard for n in unknown}, control.group)
-        for number in unknown:
-            for of_rank in described:
-                buckets[number].by_shard.update(of_rank[number])
-    for bucket, differs in zip(buckets, differing, strict=True):
-        if not differs and bucket.by_shard:
-            bucket.of_all = next(iter(bucket.by_shard.values()))[0]
+    control = shards.control
+    slots = [shards.slots.get(parameter) for parameter in grouped_parameters(optimizer)]
+
+    def pack(part: PartOfState, key: str, place: Tensor) -> None:
+        slot = slots[part.position]
+        if slot is None or slot.shard is None:
+            raise AssertionError("state was found for a shard that does not exist")
+        value: Tensor = slot.shard if key == MASTER_WEIGHTS else optimizer.state[slot.shard][key]
+        uncut = part.numel == slot.place.numel
+        place.copy_(slot.storage_order(value.detach()) if uncut else value.detach())
+
+    def unpack(part: PartOfState, key: str, place: Tensor) -> None:
+        if (slot := slots[part.position]) is not None:
+            slot.storage_order(state[part.position][key])[part.start : part.start + part.numel].copy_(place)
+
+    for number in range(len(shards.buckets)):
+        # This rank's own part, one by one, before memory is taken for what arrives.
+        for message, entries in _messages(described[0][number]) if described[0] else ():
+            for entry in entries:
+                pack(*entry)
+            if control.rank == 0:
+                for entry in entries:
+                    unpack(*entry)
+            else:
+                as_work(control.group.send([message], 0, 0)).wait()
+        arriving = [
+            (entries, as_work(control.group.recv([message], source, 0)))
+            for source, of_rank in enumerate(described[1:], 1)
+            for message, entries in (_messages(of_rank[number]) if of_rank else ())
+        ]
+        for entries, work in arriving:
+            work.wait()
+            for entry in entries:
+                unpack(*entry)
 
 
-def describe(optimizer: Optimizer, slot: ParameterSlot) -> dict[str, Entry]:
-    """This rank's entries for the slot's shard: sharded tensors by dtype, everything else by value on the host."""
-    shard = slot.shard
-    if shard is None:
-        raise AssertionError("state was found for a shard that does not exist")
-    entries = {MASTER_WEIGHTS: Entry(shard.dtype, None)} if slot.has_master_weights else {}
-    for key, value in optimizer.state.get(shard, {}).items():
-        if isinstance(value, Tensor) and value.shape == shard.shape:
-            entries[key] = Entry(value.dtype, None)
-        else:
-            entries[key] = Entry(None, on_host(value))
-    return entries
+def _zeros(_: int, __: str, slot: ParameterSlot, dtype: torch.dtype) -> Tensor:
+    # As before a first step: a rank may lack an entry that other ranks have.
+    return torch.empty_strided(slot.parameter.shape, slot.strides, dtype=dtype).zero_()
 
 
 def on_host(value: Any) -> Any:
     """A value with its tensors in host memory."""
     return replace_leaves(value, lambda tensor: tensor.detach().cpu())
-
-
-def _differing(own: Sequence[Sequence[Entries]], control: Collectives) -> list[bool]:
-    """For each bucket, whether its parameters have different entries. Collective."""
-    # The largest and the smallest number of all ranks. A rank without a part of a bucket has no number.
-    extremes = torch.full((2, len(own)), -(2**62), dtype=torch.int64)
-    for number, described in enumerate(own):
-        numbers = {_number_of(entries) for entries in described}
-        if len(numbers) == 1:
-            only = numbers.pop()
-            extremes[0, number], extremes[1, number] = only, -only
-        elif numbers:
-            extremes[:, number] = 2**62
-    control.all_reduce(extremes, op=dist.ReduceOp.MAX).wait()
-    return [largest != -smallest for largest, smallest in zip(*extremes.tolist(), strict=True)]
-
-
-def _number_of(entries: Entries) -> int:
-    """61 bits that are the same if all entries and their order are the same."""
-    contents = [(key, str(one.dtype), replace_leaves(one.value, _content)) for key, one in entries.items()]
-    return digest(pickle.dumps(contents))
-
-
-def _content(tensor: Tensor) -> Any:
-    # A pickled tensor has an address in it.
-    return str(tensor.dtype), tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
-def collect(
-    optimizer: Optimizer, buckets: Sequence[BucketState], ranks: Sequence[int], control: Collectives
-) -> dict[ParameterSlot, dict[str, Any]]:
-    """The unsharded state on rank 0, in host memory. Other ranks get nothing. Collective.
-
-    Each of ``ranks`` sends a message for each entry of each bucket, packed in host memory. Rank 0 receives the messages
-    of one bucket at a time.
-
-    Args:
-        optimizer: The optimizer whose state is collected.
-        buckets: After :func:`describe_buckets`.
-        ranks: The ranks that together hold one copy, in the order of their shards, rank 0 first.
-        control: Collectives of all ranks. They work on host memory.
-    """
-    if control.rank > 0:
-        if control.rank in ranks:
-            for bucket in buckets:
-                for message in bucket.messages_of(ranks.index(control.rank)):
-                    packed = _packed(optimizer, message)
-                    as_work(control.group.send([packed], 0, 0)).wait()
-        return {}
-    state = _unsharded(buckets, _zeros)
-    for bucket in buckets:
-        # One by one, and before memory is taken for what arrives.
-        for message in bucket.messages_of(0):
-            _unpack(message, _packed(optimizer, message), state)
-        arriving = []
-        for shard, source in enumerate(ranks[1:], 1):
-            for message in bucket.messages_of(shard):
-                packed = message.room()
-                arriving.append((message, packed, as_work(control.group.recv([packed], source, 0))))
-        for message, packed, work in arriving:
-            work.wait()
-            _unpack(message, packed, state)
-    return state
-
-
-def _unpack(message: _Message, packed: Tensor, state: Mapping[ParameterSlot, StateDict]) -> None:
-    for slot, elements, part in message.parts_in(packed):
-        slot.storage_order(state[slot][message.key])[elements].copy_(part)
-
-
-def _packed(optimizer: Optimizer, message: _Message) -> Tensor:
-    """This rank's message, in host memory."""
-    packed = message.room()
-    for slot, _, part in message.parts_in(packed):
-        if slot.shard is None or slot.shard_slice is None:
-            raise AssertionError("state was found for a shard that does not exist")
-        value: Tensor = slot.shard if message.key == MASTER_WEIGHTS else optimizer.state[slot.shard][message.key]
-        uncut = slot.shard_slice.numel == slot.place.numel
-        part.copy_(slot.storage_order(value.detach()) if uncut else value.detach())
-    return packed
-
-
-def _zeros(slot: ParameterSlot, _: str, dtype: torch.dtype) -> Tensor:
-    # As before a first step: a rank may lack an entry that other ranks have.
-    return torch.empty_strided(slot.parameter.shape, slot.strides, dtype=dtype).zero_()
 
 
 class StateByShard(defaultdict[Any, Any]):
@@ -532,19 +392,6 @@ class StateByShard(defaultdict[Any, Any]):
     @override
     def pop(self, key: Any, *default: Any) -> Any:
         return super().pop(self._key(key), *default)
-
-
-class StateLeftOut(defaultdict[Any, Any]):
-    """``optimizer.state`` in a copy of a sharded optimizer. Reading it raises an error until a state is loaded."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise RuntimeError(
-            "This optimizer is a copy of a sharded one, without its state: each rank has a part of that. Call"
-            " `state_dict()` of the original on all ranks, and `load_state_dict()` of the copy with what it returns."
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
-    get = pop = setdefault = update = keys = values = items = _refuse  # type: ignore[assignment]
 
 
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:

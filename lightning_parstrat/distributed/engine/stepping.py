@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from operator import is_
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -25,16 +24,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parstrat.distributed.comm.collectives import Collectives
+from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.work import marked
 from lightning_parstrat.distributed.engine.buckets import GradientBucket, ParameterBucket, ParameterSlot
 from lightning_parstrat.distributed.engine.gatherer import ParameterGatherer
 from lightning_parstrat.distributed.engine.reducer import GradientReducer
 from lightning_parstrat.distributed.engine.state import (
     ELEMENTWISE_OPTIMIZERS,
-    StateLeftOut,
-    load_sharded,
-    replicated_state_dict,
+    Shards,
+    StateByShard,
+    gather_state_dict,
+    own_state_dict,
 )
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, note_step_called, without_step_hooks
 
@@ -97,43 +97,18 @@ def _insists_on_closure(step: Callable[..., Any] | None) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-class ShownGroups:
-    """Makes an optimizer's groups hold other tensors for a while.
-
-    Args:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameters: list[list[Tensor]] | None = None
-        self._mark: AbstractContextManager[object] | None = None
-
-    def show(self, stand_ins: Sequence[Sequence[Tensor]], name: str = "") -> None:
-        """Makes each group hold its part of ``stand_ins`` instead of its parameters.
-
-        Args:
-            stand_ins: Tensors of each group.
-            name: The name in a trace, which shows the duration.
-        """
-        if name:
-            self._mark = marked(name)
-            self._mark.__enter__()
-        groups = self._optimizer.param_groups
-        self._parameters = [group["params"] for group in groups]
-        for group, tensors in zip(groups, stand_ins, strict=True):
-            group["params"] = list(tensors)
-
-    def restore(self) -> None:
-        """Gives the groups their parameters back, if they do not have them."""
-        if self._parameters is not None:
-            # `load_state_dict` replaces the dictionaries but keeps their order.
-            for group, parameters in zip(self._optimizer.param_groups, self._parameters, strict=True):
-                group["params"] = parameters
-            self._parameters = None
-        if self._mark is not None:
-            self._mark.__exit__(None, None, None)
-            self._mark = None
+@contextmanager
+def showing(optimizer: Optimizer, stand_ins: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Within it, each of an optimizer's groups holds its part of ``stand_ins`` instead of its parameters."""
+    parameters = [group["params"] for group in optimizer.param_groups]
+    for group, tensors in zip(optimizer.param_groups, stand_ins, strict=True):
+        group["params"] = list(tensors)
+    try:
+        yield
+    finally:
+        # `load_state_dict` replaces the dictionaries but keeps their order.
+        for group, own in zip(optimizer.param_groups, parameters, strict=True):
+            group["params"] = own
 
 
 class ClosureEvaluatedAgainError(RuntimeError):
@@ -213,14 +188,10 @@ class OptimizerSharding:
         self._known_groups: _KnownGroups | None = None
 
     @property
-    def control(self) -> Collectives:
-        """Collectives of all ranks that hold a part of the state. They work on host memory."""
-        return self.reducer.control
-
-    @property
-    def ranks_of_a_copy(self) -> Sequence[int]:
-        """The ranks of :attr:`control` that together hold one copy of the state, in the order of their shards."""
-        return self.shard_groups.groups[0] if self.buckets else range(1)
+    def shards(self) -> Shards:
+        """Where the state is."""
+        ranks = self.shard_groups.groups[0] if self.buckets else range(1)
+        return Shards(self.slots, self.buckets, ranks, self.reducer.control)
 
     def look_up(self, optimizer: Optimizer, buckets: Sequence[ParameterBucket]) -> None:
         """Finds the optimizer's parameters in buckets. Every rank steps all parameters that are in none."""
@@ -242,15 +213,16 @@ class OptimizerSharding:
         """The tensors that replace the parameters in the groups. A change of groups or slots renews them."""
         now = [group["params"] for group in optimizer.param_groups]
         known = self._known_groups
-        # Not `==`, which compares tensors by their elements. A list may have been edited in place.
-        if known is None or not _same(now, known.parameters):
+        # Not the tensors, whose `==` compares elements. A list may have been edited in place.
+        identities = [list(map(id, parameters)) for parameters in now]
+        if known is None or identities != known.identities:
             stepped = [list(self._stepped(parameters)) for parameters in now]
             by_bucket: list[dict[GradientBucket | None, list[Tensor]]] = [{} for _ in now]
             for of_group, found in zip(stepped, by_bucket, strict=True):
                 for bucket, tensor in of_group:
                     found.setdefault(bucket, []).append(tensor)
             known = self._known_groups = _KnownGroups(
-                parameters=[list(parameters) for parameters in now],
+                identities=identities,
                 stand_ins=[[tensor for _, tensor in of_group] for of_group in stepped],
                 by_bucket=by_bucket,
                 have_added=any(p not in self.slots and p not in self.replicated for group in now for p in group),
@@ -266,15 +238,9 @@ class OptimizerSharding:
             elif slot.shard is not None:
                 yield slot.bucket, slot.shard
 
-    @contextmanager
-    def showing_shards(self, optimizer: Optimizer) -> Iterator[None]:
+    def showing_shards(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Within it, ``param_groups`` hold the tensors that this rank steps, not the full parameters."""
-        shown = ShownGroups(optimizer)
-        shown.show(self._groups(optimizer).stand_ins)
-        try:
-            yield
-        finally:
-            shown.restore()
+        return showing(optimizer, self._groups(optimizer).stand_ins)
 
     @property
     def exposes_gradients(self) -> bool:
@@ -297,49 +263,27 @@ class OptimizerSharding:
         Args:
             optimizer: The optimizer of this sharding.
             original_step: ``step`` of the optimizer's class, bound to the optimizer.
-            closure: Evaluated while ``param_groups`` hold the full parameters, or None.
+            closure: Evaluated first, once, or None. The original gets its result.
             arguments: Further arguments of the original.
 
         Returns:
             The original's result.
         """
-        parts: list[_Part] = []
-        groups = ShownGroups(optimizer)
-
-        def evaluate() -> Any:
-            # The closure's forward, backward, clipping and hooks are the user's: they see the full parameters.
-            groups.restore()
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            parts.extend(self._parts(self._make_ready(optimizer)))
-            groups.show(parts[0].stand_ins, parts[0].name)
-            return loss
-
+        loss = None
+        if closure is not None:
+            # Forward, backward, clipping and hooks are the user's: they see the full parameters.
+            with torch.enable_grad():
+                loss = closure()
+            arguments["closure"] = OneEvaluation(lambda: loss, self.optimizer_class.__name__)
+        results = []
         with without_step_hooks(optimizer):
-            try:
-                if closure is None:
-                    evaluate()
-                    result = original_step(**arguments)
-                else:
-                    groups.show(self._groups(optimizer).stand_ins)
-                    once = OneEvaluation(evaluate, self.optimizer_class.__name__)
-                    result = original_step(**arguments, closure=once)
-                    if not parts:
-                        # The optimizer has stepped without evaluating the closure.
-                        parts.append(_Part(self._stepped_buckets(), []))
-                groups.restore()
-                self._send(parts[0])
-                for part in parts[1:]:
-                    groups.show(part.stand_ins, part.name)
-                    original_step(**arguments)
-                    groups.restore()
-                    self._send(part)
-            finally:
-                groups.restore()
+            for part in self._parts(self._make_ready(optimizer)):
+                with showing(optimizer, part.stand_ins), marked(part.name):
+                    results.append(original_step(**arguments))
+                arguments.pop("closure", None)
+                self._send(part)
         self.gatherer.finish_prompt()
-        return result
+        return results[0]
 
     def _parts(self, known: "_KnownGroups") -> list["_Part"]:
         """The parts that are stepped one after the other: the first is in flight while the next steps.
@@ -430,23 +374,16 @@ class _KnownGroups(NamedTuple):
     """The parameters that an optimizer's groups held at the last check, and what follows from them.
 
     Attributes:
-        parameters: Parameters of each group.
+        identities: The parameters' identities, of each group.
         stand_ins: Tensors that this rank steps for them, of each group.
         by_bucket: The same tensors by bucket, of each group.
         have_added: Whether any of the parameters has no place yet.
     """
 
-    parameters: list[list[Tensor]]
+    identities: list[list[int]]
     stand_ins: list[list[Tensor]]
     by_bucket: list[dict[GradientBucket | None, list[Tensor]]]
     have_added: bool
-
-
-def _same(groups: Sequence[Sequence[Tensor]], others: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether both hold the same objects in the same order."""
-    if list(map(len, groups)) != list(map(len, others)):
-        return False
-    return all(map(is_, chain.from_iterable(groups), chain.from_iterable(others)))
 
 
 def _of_class(optimizer: Optimizer, name: str) -> Any:
@@ -489,18 +426,37 @@ def _add_param_group(self: Optimizer, param_group: dict[str, Any]) -> None:
 
 
 def _state_dict(self: Optimizer) -> dict[str, Any]:
-    """The unsharded state on every rank, in torch's own format and on the host. Collective."""
-    return replicated_state_dict(self)
+    """The unsharded state on every rank, in torch's own format and on the host.
+
+    Collective: nothing is sent before all ranks have called it. A rank that waits for others logs that.
+    """
+    shards = sharding_of(self).shards
+    buckets = ", ".join(str(bucket.index) for bucket in shards.buckets[:1])
+    advice = "Call it on all ranks, and save what it returns on rank 0."
+    with met("`optimizer.state_dict()`", shards.control.group, advice, of=f"buckets from {buckets}"):
+        return gather_state_dict(self, shards, on_all=True)
 
 
 def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads unsharded state in torch's format. This rank keeps its shards of it, see :func:`load_sharded`."""
-    load_sharded(self, state_dict, _of_class(self, "load_state_dict"))
+    """Loads unsharded state in torch's format, of which this rank keeps its shards.
+
+    Not collective, except for parameters that joined the groups since the last step: they get buckets first.
+    """
+    sharding = sharding_of(self)
+    if sharding.attached and sharding.has_added_parameters(self):
+        sharding.adopt_added_parameters()
+    own = own_state_dict(self, sharding.slots, state_dict)
+    with sharding.showing_shards(self):
+        _of_class(self, "load_state_dict")(own)
+    self.state = StateByShard(sharding.slots, self.state)
 
 
 def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
-    """Makes copies and pickles ordinary optimizers without state: this rank has only a part of it."""
-    return _make_copy, (type(self), self.defaults, self.param_groups)
+    """Refuses copies and pickles, which would have this rank's part of the state."""
+    raise RuntimeError(
+        f"{type(self).__name__} is sharded, and cannot be copied or pickled: each rank has a part of its state. Make a"
+        " new one, and give it `state_dict()` of this one, called on all ranks."
+    )
 
 
 _FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
@@ -556,19 +512,6 @@ def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
         return _METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
 
     return types.MethodType(method, optimizer)
-
-
-def _refuse_without_state(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before the step of a copy. A copy of an optimizer without state would otherwise step silently."""
-    len(optimizer.state)
-
-
-def _make_copy(cls: type[Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
-    optimizer: Optimizer = cls.__new__(cls)
-    optimizer.__setstate__({"defaults": defaults, "param_groups": groups, "state": {}})
-    optimizer.state = StateLeftOut()
-    optimizer.register_step_pre_hook(_refuse_without_state)
-    return optimizer
 
 
 def unshard(optimizer: Optimizer) -> dict[str, Any] | None:

@@ -20,9 +20,9 @@ from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.engine.shardability import check_supported, steps_shards_as_whole
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
-    ShownGroups,
     needs_closure,
     refuse_step_of_class,
+    showing,
     stepping_by,
 )
 from lightning_parstrat.distributed.fsdp.held_parameters import HeldParameter
@@ -114,12 +114,11 @@ def _shown_whole(optimizer: Optimizer, parameter: Tensor) -> Iterator[None]:
         shown = nn.Parameter(_whole(parameter))
         shown.grad = _whole(parameter.grad)
         _move_state(optimizer, parameter, shown, _whole)
-    groups = ShownGroups(optimizer)
-    groups.show([[shown for one in group["params"] if one is parameter] for group in optimizer.param_groups])
+    stand_ins = [[shown for one in group["params"] if one is parameter] for group in optimizer.param_groups]
     try:
-        yield
+        with showing(optimizer, stand_ins):
+            yield
     finally:
-        groups.restore()
         if shown is not parameter:
             with torch.no_grad():
                 local(parameter).copy_(local(shard_like(shown, parameter)))

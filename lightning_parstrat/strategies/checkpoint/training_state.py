@@ -65,7 +65,8 @@ class TrainingState:
             optimizer: The user's optimizer.
             saves_sharded: Whether the shards are not gathered, and placeholders take the place of tensors.
         """
-        return gather_state_dict(optimizer, False, self._stand_in_for(optimizer) if saves_sharded else None)
+        stand_in = self._stand_in_for(optimizer) if saves_sharded else None
+        return gather_state_dict(optimizer, sharding_of(optimizer).shards, stand_in=stand_in)
 
     def _stand_in_for(self, optimizer: Optimizer) -> StandIn:
         number = self.optimizers.index(optimizer)

@@ -152,7 +152,7 @@ def by_turns(plays: list[str], policy: dict[str, Any], in_shards: bool, exposed:
         mover.collectives = LoggedCollectives(mover.collectives.group, _Of(name, log))  # type: ignore[arg-type]
     for number, turn in enumerate(plays * 3):
         if turn == "-":
-            with engine.no_sync():
+            with engine.reducer.no_sync():
                 backward(engine, squared_error(both["a"], number))
         elif turn.islower():
             backward(engine, squared_error(both[turn], number))

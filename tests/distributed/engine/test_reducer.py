@@ -45,7 +45,7 @@ def a_backward_that_nobody_announced() -> None:
         (loss_of(module, rank) / losses).backward()
     engine.reducer.finish(engine.buckets)
     assert all(parameter.grad is not None for parameter in module.parameters())
-    engine.collect_unannounced_gradients(True)
+    engine.reducer.collects_unannounced = True
     engine.reducer.finish(engine.buckets)
     assert_shards_hold(engine, module, mean_gradients(layers(), loss_of))
 

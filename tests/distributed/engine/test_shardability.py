@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.policy import PartitionChoice
-from lightning_parstrat.core.update_cost import elementwise, newton_schulz
 from lightning_parstrat.distributed.engine.planning import trained_outside
 from lightning_parstrat.distributed.engine.shardability import (
     decide_sharding,
     replicated_parameters,
     steps_parameters_alone,
-    update_cost,
 )
 from tests.distributed.engines import sgd
 from tests.strategies.odd_optimizers import (
@@ -530,16 +528,3 @@ def test_what_is_trained_outside_of_sharded_optimizers() -> None:
         module = plain_and(change)
         found = trained_outside(module, dict.fromkeys(module.first.parameters(), (0,)))
         assert names_of(module, set(found)) == names and len(found) == len(names)
-
-
-def test_the_cost_of_an_update_is_its_elements_but_for_muon() -> None:
-    wide, tall, small = (nn.Parameter(torch.zeros(shape)) for shape in ((8, 32), (32, 8), (4, 4)))
-    muon = torch.optim.Muon([{"params": [wide, tall]}, {"params": [small], "ns_steps": 2}], ns_steps=5)
-    assert update_cost(muon, wide) == update_cost(muon, tall) == newton_schulz((8, 32), 5)
-    assert update_cost(muon, small) == newton_schulz((4, 4), 2) < newton_schulz((4, 4), 5)
-    # Twice the elements, but the shorter side rules.
-    square = nn.Parameter(torch.zeros(16, 16))
-    muon.add_param_group({"params": [square]})
-    assert update_cost(muon, square) > update_cost(muon, wide)
-    for optimizer in (sgd([wide]), torch.optim.Adafactor([wide])):
-        assert update_cost(optimizer, wide) == elementwise(256)

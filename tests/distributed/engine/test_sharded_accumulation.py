@@ -56,7 +56,7 @@ def sharded_engine(module: nn.Module, optimizer: Optimizer, in_shards: bool = Tr
 def window(engine: ShardedDataParallel, losses: Sequence[Callable[[], Tensor]], scale: float | None = None) -> None:
     """Runs backwards; the last one's gradients come with those of the others."""
     *first, last = losses
-    with engine.no_sync():
+    with engine.reducer.no_sync():
         for loss in first:
             backward(engine, loss())
     final = last()
@@ -190,7 +190,7 @@ def after_an_abandoned_window(how: str, in_shards: bool) -> list[Tensor]:
     optimizer = sgd(module.parameters())
     engine = sharded_engine(module, optimizer, in_shards)
     rank = dist.get_rank()
-    with engine.no_sync():
+    with engine.reducer.no_sync():
         backward(engine, loss_of(module, rank))
         if how == "zeroed":
             optimizer.zero_grad()
@@ -198,15 +198,12 @@ def after_an_abandoned_window(how: str, in_shards: bool) -> list[Tensor]:
             optimizer.zero_grad(set_to_none=False)
         elif how == "left over":
             # Steps what its micro-batches have left, without a last one.
-            engine.collect_unannounced_gradients(True)
+            engine.reducer.collects_unannounced = True
             backward(engine, loss_of(module, 10 + rank))
             optimizer.step()
             optimizer.zero_grad()
         elif how == "unannounced":
             (loss_of(module, 20 + rank) * 0.5).backward()
-        elif how == "given back":
-            engine.give_back_accumulated()
-            assert all(parameter.grad is not None for parameter in module.parameters())
         else:
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))]})
     window(engine, [lambda: loss_of(module, 30 + rank), lambda: loss_of(module, 40 + rank)], 0.4)
@@ -216,7 +213,7 @@ def after_an_abandoned_window(how: str, in_shards: bool) -> list[Tensor]:
 
 
 def test_a_window_in_whose_middle_something_happens(pool: RankPool) -> None:
-    for how in ("zeroed", "zeroed in place", "left over", "unannounced", "given back", "a parameter more"):
+    for how in ("zeroed", "zeroed in place", "left over", "unannounced", "a parameter more"):
         full = pool.run(2, after_an_abandoned_window, how, False)
         assert distance(pool.run(2, after_an_abandoned_window, how, True), full) <= 1e-12, how
 
@@ -226,7 +223,7 @@ def looks_in_the_middle(factor: float) -> tuple[list[Tensor], list[Tensor], list
     module = layers(torch.float64)
     engine = sharded_engine(module, sgd(module.parameters()))
     rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    with engine.no_sync():
+    with engine.reducer.no_sync():
         backward(engine, loss_of(module, rank))
         with engine.full_gradients():
             shown = [parameter.grad.clone() for parameter in module.parameters()]
@@ -263,13 +260,13 @@ def at_random(seed: int, in_shards: bool) -> list[Tensor]:
         max_inflight_buckets=draw.choice([None, 1]),
         partition=draw.choice(["element", "parameter"]),
     )
-    engine.collect_unannounced_gradients(True)
+    engine.reducer.collects_unannounced = True
     engine.accumulate_in_shards(in_shards)
     for step in range(8):
         if draw.random() < 0.2:
             module.trunk.requires_grad_(draw.random() < 0.5)
         for number in range(draw.randrange(4)):
-            with engine.no_sync():
+            with engine.reducer.no_sync():
                 backward(engine, loss_of(module, 100 * step + 10 * number + dist.get_rank()))
             if draw.random() < 0.1:
                 draw.choice(optimizers).zero_grad(set_to_none=draw.random() < 0.5)

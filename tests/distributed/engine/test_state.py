@@ -2,15 +2,14 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_parstrat.distributed.engine import state
 from lightning_parstrat.distributed.engine.state import StateByShard, gather_state_dict
+from lightning_parstrat.distributed.engine.stepping import sharding_of
 from tests.comparing import assert_same
 from tests.distributed.engines import backward, make_engine, sgd
 from tests.pool import RankPool
@@ -64,10 +63,8 @@ CHANGES = (alike, steps_differ, one_without, nested)
 
 
 def gathered(change: Callable[[Any], None], on_all: bool) -> Any:
-    """The state, and how often ranks have described what they have."""
     optimizer, _ = train(True, change)
-    with mock.patch.object(state, "gather_object", wraps=state.gather_object) as described:
-        return gather_state_dict(optimizer, on_all), described.call_count
+    return gather_state_dict(optimizer, sharding_of(optimizer).shards, on_all)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -75,14 +72,11 @@ def test_it_is_the_state_of_one_process(pool: RankPool, world_size: int) -> None
     for change in CHANGES:
         single, _ = train(False, change)
         results = pool.run(world_size, gathered, change, False)
-        assert_same(results[0][0]["state"], single.state_dict()["state"], rtol=1e-5, atol=1e-6)
-        assert all(found["state"] == {} for found, _ in results[1:])
-        # Nobody describes what all parameters of a bucket have alike; a bucket of the nested state holds nothing else.
-        several = change in (steps_differ, one_without)
-        assert [described for _, described in results] == [int(several)] * world_size, change
+        assert_same(results[0]["state"], single.state_dict()["state"], rtol=1e-5, atol=1e-6)
+        assert all(found["state"] == {} for found in results[1:])
         if world_size == 3 and change is steps_differ:
-            for found, _ in pool.run(3, gathered, change, True):
-                assert_same(found, results[0][0])
+            for found in pool.run(3, gathered, change, True):
+                assert_same(found, results[0])
 
 
 def kept_by_one_rank() -> Any:
@@ -91,7 +85,7 @@ def kept_by_one_rank() -> Any:
     if dist.get_rank() == 1 and slot.shard is not None:
         optimizer.state[slot.shard]["own"] = torch.ones_like(slot.shard)
     elements = slot.elements_of(1)
-    return gather_state_dict(optimizer)["state"], elements.start, elements.stop
+    return gather_state_dict(optimizer, sharding_of(optimizer).shards)["state"], elements.start, elements.stop
 
 
 def test_an_entry_of_one_rank_alone_is_zero_elsewhere(pool: RankPool) -> None:
