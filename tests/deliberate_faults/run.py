@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = "lightning_parstrat"
 COPIED = (PACKAGE, "tests", "examples", "benchmarks", "pyproject.toml")
 SECONDS = 300.0
+"""For the tests of one fault."""
+TOO_LONG = 124
 
 
 def main(names: Sequence[str]) -> int:
@@ -30,7 +32,7 @@ def main(names: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="deliberate-faults-") as folder:
         copy = Path(folder)
         copy_project(copy)
-        code, said = _run_tests(copy, sorted({test for fault in chosen for test in fault.tests}), slow=True)
+        code, said = _run_tests(copy, sorted({test for fault in chosen for test in fault.tests}), True, None)
         if code != 0:
             print(f"{said}\nwithout any fault these tests fail already")
             return 1
@@ -72,13 +74,16 @@ def _is_found(copy: Path, fault: Fault) -> bool:
     return found
 
 
-def _run_tests(copy: Path, tests: Sequence[str], slow: bool) -> tuple[int, str]:
+def _run_tests(copy: Path, tests: Sequence[str], slow: bool, seconds: float | None = SECONDS) -> tuple[int, str]:
     marks = "not cluster" if slow else "not cluster and not slow"
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", PACKAGE_UNDER_TEST: str(copy)}
-    done = subprocess.run(
-        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return TOO_LONG, f"the tests took longer than {seconds} s"
     return done.returncode, done.stdout + done.stderr
 
 
