@@ -54,31 +54,6 @@ def test_captured_blocks_replay_with_what_was_stepped(
     assert ranks.run(1, compare_captured, strategy, arguments)[0] <= TOLERANCE
 
 
-class CapturedBefore(Captured):
-    def on_train_start(self) -> None:
-        pass
-
-
-def captured_before() -> tuple[str, float]:
-    def make() -> CapturedBefore:
-        module = CapturedBefore().to(devices.device())
-        module.capture()
-        return module
-
-    expected = train(make, None)
-    try:
-        actual = train(make, late())
-    except ValueError as error:
-        return str(error), 0.0
-    return "", largest_difference(actual, expected)
-
-
-@pytest.mark.slow
-def test_blocks_captured_before_the_training_are_refused_or_right(ranks: RankPool, cuda: str) -> None:
-    ((refused, difference),) = ranks.run(1, captured_before)
-    assert "make_graphed_callables" in refused or (refused == "" and difference <= TOLERANCE), (refused, difference)
-
-
 class Keeps(Callback):
     """What a checkpoint of each step should hold."""
 

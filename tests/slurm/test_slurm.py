@@ -139,28 +139,6 @@ def test_jobs_in_one_folder_do_not_share_what_they_save(cluster: SlurmCluster, t
     assert {first.folder.parent, second.folder.parent} == {tmp_path / "all"}
 
 
-@pytest.mark.parametrize(
-    ("directives", "refused"),
-    [
-        (("--nodes=2", "--ntasks=4"), "You set `--ntasks=4` in your SLURM bash script"),
-        (("--nodes=2", "--ntasks-per-node=1"), "You set `devices=2` in Lightning, but the number of tasks per node"),
-        (("--nodes=1", "--ntasks-per-node=2"), "You set `num_nodes=2` in Lightning, but the number of nodes"),
-    ],
-)
-def test_a_job_of_the_wrong_size_is_refused_before_training(
-    cluster: SlurmCluster, tmp_path: Path, directives: tuple[str, ...], refused: str
-) -> None:
-    write_program(tmp_path, steps=2, num_nodes=2, devices=2)
-    lines = "\n".join(f"#SBATCH {line}" for line in directives)
-    job_file = f"#!/bin/bash\n{lines}\n#SBATCH --output=job.log\nsrun {sys.executable} train.py fit --config c.yaml\n"
-    (tmp_path / "job.sh").write_text(job_file)
-    number = int(cluster.run("sbatch", "--parsable", f"--chdir={tmp_path}", str(tmp_path / "job.sh")))
-    assert cluster.wait_for_end(number, START) == "FAILED"
-    log = (tmp_path / "job.log").read_text()
-    assert "begins" not in log
-    assert refused in log, log
-
-
 def test_doctor_asks_all_ranks_of_a_job(cluster: SlurmCluster, tmp_path: Path) -> None:
     job_file = f"""#!/bin/bash
 #SBATCH --nodes=2

@@ -294,11 +294,6 @@ def callback_of(kind: type[Callback], trainer: Trainer) -> Any:
     return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
 
 
-def found_learning_rate(trainer: Trainer) -> list[Any]:
-    finder = callback_of(LearningRateFinder, trainer).optimal_lr
-    return [finder.suggestion(), *finder.results["lr"], *finder.results["loss"]]
-
-
 def losses_until_stopped(trainer: Trainer) -> list[Any]:
     losses = callback_of(LearningRateFinder, trainer).optimal_lr.results["loss"]
     assert len(losses) < 25

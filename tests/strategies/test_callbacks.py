@@ -54,7 +54,6 @@ from tests.strategies.callback_scripts import (
     fit,
     fit_on_with_the_same_trainer,
     fit_twice,
-    found_learning_rate,
     logged,
     losses_until_stopped,
     parameters_of_copies,
@@ -112,15 +111,13 @@ class Case(NamedTuple):
 
 SAVED = {"enable_checkpointing": True}
 PLACES = ("training_step", "backward", "on_after_backward", "configure_gradient_clipping", "step", "after the step")
-# They differ in what Lightning does, not in what the ranks do: each at one world size.
-ERRORS: dict[type[BaseException], tuple[int, ...]] = {KeyError: (2,), KeyboardInterrupt: (3,)}
+# They differ in what Lightning does, not in what the ranks do: by turns, and each at one world size.
+ERRORS: tuple[tuple[type[BaseException], int], ...] = ((KeyError, 2), (KeyboardInterrupt, 3))
 GOES_ON = "ddp_tuned"
 """Torch's DDP, whose data go on with the next sample in mid-epoch as those of ``zero1_custom`` do."""
 CASES = {
     # Averages of weights.
-    "weight averaging": Case(lambda _: [WeightAveraging()]),
     "weight averaging of buffers": Case(lambda _: [WeightAveraging()], zoo.BatchNormalised),
-    "weight averaging, fit twice": Case(lambda _: [WeightAveraging()], zoo.Convolutional, script=fit_twice),
     "weight averaging, an optimizer in the module": Case(
         lambda _: [WeightAveraging()], KeepsOptimizer, script=fit_twice
     ),
@@ -131,16 +128,12 @@ CASES = {
         script=resume_from("step=3.ckpt"),
         oracle=GOES_ON,
     ),
-    "exponential averaging": Case(lambda _: [EMAWeightAveraging(decay=0.8)], zoo.Attention),
-    "exponential averaging of buffers": Case(
+    "exponential averaging": Case(
         lambda _: [EMAWeightAveraging(decay=0.8, update_every_n_steps=2)],
         zoo.BatchNormalised,
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
     ),
     "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
-    "stochastic weight averaging": Case(
-        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=2)], trainer={"max_epochs": 4}
-    ),
     "stochastic weight averaging, batch norm": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
         zoo.BatchNormalised,
@@ -189,12 +182,6 @@ CASES = {
         trainer={"max_epochs": 3},
         ddp_tuned=WAITS,
     ),
-    "learning rate finder": Case(
-        lambda _: [LearningRateFinder(1e-4, 0.5, num_training_steps=20, early_stop_threshold=None)],
-        Tunable,
-        trainer={"max_epochs": 5},
-        look=found_learning_rate,
-    ),
     "learning rate finder that stops early": Case(
         lambda _: [LearningRateFinder(1e-3, 30.0, num_training_steps=25, early_stop_threshold=2.0)],
         Tunable,
@@ -209,13 +196,6 @@ CASES = {
         logger=lambda folder: CSVLogger(folder),
     ),
     # Checkpoints.
-    "resumed within an epoch": Case(
-        lambda folder: [ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
-        zoo.ScheduledTransformer,
-        trainer=SAVED,
-        script=resume_from("step=3.ckpt"),
-        oracle=GOES_ON,
-    ),
     "resumed within an epoch that accumulates": Case(
         lambda folder: [ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)],
         zoo.ScheduledTransformer,
@@ -230,15 +210,11 @@ CASES = {
         oracle=GOES_ON,
     ),
     # The Trainer's arguments.
-    "overfit batches": Case(trainer={"overfit_batches": 2, "max_epochs": 3}),
-    "limited batches": Case(trainer={"limit_train_batches": 3, "limit_val_batches": 1}),
     "limited to a share": Case(trainer={"limit_train_batches": 0.7, "accumulate_grad_batches": 2}),
     "fast dev run": Case(trainer={"fast_dev_run": 3}),
-    "inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": True, "val_check_interval": 2}),
     "no inference mode": Case(module=zoo.BatchNormalised, trainer={"inference_mode": False, "val_check_interval": 2}),
     "all entry points": Case(module=zoo.BatchNormalised, script=all_entry_points),
     "validated before, without inference mode": Case(script=validate_then_fit, trainer={"inference_mode": False}),
-    "fit twice": Case(module=zoo.BatchNormalised, script=fit_twice),
     "fit twice with one optimizer": Case(module=SameOptimizer, script=fit_twice),
     "no optimizer": Case(module=WithoutOptimizer),
     "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
@@ -254,7 +230,6 @@ CASES = {
         zero3="Can't pickle",
     ),
     # The loss scale.
-    "loss scale that falls": Case(trainer={"fp16": True, "init_scale": 2.0**24, "max_epochs": 6}, tolerance=1e-3),
     "loss scale, one rank overflows": Case(
         module=OverflowsOnOneRank, trainer={"fp16": True, "max_epochs": 6}, tolerance=1e-3
     ),
@@ -263,12 +238,11 @@ CASES = {
         f"{error.__name__} in {where}": Case(
             module=Fails,
             script=fail_and_fit(where, error),
-            world_sizes=sizes,
+            world_sizes=(size,),
             # The optimizer holds the module, and cannot be tried on small parameters.
             zero3="strategy='zero1_custom'" if where == "step" else EQUAL,
         )
-        for where in PLACES
-        for error, sizes in ERRORS.items()
+        for where, (error, size) in zip(PLACES, ERRORS * 3, strict=True)
     },
     **{
         f"{error.__name__} in {where}, resumed": Case(
@@ -277,10 +251,9 @@ CASES = {
             trainer=SAVED,
             script=fail_and_resume(where, error),
             oracle=GOES_ON,
-            world_sizes=sizes,
+            world_sizes=(size,),
         )
-        for where in ("training_step", "backward")
-        for error, sizes in ERRORS.items()
+        for where, (error, size) in zip(("backward", "training_step"), ERRORS, strict=True)
     },
 }
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +13,7 @@ from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
 from tests.strategies.late import late
-from tests.strategies.odd import Blocks, CompiledBlocks, WrappedBlocks
+from tests.strategies.odd import Blocks, CompiledBlocks
 from tests.strategies.parity import ddp, make_trainer, train
 
 
@@ -48,15 +47,6 @@ def test_a_graph_of_before_the_step_is_refused_while_parameters_are_in_flight(po
 
 
 # Compiled parts: parameters go on arriving late, and nothing is compiled again for that.
-
-
-class InTheMiddle(Blocks):
-    """Blocks are compiled when the training has gone on for a while."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx == 3:
-            CompiledBlocks.compile_blocks(self)
-        return super().training_step(batch, batch_idx)
 
 
 class Function(Blocks):
@@ -95,14 +85,8 @@ def compare(make: Callable[[], Any]) -> tuple[float, int, int, list[int], list[i
     return distance(ours, theirs), strategy.under_way, strategy.under_way_last, compiled, expected
 
 
-@pytest.mark.parametrize(
-    "make",
-    [CompiledBlocks, InTheMiddle, *(pytest.param(one, marks=pytest.mark.slow) for one in (Blocks, WrappedBlocks))],
-)
-def test_parameters_of_compiled_blocks_arrive_late_and_are_read_when_they_have(
-    pool: RankPool, make: Callable[[], Any]
-) -> None:
-    for difference, under_way, last, ours, theirs in pool.run(2, compare, make):
+def test_parameters_of_compiled_blocks_arrive_late_and_are_read_when_they_have(pool: RankPool) -> None:
+    for difference, under_way, last, ours, theirs in pool.run(2, compare, CompiledBlocks):
         assert difference <= FP32
         assert under_way > 0 and last > 0
         assert ours == theirs

@@ -1,7 +1,9 @@
 """A rank that waits long says for whom, and where that rank is; it says nothing while all move."""
 
 import logging
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -86,6 +88,10 @@ class Late(BoringModel):
         if self.where == "moves":
             time.sleep(SOON / 3)
         self.comes_late("sleeps")
+        if self.where == "is stopped" and self.global_step == 2 and self.global_rank == 1:
+            # By another process, as this one does nothing then.
+            subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.comes_late("logs"):
             self.log("logged", torch.tensor(1.0), sync_dist=True)
         if self.comes_late("own collective"):
@@ -150,6 +156,7 @@ LATE = rf"for rank 1, which is in `on_train_batch_end` \(.*\) {HERE}\."
 SAID = {
     ("zero1_custom", "sleeps"): rf"in `\w+` \(step 2, batch 3\) at \S+ {SLEEPS}",
     ("ddp_tuned", "sleeps"): rf"in `backward` \(step 2, batch 3\) at \S+ {SLEEPS}",
+    ("ddp_tuned", "is stopped"): r"in .* for rank 1, which has given no sign of life for \d+ s or more .*stopped",
     ("zero1_custom", "logs"): rf"in `training_step` \(step 2, batch 3\) {HERE} {SLEEPS}",
     ("ddp_tuned", "own collective"): rf"in `training_step` \(step 2, batch 3\) {HERE} {SLEEPS}",
     ("zero1_custom", "saves"): rf"in `trainer\.save_checkpoint\(\)` \(step 2, .*\) {HERE} {LATE} ",
@@ -271,7 +278,7 @@ callees, turn, ended = (small, large, large, small, small), itertools.count(), t
 sys.setswitchinterval(1e-5)
 looks = threading.Thread(target=look, args=(threading.get_ident(),))
 looks.start()
-until = time.monotonic() + 5
+until = time.monotonic() + 3
 while time.monotonic() < until and looks.is_alive():
     call_on(next(turn) % 5)
 print("looked on" if looks.is_alive() else "ended early")

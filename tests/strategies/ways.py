@@ -178,12 +178,6 @@ WAYS: dict[str, Way] = {
         lambda case, number: zero1(**{**case.strategy, "expose_gradients": True}),
         suits=lambda case: "expose_gradients" not in case.strategy,
     ),
-    "late": Way(
-        "zero1",
-        lambda case, number: late(**case.strategy),
-        look=parameters_were_under_way,
-        check=check_arrival,
-    ),
     "in shards": Way(
         "zero2",
         lambda case, number: zero1(**case.strategy, shard_gradients=True),
@@ -191,6 +185,12 @@ WAYS: dict[str, Way] = {
         look=accumulates_in_shards,
         check=check_accumulation,
         accumulates=True,
+    ),
+    "late": Way(
+        "zero1",
+        lambda case, number: late(**case.strategy),
+        look=parameters_were_under_way,
+        check=check_arrival,
     ),
     "groups": Way("zero1", in_groups, (4, 6), look=copies, check=check_copies),
     "zero3": Way("zero3", whole_or_units),
@@ -312,7 +312,7 @@ class Planned(NamedTuple):
 
 
 def plan(on_device: bool = False) -> Iterator[Planned]:
-    """Every case in half of the ways of ``zero1_custom`` and in all others, on as many ranks as it allows, in rotation.
+    """Every case in two of the ways of ``zero1_custom`` and in all others, on as many ranks as it allows, in rotation.
 
     One way of every second case is quick.
 
@@ -324,12 +324,12 @@ def plan(on_device: bool = False) -> Iterator[Planned]:
         for turn, (way_name, way) in enumerate((WAYS_ON_A_DEVICE if on_device else WAYS).items()):
             if expected(case, way) is None or not way.suits(case) or (on_device and case.needs):
                 continue
-            if not on_device and way.column in ("zero1", "zero2") and (number + turn) % 2:
+            if not on_device and way.column in ("zero1", "zero2") and (number + turn) % 3:
                 continue
             sizes = [size for size in way.world_sizes if on_device or _allows(case, size)]
             if not sizes:
                 continue
-            size = sizes[(number + turn) % len(sizes)]
+            size = sizes[(number // 3 + turn) % len(sizes)]
             yield Planned(name, way_name, size, (number - turn) % 16 == 0)
 
 
