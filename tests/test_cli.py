@@ -68,7 +68,6 @@ def class_path(**init_args: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "arguments", "devices", "expected"),
     [
-        pytest.param("zero1_custom", (), 1, ("ZeRO1Strategy", "392 bytes per rank."), id="by name"),
         pytest.param(
             class_path(bucket_cap_mb=SMALL_CAP, partition="parameter"),
             (),
