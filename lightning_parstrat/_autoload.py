@@ -72,7 +72,6 @@ def _serve(module: ModuleType) -> None:
             # A command line knows short names of loaded classes only.
             for name in PUBLIC:
                 public_class(package, name)
-            import_module("lightning_parstrat.core.argument_names").explain_errors(module.LightningArgumentParser)
     except Exception as error:
         warnings.warn(
             f"lightning_parstrat could not register its strategies with {module.__name__!r}: {error!r}", stacklevel=2

@@ -159,30 +159,6 @@ def test_a_value_that_the_strategy_refuses_ends_the_run_before_training(parse: P
         parse(class_path(bucket_cap_mb=-1.0))
 
 
-def test_a_wrong_argument_is_met_with_the_right_one(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, name, argument, advice in [
-        ("lightning_parstrat.{}", "ZeRO1Strategy", "bucket_cap", "Did you mean 'bucket_cap_mb'?"),
-        ("{}", "ZeRO3Strategy", "stage", "parameters as well by ZeRO3Strategy."),
-        ("lightning_parstrat.{}", "TunedDDPStrategy", "stage", "parameters as well by ZeRO3Strategy."),
-    ]:
-        for arguments in (
-            ({"class_path": path.format(name), "init_args": {argument: 4}},),
-            ("ddp", f"--trainer.strategy={path.format(name)}", f"--trainer.strategy.{argument}=4"),
-        ):
-            with pytest.raises(SystemExit) as refused:
-                parse(*arguments)
-            assert refused.value.code == 2
-            said = capsys.readouterr().err
-            assert said.count(f"{name}() got an unexpected keyword argument {argument!r}. ") == 1, said
-            assert said.rstrip().endswith(advice)
-
-
-def test_what_another_class_refuses_is_left_to_it(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse({"class_path": "lightning.pytorch.strategies.FSDPStrategy", "init_args": {"bucket_cap": 4}})
-    assert "unexpected keyword argument" not in capsys.readouterr().err
-
-
 def test_help_lists_the_strategies_and_none_of_their_base_classes(
     parse: Parse, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from lightning_parstrat.cli.planned_module import read_module, values_of
 from lightning_parstrat.cli.text import amount, table
 from lightning_parstrat.core.footprint import PRECISIONS, Footprint, Training, ddp, zero1, zero3
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups, advised_size
+from lightning_parstrat.core.shard_groups import ShardGroupChoice, ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.core.wording import counted
 
@@ -120,12 +120,6 @@ def recommend(rows: list[dict[str, Any]], training: Training, room: float | None
         times_as_much = by_name[choice]["sent_bytes"] / sharded["sent_bytes"]
         why = f"Only with parameters sharded, too, it fits; it sends {times_as_much:.1f} times as much as zero1_custom."
         why += " It is torch's FSDP2: some things are refused (docs/limits.md)."
-    size = advised_size(training.ranks)
-    if choice.startswith(("zero1", "zero2")) and size is not None and (training.shard_ranks or 0) > size:
-        why += (
-            f" On {training.ranks} GPUs a ring of {training.shard_ranks} ranks takes longer than computation hides:"
-            f" shard_group={size} would not (add --shard-group {size} to see what it holds)."
-        )
     return choice, f"Recommended: strategy={choice}. {why}"
 
 

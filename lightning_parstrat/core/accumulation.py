@@ -21,7 +21,6 @@ class AccumulationWindow:
 
     def __init__(self) -> None:
         self.micro_batches = 0
-        self._ran: set[int] = set()
         # Infinity: the first index begins a run, whatever it is. A resume may start inside an epoch.
         self._last: float = math.inf
         self._first_of_run = 0
@@ -44,18 +43,7 @@ class AccumulationWindow:
         begins = not begin <= self._last < batch_idx
         self._last = batch_idx
         self.micro_batches = batch_idx - begin + 1
-        if begins:
-            self._ran.clear()
         return begins
-
-    def run_backward(self) -> None:
-        """Counts a backward of the latest batch. A second backward of the same batch (by a closure) replaces it."""
-        self._ran.add(int(self._last))
-
-    @property
-    def backwards(self) -> int:
-        """How many of the micro-batches had a backward on this rank. A training step may have skipped some."""
-        return len(self._ran)
 
 
 def gradient_scale(*, accumulate: int, micro_batches: int, world_size: int, partial_window: PartialWindow) -> float:

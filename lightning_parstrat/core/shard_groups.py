@@ -125,26 +125,6 @@ class ShardGroups(NamedTuple):
         return tuple(group[shard] for group in self.groups)
 
 
-def advised_size(world_size: int) -> int | None:
-    """How many ranks of a GPU cluster should share a copy, if not all of a ring's time is hidden.
-
-    The source is an estimate (``benchmarks/scale/estimate.py``). From 128 ranks on, groups of 32 to 64 expose about as
-    much. One group of all exposes more with every doubling. The largest of those sizes is chosen, since it holds least.
-
-    Args:
-        world_size: Number of ranks.
-
-    Returns:
-        If one group of all is as good, or no such size divides the number of ranks, None.
-    """
-    if world_size < _RANKS_FROM_WHICH_IT_PAYS:
-        return None
-    return next((size for size in range(64, 31, -1) if world_size % size == 0), None)
-
-
-_RANKS_FROM_WHICH_IT_PAYS = 128
-
-
 def piece_bounds(numel: int, count: int) -> list[int]:
     """The bounds of so many pieces of about the same length. Some pieces may be empty."""
     return [numel * number // count for number in range(count + 1)]

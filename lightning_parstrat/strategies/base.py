@@ -69,8 +69,8 @@ class ComposedStrategy(DDPStrategy):
             steps, ``"global"`` those of all optimizers together.
         norm_type: p of the norm that clips, a positive number or ``inf``.
         nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same.
-            ``"skip"`` leaves parameters, optimizer state and learning rate as they are, on all ranks. ``"raise"`` ends
-            the training on all ranks. ``"skip"`` and ``"raise"`` make the host wait in every step.
+            ``"skip"`` leaves parameters and optimizer state as they are, on all ranks. ``"raise"`` ends the training on
+            all ranks. ``"skip"`` and ``"raise"`` make the host wait in every step.
         warn_after_seconds: After how many seconds without progress a rank that waits for others logs one line. The
             line names the call or hook, and the missing ranks with the place that each has reached. ``None`` logs
             nothing before the ``timeout``.

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from lightning_parstrat.core.shard_groups import ShardGroups, ShardPlace, advised_size, piece_bounds
+from lightning_parstrat.core.shard_groups import ShardGroups, ShardPlace, piece_bounds
 from lightning_parstrat.core.topology import Topology
 
 CHOSEN: list[tuple[Any, str, list[tuple[int, ...]]]] = [
@@ -52,11 +52,6 @@ def test_pieces_cover_everything_and_differ_by_one_at_most() -> None:
         lengths = {stop - start for start, stop in pairwise(bounds)}
         assert (bounds[0], bounds[-1], len(bounds)) == (0, numel, count + 1)
         assert max(lengths) - min(lengths) <= 1
-
-
-def test_the_largest_group_that_is_hidden_is_advised() -> None:
-    advised = {8: None, 64: None, 127: None, 128: 64, 192: 64, 1024: 64, 1056: 48, 131: None}
-    assert {ranks: advised_size(ranks) for ranks in advised} == advised
 
 
 def test_rings_carry_more_where_a_group_is_on_several_nodes_of_several_ranks() -> None:

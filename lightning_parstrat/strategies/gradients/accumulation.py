@@ -1,7 +1,6 @@
 """Gradients of one big batch: the work of all strategies between the micro-batches of a step, and around the step."""
 
 import functools
-import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,8 +9,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from lightning.pytorch.utilities.types import STEP_OUTPUT, LRSchedulerConfig
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -80,11 +78,12 @@ class Accumulation(Part):
         self._clipper: GradientClipper | None = None
         self._restore_precision: Callable[[], None] | None = None
         self._listeners: list[Callable[[GradientNorm], None]] = []
+        self._has_backward = False
+        """Whether a micro-batch of this window had a backward."""
         self._loss_weight: Any = None
         self._loss_hook: RemovableHandle | None = None
         self._world_size = 1
         self._skipped_steps = 0
-        self._schedulers = HeldSchedulers()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -125,20 +124,8 @@ class Accumulation(Part):
             WindowHooks(self.end_backward, self._complete_window, self._note_skipped_step),
         )
 
-    @override
-    def on_train_start(self) -> None:
-        """Warns of `training_step(dataloader_iter)`, which loses accumulated gradients."""
-        draws_batches = is_param_in_hook_signature(self._module.training_step, "dataloader_iter", explicit=True)
-        if draws_batches and self._trainer.accumulate_grad_batches > 1:
-            self.say_once(
-                rank_zero_warn,
-                "`training_step(dataloader_iter)` and `accumulate_grad_batches` do not go together: Lightning zeroes"
-                " gradients by the index of the batch before. Let `training_step` take a batch.",
-            )
-
     def begin_batch(self) -> None:
-        """Counts the micro-batches of the window, and releases schedulers that were held for a skipped step."""
-        self._schedulers.release()
+        """Counts the micro-batches of the window."""
         if self.scale is not None:
             # If no optimizer has stepped since, the scale must be computed before its window is forgotten.
             self.scale()
@@ -146,7 +133,7 @@ class Accumulation(Part):
         # If a training step draws batches itself, the index in the arguments lags behind.
         index = trainer.fit_loop.epoch_loop.batch_idx
         if self._window.begin_batch(index, trainer.accumulate_grad_batches):
-            self.scale = None
+            self.scale, self._has_backward = None, False
             if self._weights is not None:
                 self._weights.begin_window()
         if self._clipper is not None:
@@ -179,7 +166,7 @@ class Accumulation(Part):
             self._clipper.unscaled.clear()
         if self._weights is None or not self._strategy.lightning_module.automatic_optimization:
             return None
-        self._window.run_backward()
+        self._has_backward = True
         factor = self._weights.add(self._window.micro_batches, self._loss_weight, self._hooks.leaves)
         if self._weights.used:
             self.say_once(
@@ -209,7 +196,7 @@ class Accumulation(Part):
 
         Only a training with one rank may return None from ``training_step``. With more, Lightning refuses it.
         """
-        waits = self.scale is None and not self.accumulates and self._window.backwards
+        waits = self.scale is None and not self.accumulates and self._has_backward
         if waits and self._module.automatic_optimization:
             self.scale = _Once(self._scale_of_window)
             self._hooks.reduce_local()
@@ -223,8 +210,8 @@ class Accumulation(Part):
     def _scale_of_window(self) -> float:
         """The factor from the sum over ranks to the window's mean. Collective if losses have weights."""
         accumulate, number = self._strategy.lightning_module.trainer.accumulate_grad_batches, self._world_size
-        # All ranks must count alike, and draw equally many batches. A single rank counts its backwards.
-        micro_batches = self._window.backwards if number == 1 else self._window.micro_batches
+        # All ranks draw equally many batches, and count alike.
+        micro_batches = self._window.micro_batches
         if self._weights is not None and self._weights.used:
             total = self._weights.total()
             return weighted_gradient_scale(
@@ -314,8 +301,6 @@ class Accumulation(Part):
             rank_zero_warn("All `loss_weight`s of a step were 0: it is skipped.")
         elif self._policy.nonfinite_grads == "skip":
             rank_zero_warn(f"Gradients were not finite: the step is skipped, as {self._skipped_steps} were by now.")
-        if self._is_weightless or self._policy.nonfinite_grads == "skip":
-            self._schedulers.hold(self._strategy.lr_scheduler_configs, unwrapped(optimizer))
 
     @override
     def teardown(self) -> None:
@@ -324,7 +309,6 @@ class Accumulation(Part):
         self._listeners.clear()
 
     def _end_fit(self) -> None:
-        self._schedulers.release()
         if self._restore_precision is not None:
             self._restore_precision()
             self._restore_precision = None
@@ -355,26 +339,3 @@ class _Once:
         if self._answer is None:
             self._answer = self._ask()
         return self._answer
-
-
-class HeldSchedulers:
-    """Keeps schedulers that count steps from stepping. It changes the frequency by which Lightning steps them.
-
-    Lightning steps schedulers after every batch. After a validation it steps those that watch a metric once more. So
-    they are held until the next batch begins.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[tuple[LRSchedulerConfig, int]] = []
-
-    def hold(self, configs: Iterable[LRSchedulerConfig], optimizer: Optimizer) -> None:
-        """Holds the schedulers of ``optimizer`` that count steps. Those that count epochs are not held."""
-        for config in configs:
-            if config.interval == "step" and getattr(config.scheduler, "optimizer", None) is optimizer:
-                self._held.append((config, config.frequency))
-                config.frequency = sys.maxsize
-
-    def release(self) -> None:
-        """Restores the schedulers' frequencies."""
-        while self._held:
-            config, config.frequency = self._held.pop()

@@ -1,6 +1,5 @@
 """Trainings in which gradients are not finite in chosen batches, and everything that their steps leave behind."""
 
-import copy
 import math
 from typing import Any, NamedTuple
 
@@ -54,17 +53,10 @@ class Poisoned(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         """Lightning's own strategies know no norm."""
 
-    def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(self.parameters())
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
 
 class Snapshot(NamedTuple):
     parameters: list[Tensor]
     optimizer: dict[str, Any]
-    scheduler: dict[str, Any]
-    rate: float
     skipped: int
     scale: float
 
@@ -82,8 +74,6 @@ class Snapshots(Callback):
             Snapshot(
                 [whole(parameter.detach()).clone() for parameter in pl_module.parameters()],
                 replace_leaves(optimizer.state_dict(), lambda tensor: whole(tensor).clone()),
-                copy.deepcopy(pl_module.lr_schedulers().state_dict()),
-                optimizer.param_groups[0]["lr"],
                 getattr(trainer.strategy, "skipped_steps", 0),
                 1.0 if scaler is None else scaler.get_scale(),
             )
