@@ -126,8 +126,9 @@ scale: install  ## count what a training costs a played rank of 8 to 1,024; SCAL
 docs: install $(DOCS_STAMP)  ## the pages in docs/ as a site, into site/; a broken link or reference is an error
 	$(RUN) mkdocs build --strict --clean
 
-pictures: install  ## draw the pictures in docs/pictures anew
+pictures: install  ## draw the pictures in docs/pictures, and write the tables of numbers, from the result files
 	$(VENV)/bin/python docs/make_pictures.py
+	$(VENV)/bin/python docs/make_tables.py
 
 build: install  ## wheel and source distribution, into dist/
 	$(RUN) build --no-isolation

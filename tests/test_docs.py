@@ -14,7 +14,7 @@ import yaml
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_parstrat.cli.main import COMMANDS, main
+from lightning_parstrat.cli.main import COMMANDS
 from tests.scripts import run_python, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -149,58 +149,11 @@ def test_pages_are_short() -> None:
     assert readme <= LONGEST_README and max(pages) <= LONGEST_PAGE
 
 
-def rows_with_step_times() -> Iterator[tuple[str, str]]:
-    for page in PAGES:
-        for line in page.read_text().splitlines():
-            found = re.search(r"results/(step_time_\w+\.json)\)", line)
-            if found is not None and line.startswith("|"):
-                yield line, found[1]
-
-
-def test_step_times_are_those_of_the_result_file() -> None:
-    rows = list(rows_with_step_times())
-    assert rows
-    for row, file in rows:
-        times = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["step_time"]
-        _, _, ddp, zero1, ratio, *_ = (cell.split("(")[0].strip() for cell in row.split("|"))
-        shown = [float(cell.removesuffix(" s")) for cell in (ddp, zero1, ratio)]
-        measured = [times["ddp"]["median"], times["zero1_custom"]["median"], times["zero1_custom"]["ratio_to_ddp"]]
-        assert shown == pytest.approx(measured, abs=6e-4, rel=0), file
-
-
-def test_differences_of_unfrozen_layers_are_those_of_the_result_file() -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / "unfrozen.json").read_text())["unfrozen"]
-    page = (ROOT / "docs" / "how_zero1_works.md").read_text()
-    assert all(found == result["own hook"] for found in result.values())
-    for strategy in ("ddp", "ddp_find_unused_parameters_true"):
-        apart = result["own hook"][strategy]
-        assert f"| `{strategy}` | {apart['between_ranks']:.2f} | {apart['to_single_process']:.2f} |" in page
-    for strategy in ("ddp_tuned", "zero1_custom"):
-        ours = result["own hook"][strategy]
-        assert ours["between_ranks"] == 0.0
-        number = f"{ours['to_single_process']:.1e}".replace("e-0", "e-")
-        assert f"| `{strategy}` | 0 | {number} |" in page
-
-
-MEMORY = re.compile(r"^(.*)\n\n\|(.*1B, 8 ranks.*)\|\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
-"""A table of memory: what comes before it, its header, its rows."""
-
-
-def test_memory_by_strategy_is_what_the_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
-    tables = [table for page in PAGES for table in MEMORY.findall(page.read_text())]
-    assert len(tables) == 3
-    for before, header, body in tables:
-        precision = re.search(r'"([\w-]+)"', before)
-        rows = {row.split("`")[1]: re.findall(r"\| ([\d.]+)(?= \|)", row) for row in body.splitlines()}
-        for column, (size, ranks) in enumerate(re.findall(r"(\d+B), (\d+)", header)):
-            given = ["--world-size", ranks, "--precision", precision[1] if precision else "32-true"]
-            main(["plan", "--parameters", size, "--devices-per-node", "8", "--accumulate", "4", *given, "--json"])
-            planned = {
-                one["strategy"]: one["peak_bytes"] / 1e9 for one in json.loads(capsys.readouterr().out)["estimates"]
-            }
-            assert {name: float(row[column]) for name, row in rows.items()} == pytest.approx(planned, abs=0.0501), (
-                header
-            )
+def test_tables_of_numbers_are_those_of_the_result_files() -> None:
+    checked = run_python([ROOT / "docs" / "make_tables.py", "--check"], ROOT)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    named = [name for page in PAGES for name in re.findall(r"<!-- table: (.+) -->", page.read_text())]
+    assert len(set(named)) == len(named) == 17
 
 
 def names_defined_in(path: Path) -> set[str]:
