@@ -17,9 +17,8 @@ from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.checkpoint.folder import is_sharded_checkpoint
 
 # Of the two packages that Lightning is published as, only one may be installed.
-checkpoint_io, states_in_files, resume = (
-    import_module(f"{package_in_use()}.strategies.checkpoint.{name}")
-    for name in ("checkpoint_io", "states_in_files", "resume")
+checkpoint_io, states_in_files = (
+    import_module(f"{package_in_use()}.strategies.checkpoint.{name}") for name in ("checkpoint_io", "states_in_files")
 )
 
 _DESCRIPTION = """
@@ -64,7 +63,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
     except checkpoint_io.MisconfigurationException as error:
         raise UsageError(str(error)) from error
     own = checkpoint.get(checkpoint_io.CHECKPOINT_KEY, {})
-    with_random_numbers = states_in_files.ranks_of(own[resume.RNG]) if resume.RNG in own else 0
+    with_random_numbers = states_in_files.ranks_of(own)
     files = sorted(one for one in path.iterdir() if one.is_file()) if sharded else [path]
     return {
         "path": str(path),

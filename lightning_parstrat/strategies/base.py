@@ -33,10 +33,8 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import DurableCheckp
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_parstrat.strategies.checkpoint.preemption import Preemption
 from lightning_parstrat.strategies.checkpoint.resume import Resume
-from lightning_parstrat.strategies.checkpoint.resume_points import ResumePoints
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.data.even import users_own
-from lightning_parstrat.strategies.data.positions import LoaderPositions
 from lightning_parstrat.strategies.evaluation import ExactEvaluation
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
@@ -110,11 +108,9 @@ class ComposedStrategy(DDPStrategy):
         if not isinstance(exact_evaluation, bool):
             raise ValueError(f"Invalid exact_evaluation: {exact_evaluation!r}. Must be True or False.")
         super().__init__(**kwargs)
-        positions = LoaderPositions()
-        points = ResumePoints(positions)
         hooks = GradientHooks(self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step)
         self._ranks = Ranks(self, self.flag, self._timeout, warn_after_seconds, self._module_called)
-        self._resume = Resume(self, self._ranks, positions, points)
+        self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
             self, self._ranks, saving, self._make_training_state(), self._resume, self._entries
         )
@@ -125,7 +121,7 @@ class ComposedStrategy(DDPStrategy):
             self._checkpoints,
             *([ExactEvaluation(self)] if exact_evaluation else []),
             self._accumulation,
-            Preemption(self, self._ranks, points, self.wait_for_saves),
+            Preemption(self, self._ranks, self._resume, self.wait_for_saves),
         ]
         """Hooks are called in this order. At the end they are called in the reverse order."""
 
@@ -156,8 +152,8 @@ class ComposedStrategy(DDPStrategy):
         return ""
 
     def _entries(self) -> dict[str, Any]:
-        """The entries of this package in a checkpoint."""
-        return {key: value for part in self._parts for key, value in part.entries().items()}
+        """The strategy's entries in a checkpoint, the same on all ranks."""
+        return {}
 
     # What users may call.
 
@@ -439,10 +435,7 @@ class ComposedStrategy(DDPStrategy):
             MisconfigurationException: It is not a checkpoint, or it is damaged, or a newer version has written it. Or
                 a rank cannot read it, or another Slurm job has saved it for its own requeue.
         """
-        checkpoint = self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
-        for part in self._parts:
-            part.check_entries(self._checkpoints.loaded_entries, checkpoint_path)
-        return checkpoint
+        return self._checkpoints.load(super().load_checkpoint, checkpoint_path, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -234,18 +234,13 @@ def replace_loaders(trainer: Trainer, by: Callable[[Any], Any]) -> None:
         combined.flattened = list(map(by, combined.flattened))
 
 
-def batches_fetched_ahead(trainer: Trainer) -> int:
-    """How many batches were fetched that no step has got."""
-    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
-
-
 def batches_fetched(trainer: Trainer) -> int:
     """How many batches of the epoch were fetched, also before a resume within it. Call it within an epoch only."""
     return trainer.fit_loop._data_fetcher.fetched
 
 
 def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> None:
-    """Makes Lightning call a function before it fetches a batch, until :func:`fetches_alone`.
+    """Makes Lightning call a function before it fetches a batch, until :func:`give_back_loop`.
 
     Batches that Lightning fetches ahead before the first epoch, or from rebuilt loaders, are left out.
     """
@@ -257,11 +252,6 @@ def before_fetches(trainer: Trainer, function: Callable[[Trainer], None]) -> Non
 
     # On the instance, not on the class, so that other Trainers of this process are unchanged.
     loop._on_before_fetch = called_before
-
-
-def fetches_alone(trainer: Trainer) -> None:
-    """Undoes :func:`before_fetches`."""
-    vars(trainer.fit_loop.epoch_loop).pop("_on_before_fetch", None)
 
 
 def mode_of_loaders(trainer: Trainer) -> str:
@@ -347,9 +337,9 @@ def call_after_batches(loop: Any, callback: Callable[[], None]) -> None:
 
 
 def give_back_loop(loop: Any) -> None:
-    """Undoes :func:`call_after_batches`."""
-    vars(loop).pop("_store_dataloader_outputs", None)
-    vars(loop).pop("on_run_end", None)
+    """Gives a loop its own methods again."""
+    for name in ("_store_dataloader_outputs", "on_run_end", "_on_before_fetch", "_broadcast_sigterm_tensor"):
+        vars(loop).pop(name, None)
 
 
 def count_one_step_less(fit_loop: dict[str, Any]) -> None:
@@ -408,18 +398,12 @@ def bring_back_after_training(trainer: Trainer, signum: signal.Signals, handler:
         originals[signum] = handler
 
 
-def leave_out_sigterm_broadcast(loop: Any) -> None:
-    """Keeps Lightning's loop over batches from broadcasting in each batch whether rank 0 has received SIGTERM."""
-    loop._broadcast_sigterm_tensor = _nothing
+def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
+    """Keeps Lightning from broadcasting in each batch whether rank 0 has received SIGTERM. Ranks agree elsewhere.
 
-
-def broadcast_sigterm_again(loop: Any) -> None:
-    """Undoes :func:`leave_out_sigterm_broadcast`."""
-    vars(loop).pop("_broadcast_sigterm_tensor", None)
-
-
-def _nothing() -> None:
-    """Stands in for the broadcast. The ranks agree on signals elsewhere."""
+    :func:`give_back_loop` undoes it.
+    """
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher

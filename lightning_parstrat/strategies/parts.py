@@ -1,7 +1,5 @@
 """The parts that a strategy is made of. :class:`ComposedStrategy` calls their few hooks in one order."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -62,14 +60,3 @@ class Part:
 
     def teardown(self) -> None:
         """Called when the Trainer's call ends, by an exception or without one. Not collective after an exception."""
-
-    def entries(self) -> dict[str, Any]:
-        """The part's entries in a checkpoint, the same on all ranks."""
-        return {}
-
-    def check_entries(self, entries: Mapping[str, Any], path: str | Path) -> None:
-        """Refuses a checkpoint by its entries.
-
-        Raises:
-            MisconfigurationException: Training cannot resume from it.
-        """

@@ -304,9 +304,9 @@ FAULTS = (
     ),
     Fault(
         "all ranks go on with the random numbers of one",
-        "strategies/data/random_numbers.py",
-        'saved["states"][rank]',
-        'saved["states"][0]',
+        "strategies/checkpoint/resume.py",
+        'of_ranks[rank]["rng"]',
+        'of_ranks[0]["rng"]',
         ("tests/strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[any hook]",),
     ),
     Fault(
@@ -333,8 +333,8 @@ FAULTS = (
     Fault(
         "a loader goes on with what its workers have prefetched",
         "strategies/data/positions.py",
-        "number = batches_handed_out(own)",
-        "number = batches_handed_out(own) + 1",
+        "else batches_handed_out(batches), has_ended",
+        "else batches_handed_out(batches) + 1, has_ended",
         ("tests/strategies/data/test_positions.py::test_a_training_goes_on_as_if_it_had_not_stopped[next sample]",),
     ),
     Fault(
@@ -347,7 +347,7 @@ FAULTS = (
     Fault(
         "an epoch goes on with other samples than those that were drawn",
         "strategies/data/samplers.py",
-        'if resumed.digest != position["digest"]:',
+        "if not is_same:",
         "if False:",
         ("tests/strategies/data/test_positions.py::test_an_order_that_cannot_be_drawn_again_begins_anew_on_all_ranks",),
     ),

@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_parstrat.distributed.comm.collectives import small_reductions_of
-from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.parity import ddp, make_trainer, zero1
@@ -409,25 +406,3 @@ def test_a_rank_without_any_batch_ends_the_fit_or_is_an_error_on_every_rank(pool
     for message, _ in pool.run(3, sparse_rank, sized, False, timeout=TIMEOUT):
         for words in ("MisconfigurationException", "A rank has no training batch", "another one has 4", "drop_last"):
             assert words in message, message
-
-
-def count_reductions(make: Callable[..., Any], length: int) -> tuple[int, list[Any]]:
-    """How many an epoch took, and whether the loader was touched."""
-    loader = make(length)
-    groups = process_groups(default_pg_timeout)
-    before = sum(map(small_reductions_of, groups))
-    seen = fit(
-        "zero1", loader, observe=lambda trainer: trainer.train_dataloader is loader and type(loader) is DataLoader
-    )
-    return sum(map(small_reductions_of, groups)) - before, seen.observed
-
-
-def test_equal_lengths_cost_nothing_per_batch(pool: RankPool) -> None:
-    def per_batch(make: Callable[..., Any]) -> float:
-        few, many = (pool.run(2, count_reductions, make, length, timeout=TIMEOUT) for length in (4, 8))
-        assert make is unsized or few[1][1] == [True]
-        return (many[0][0] - few[0][0]) / 4
-
-    # One message with all that the ranks tell each other; where the end is unknown, each batch asks for one more.
-    assert per_batch(sized) == 1
-    assert per_batch(unsized) == 2

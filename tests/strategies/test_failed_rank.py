@@ -2,9 +2,8 @@
 
 import gc
 import logging
-import resource
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.distributed_c10d import _world
 
 from lightning_parstrat.distributed import torch_compat
@@ -185,76 +184,19 @@ def test_a_program_that_catches_an_error_of_all_ranks_goes_on(
     assert (tmp_path / "saved.ckpt").exists()
 
 
-# Memory that runs out: the training comes to its end, and its first error is seen.
+def closing_fails() -> Any:
+    return patch.object(ShardedDataParallel, "close", side_effect=torch.OutOfMemoryError("when it was closed"))
 
 
-WIDTH = 3072
-"""Of a parameter of 36 MiB: smaller ones malloc may have memory for."""
-
-
-class Large(zoo.Zoo):
-    def build(self) -> None:
-        self.layers = nn.Sequential(nn.Linear(zoo.FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return self.layers(batch).pow(2).mean()
-
-
-class Fills(Callback):
-    """Leaves less memory than a parameter takes, and is the first to ask for more."""
-
-    values: list[Tensor]
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.values = [parameter.detach().clone() for parameter in module.parameters()]
-            status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-            taken = 1024 * int(status["VmSize"].split()[0])
-            resource.setrlimit(resource.RLIMIT_AS, (taken + 2**21, resource.getrlimit(resource.RLIMIT_AS)[1]))
-            torch.zeros(10 * WIDTH, WIDTH)
-
-
-@contextmanager
-def memory_given_back() -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def closing(fails: bool) -> Any:
-    error = torch.OutOfMemoryError("when it was closed")
-    return patch.object(ShardedDataParallel, "close", side_effect=error) if fails else nullcontext()
-
-
-def run_out(fails_again: bool) -> tuple[str, bool, bool, bool]:
-    """The error; whether teardown has come to its end; whether parameters are as they were; and if they train again."""
-    torch.manual_seed(0)
-    module, fills, ended = Large(), Fills(), list[str]()
-    trainer = make_trainer(zero1(checkpoint_io=Ends(ended)), callbacks=[fills], limit_train_batches=4)
-    with memory_given_back(), closing(fails_again), pytest.raises(RuntimeError) as raised:
-        trainer.fit(module, zoo.loader(32, 4))
-    kept = all(torch.equal(one, other) for one, other in zip(module.parameters(), fills.values, strict=True))
-    make_trainer(zero1(), limit_train_batches=1).fit(module, zoo.loader(32, 4))
-    trains = not any(torch.equal(one, other) for one, other in zip(module.parameters(), fills.values, strict=True))
-    return str(raised.value), "has ended" in ended, kept, trains
-
-
-@pytest.mark.slow
-def test_the_first_error_is_seen(pool: RankPool) -> None:
-    for fails_again in (False, True):
-        for said, ended, kept, trains in pool.run(2, run_out, fails_again):
-            assert f"allocate {4 * 10 * WIDTH**2} bytes" in said, said
-            assert ended and kept and trains
-
-
-def fail_at_the_end() -> tuple[str, bool]:
-    ended: list[str] = []
-    with closing(True), pytest.raises(torch.OutOfMemoryError) as raised:
-        make_trainer(zero1(checkpoint_io=Ends(ended))).fit(zoo.MLP(), zoo.loader(16, 4))
+def fail_at_the_end(ranks_that_fail: tuple[int, ...]) -> tuple[str, bool]:
+    """The error, and whether teardown has come to its end."""
+    ended, module = list[str](), Fails()
+    module.who = ranks_that_fail
+    with closing_fails(), pytest.raises((ValueError, torch.OutOfMemoryError)) as raised:
+        make_trainer(zero1(checkpoint_io=Ends(ended))).fit(module, zoo.loader(16, 4))
     return str(raised.value), "has ended" in ended
 
 
-def test_an_error_of_the_end_itself_is_seen_too(pool: RankPool) -> None:
-    assert pool.run(2, fail_at_the_end) == [("when it was closed", True)] * 2
+def test_the_first_error_is_seen_also_if_it_is_of_the_end(pool: RankPool) -> None:
+    assert pool.run(2, fail_at_the_end, (0, 1)) == [("a fault of this rank's own", True)] * 2
+    assert pool.run(2, fail_at_the_end, ()) == [("when it was closed", True)] * 2

@@ -24,7 +24,7 @@ from lightning_parstrat.distributed.durable_files import (
 CHECKPOINT_KEY = "lightning_parstrat"
 """The key of this package's own entries in a checkpoint. Other strategies ignore it."""
 
-FORMAT = 3
+FORMAT = 4
 """Version of the entries under that key, and of sharded checkpoints."""
 
 _MAGIC_OF_ZIP = b"PK\x03\x04"
@@ -158,17 +158,8 @@ def _explained(error: Exception, path: str | Path) -> MisconfigurationException 
         return MisconfigurationException(f"{path} is not a checkpoint: it cannot be read as one ({error}).")
     return MisconfigurationException(
         f"{path} is truncated: its {local.stat().st_size} bytes end before the checkpoint does. Its program ended while"
-        f" writing it, or it was copied incompletely. {_others(local)}"
+        " writing it, or it was copied incompletely. Copy it again, or resume from another one."
     )
-
-
-def _others(path: Path) -> str:
-    others = sorted(
-        (p for p in path.parent.glob(f"*{path.suffix}") if p != path and p.exists()), key=lambda p: -p.stat().st_mtime
-    )
-    if not others:
-        return "Copy it again, or start without it."
-    return f"Copy it again, or resume from another; the newest beside it is {others[0]}."
 
 
 def local_path_of_folder(filepath: str | Path) -> Path:

@@ -38,15 +38,11 @@ from lightning_parstrat.strategies.checkpoint.checkpoint_io import (
     local_path,
     local_path_of_folder,
 )
+from lightning_parstrat.strategies.checkpoint.lightnings_loops import can_be_resumed
 from lightning_parstrat.strategies.checkpoint.pending_save import PendingSave, exists_when_saved, prepare_callbacks
+from lightning_parstrat.strategies.checkpoint.preemption import check_job, own_job
 from lightning_parstrat.strategies.checkpoint.resume import Resume
-from lightning_parstrat.strategies.checkpoint.resume_points import can_be_resumed
-from lightning_parstrat.strategies.checkpoint.states_in_files import (
-    left_to_files,
-    own_states,
-    restored_files,
-    with_states_of_all,
-)
+from lightning_parstrat.strategies.checkpoint.states_in_files import RESUME, restored_files, with_states_of_all
 from lightning_parstrat.strategies.checkpoint.training_state import TrainingState
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import trainer_of, unwrapped
@@ -73,7 +69,7 @@ class Checkpoints(Part):
         policy: The format, and how to save.
         state: The state of the module and the optimizers.
         resume: The place of the training.
-        entries: Returns all parts' entries in a checkpoint.
+        entries: Returns the strategy's own entries in a checkpoint.
     """
 
     _of_one_training = frozenset({"_loaded"})
@@ -89,9 +85,9 @@ class Checkpoints(Part):
     ) -> None:
         super().__init__(strategy)
         self._ranks, self._policy, self._state, self._resume = ranks, policy, state, resume
-        self._entries_of_parts = entries
+        self._entries = entries
         self.loaded_entries: Mapping[str, Any] = {}
-        """The parts' entries in the checkpoint that was loaded."""
+        """This package's entries in the checkpoint that was loaded."""
         self._loaded: ShardedCheckpoint | None = None
         self._pending = PendingSave()
         self._absent: list[int] = []
@@ -110,7 +106,7 @@ class Checkpoints(Part):
 
     def module_state(self, by_lightning: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The module's state. Collective if it is sharded, and after an exception: ranks wait a few seconds then."""
-        self._resume.go_on()
+        self._resume.begin()
         # When Lightning saves, it asks for this first: before anything waits for other ranks.
         self._absent = self._ranks.out_of_reach()
         if self._absent and not self._can_save_alone:
@@ -196,23 +192,24 @@ class Checkpoints(Part):
         path = local_path_of_folder(filepath)
         self.wait_for_saves()
         resumes = self._resume.gather(None, any_rank(can_be_resumed(checkpoint), self._ranks.control))
-        checkpoint = self._with_own_entries(checkpoint, left_to_files(resumes, self._ranks.world_size))
+        checkpoint = self._with_own_entries(checkpoint, {**resumes, "ranks": self._ranks.world_size})
         pieces = self._state.pieces()
         if self._strategy.is_global_zero:
             checkpoint = pieces.with_placeholders(self._state.with_own_storage(checkpoint))
         # Before and after training, no later call would wait for the end of the save.
         asynchronous = self._policy.async_save and self._trains and not self._ranks.is_interrupted
-        save = save_sharded(checkpoint, path, pieces, own_states(resumes), self._ranks.of_checkpoints, asynchronous)
+        (states,) = resumes["ranks"]
+        save = save_sharded(checkpoint, path, pieces, states, self._ranks.of_checkpoints, asynchronous)
         if save is not None:
             self._pending.begin(save)
 
     def _with_own_entries(self, checkpoint: dict[str, Any], resumes: Mapping[str, Any]) -> dict[str, Any]:
         """Adds this package's entries, and sets a checkpoint back to a point at which training can resume."""
         # By the number of the save, ranks that load compare whether they read the same checkpoint.
-        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **self._entries_of_parts()}
+        own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **own_job(), **self._entries()}
         if can_be_resumed(checkpoint):
             checkpoint, due = self._resume.set_back(checkpoint)
-            own.update(resumes, **due)
+            own.update({RESUME: resumes}, **due)
         return {**checkpoint, CHECKPOINT_KEY: own}
 
     @property
@@ -259,6 +256,7 @@ class Checkpoints(Part):
         own = self.loaded_entries = checkpoint.get(CHECKPOINT_KEY, {})
         if self._ranks.have_joined and not all_have_same(own.get("save", 0), self._ranks.control):
             raise MisconfigurationException(f"Ranks have read different checkpoints at {path}: {OF_ANOTHER_JOB}")
+        check_job(own, path)
         self._resume.load(checkpoint, own)
         # Hooks get the same as under stock strategies.
         return {key: value for key, value in checkpoint.items() if key != CHECKPOINT_KEY}
@@ -401,7 +399,11 @@ class Checkpoints(Part):
     def teardown(self) -> None:
         """Waits for a checkpoint that is still being written, for example after an exception."""
         self._trains = False
-        self._pending.abandon()
+        try:
+            self._pending.finish(removes=False)
+        # Only a warning: in teardown, an error would hide the error that ended the training.
+        except RuntimeError as error:
+            rank_zero_warn(f"A checkpoint was not saved: {error}")
         # An exception may come before there is a Trainer.
         trainer = trainer_of(self._strategy.lightning_module)
         for callback in [] if trainer is None else trainer.callbacks:

@@ -61,17 +61,6 @@ class PendingSave:
             for path in obsolete:
                 remove_atomically(path)
 
-    def abandon(self) -> None:
-        """Waits for the save in progress, and removes nothing. If the save has failed, it warns."""
-        wait, self._wait = self._wait, None
-        self._obsolete = []
-        if wait is not None:
-            try:
-                wait()
-            # Only a warning: in teardown, an error would hide the error that ended the training.
-            except RuntimeError as error:
-                rank_zero_warn(f"A checkpoint was not saved: {error}")
-
 
 def exists_when_saved(
     callback: ModelCheckpoint, wait: Callable[[], None], filepath: str | Path, trainer: Trainer

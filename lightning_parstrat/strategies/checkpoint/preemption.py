@@ -24,14 +24,13 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_parstrat.distributed.comm.control_messages import ControlMessages
-from lightning_parstrat.strategies.checkpoint.resume_points import ResumePoints
+from lightning_parstrat.strategies.checkpoint.resume import Resume
 from lightning_parstrat.strategies.launch.ranks import Ranks
 from lightning_parstrat.strategies.lightning_compat import (
     BetweenBatches,
     bring_back_after_training,
-    broadcast_sigterm_again,
     forget_sigterm,
+    give_back_loop,
     leave_out_sigterm_broadcast,
     path_for_slurm_job,
     save_last,
@@ -104,17 +103,15 @@ class Preemption(Part):
     Args:
         strategy: The strategy that it is a part of.
         ranks: The strategy's ranks.
-        points: Moments at which training can resume.
+        resume: The place of the training.
         wait_for_saves: Returns when all saves are on the disk.
     """
 
     _of_one_training = frozenset({"_callback"})
 
-    def __init__(
-        self, strategy: DDPStrategy, ranks: Ranks, points: ResumePoints, wait_for_saves: Callable[[], None]
-    ) -> None:
+    def __init__(self, strategy: DDPStrategy, ranks: Ranks, resume: Resume, wait_for_saves: Callable[[], None]) -> None:
         super().__init__(strategy)
-        self._ranks, self._points, self._wait_for_saves = ranks, points, wait_for_saves
+        self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
         self._callback: SavesWhenPreempted | None = None
 
     @override
@@ -122,9 +119,7 @@ class Preemption(Part):
         """Records the signal to requeue from now on."""
         self.teardown()
         signum = signal_to_requeue_at(self._trainer)
-        self._callback = SavesWhenPreempted(
-            self._ranks.messages, self._points, signum, self._wait_for_saves, self._ranks.give_up
-        )
+        self._callback = SavesWhenPreempted(self._ranks, self._resume, self._wait_for_saves, signum)
         if signum is not None:
             self._callback.listen(signum)
 
@@ -155,51 +150,33 @@ class Preemption(Part):
         callbacks = self._trainer.callbacks
         callbacks[:] = [one for one in callbacks if one is not self._callback]
 
-    @override
-    def entries(self) -> dict[str, Any]:
-        """The job's number, in a Slurm job."""
-        return own_job()
-
-    @override
-    def check_entries(self, entries: Mapping[str, Any], path: str | Path) -> None:
-        """Refuses a checkpoint that another Slurm job saved for its own requeue."""
-        check_job(entries, path)
-
 
 class SavesWhenPreempted(BetweenBatches):
-    """Records signals, saves between batches, and records resume points. Runs before the user's callbacks.
+    """Records signals, saves between batches, and follows a training. Runs before the user's callbacks.
 
     Every ``on_train_batch_end`` that ends a window is collective. If the window has sent no control message, it sends
     one.
 
     Args:
-        messages: Carry the signals between ranks.
-        resume_points: Records batches and epochs.
+        ranks: The strategy's ranks. Their messages carry the signals.
+        resume: The place of the training.
+        wait_for_saves: Returns when all saves are on the disk.
         requeue_signal: The signal at which a Slurm job is to be saved and requeued. None outside of such a job.
             SIGTERM means to save and end, because Slurm itself may requeue the job.
-        wait_for_saves: Returns when all saves are on the disk.
-        give_up: Called with an exception, before the user's callbacks are.
     """
 
     def __init__(
         self,
-        messages: ControlMessages,
-        resume_points: ResumePoints,
-        requeue_signal: signal.Signals | None,
+        ranks: Ranks,
+        resume: Resume,
         wait_for_saves: Callable[[], None],
-        give_up: Callable[[BaseException], None],
+        requeue_signal: signal.Signals | None,
     ) -> None:
-        self._messages = messages
-        self._resume_points = resume_points
-        self._requeue_signal = requeue_signal
-        self._wait_for_saves = wait_for_saves
-        self._give_up = give_up
+        self._ranks, self._resume, self._wait_for_saves = ranks, resume, wait_for_saves
+        self._messages, self._requeue_signal = ranks.messages, requeue_signal
         self._messages_answered = 0
         self._signal_of_any_rank = 0
-        self._loop: Any = None
         self._replaced: dict[signal.Signals, Any] = {}
-        # A training that resumes within an epoch, or at its end, has no epoch start before its first batch.
-        self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
 
     def __deepcopy__(self, _: Any) -> "SavesWhenPreempted":
         """Returns itself: users copy a trainer's callbacks, and this one refers to process groups."""
@@ -220,20 +197,14 @@ class SavesWhenPreempted(BetweenBatches):
             # At its end, Lightning restores the handler of its start: this one, if it was set before.
             bring_back_after_training(trainer, signum, handler, instead_of=self._note)
         self._replaced.clear()
-        if self._loop is not None:
-            broadcast_sigterm_again(self._loop)
-            self._loop = None
+        give_back_loop(trainer.fit_loop.epoch_loop)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._messages.signal |= _REQUEUE if signum == self._requeue_signal else _TERMINATE
-        users = self._handler_of_user(signum)
+        # Lightning's handler calls the handler that the program had set before.
+        users = users_handler(self._replaced.get(signal.Signals(signum))) if signum == signal.SIGTERM else None
         if users is not None:
             users(signum, frame)
-
-    def _handler_of_user(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
-        """The user's own handler for SIGTERM, set before Lightning's. Lightning's handler still calls it."""
-        replaced = self._replaced.get(signal.Signals(signum))
-        return users_handler(replaced) if signum == signal.SIGTERM else None
 
     def take_over_sigterm(self, trainer: Trainer) -> None:
         """Takes SIGTERM over from Lightning. Its loop broadcasts rank 0's in every batch, and misses other ranks'."""
@@ -242,25 +213,22 @@ class SavesWhenPreempted(BetweenBatches):
             self._messages.signal |= _TERMINATE
             forget_sigterm(trainer)
         self.listen(signal.SIGTERM)
-        self._loop = trainer.fit_loop.epoch_loop
-        # On the instance, not on the class, so that other Trainers of this process are unchanged.
-        leave_out_sigterm_broadcast(self._loop)
+        leave_out_sigterm_broadcast(trainer)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Passes the exception on, before other callbacks save."""
-        self._give_up(exception)
+        self._ranks.give_up(exception)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the start of an epoch."""
-        self._resume_points.begin_epoch(trainer)
-        self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
+        self._resume.begin_epoch()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Records the end of an epoch, before other callbacks save."""
-        self._resume_points.end_epoch(trainer)
+        self._resume.end_epoch()
 
     @override
     def on_train_batch_end(
@@ -268,7 +236,7 @@ class SavesWhenPreempted(BetweenBatches):
     ) -> None:
         """Checks whether any rank got a signal. Not in an open accumulation window: a checkpoint has no gradients."""
         accumulates = window_is_open(trainer)
-        self._resume_points.end_batch(trainer, accumulates)
+        self._resume.end_batch(accumulates)
         if accumulates:
             return
         if self._messages.launched == self._messages_answered:
@@ -277,39 +245,34 @@ class SavesWhenPreempted(BetweenBatches):
         self._messages_answered = self._messages.launched
         self._signal_of_any_rank = self._messages.latest().signal
         if self._signal_of_any_rank:
-            # Now, because the loaders will have fetched the next batch when the checkpoint is saved.
-            self._resume_points.note(trainer)
-            self.on_train_batch_start = self._begin_batch  # type: ignore[method-assign]
+            # The loaders will have fetched the next batch when the checkpoint is saved.
+            self._resume.keeps_next_fetch = True
+            self.on_train_batch_start = self._save_and_end  # type: ignore[method-assign]
 
-    def _begin_batch(self, trainer: Trainer, *_: Any) -> None:
-        """Records that an epoch continues. If any rank got a signal, it saves, before any work on this batch.
+    def _save_and_end(self, trainer: Trainer, *_: Any) -> None:
+        """Saves because some rank got a signal, before any work on this batch.
 
         All work on the last batch is done: hooks, validation, the end of the epoch.
         """
         # Not in the next batch: see `BetweenBatches`.
         self.on_train_batch_start = None  # type: ignore[assignment]
-        self._resume_points.begin_batch()
         asked_to, self._signal_of_any_rank = self._signal_of_any_rank, 0
-        if asked_to:
-            # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
-            self._messages.signal = 0
-            saved = self._save(trainer)
-            if not asked_to & _REQUEUE or self._requeue(trainer):
-                self._end(saved)
+        # Cleared: if Slurm does not requeue, training continues, and the same signal must not save again.
+        self._messages.signal = 0
+        saved = self._save(trainer)
+        if not asked_to & _REQUEUE or self._requeue(trainer):
+            self._end(saved)
 
     def _save(self, trainer: Trainer) -> list[str]:
         for logger in trainer.loggers:
             # Slurm ends this process without a teardown, and a logger's buffer would be lost.
             logger.save()
-        self._resume_points.fetched_too_much = True
-        try:
-            saved = _save_last(trainer) if self._requeue_signal is None else _save_for_job(trainer)
-            self._wait_for_saves()
-            for path in saved:
-                rank_zero_info(f"Preempted: saved {path} after step {trainer.global_step}.")
-            return saved
-        finally:
-            self._resume_points.fetched_too_much = False
+        saved = _save_last(trainer) if self._requeue_signal is None else _save_for_job(trainer)
+        self._resume.keeps_next_fetch = False
+        self._wait_for_saves()
+        for path in saved:
+            rank_zero_info(f"Preempted: saved {path} after step {trainer.global_step}.")
+        return saved
 
     def _requeue(self, trainer: Trainer) -> bool:
         """Requeues the job. Returns whether Slurm has agreed. Collective."""

@@ -110,9 +110,9 @@ def _while_all_have_one(batches: Iterator[Any], control: Collectives) -> Iterato
     for number in count():
         batch = next(batches, _NO_BATCH)
         with watching("the agreement on the next training batch"):
-            somebody_has, nobody_lacks = extremes_over_ranks(int(batch is not _NO_BATCH), control)
-        if not nobody_lacks:
-            if somebody_has:
+            some_have, all_have = extremes_over_ranks(int(batch is not _NO_BATCH), control)
+        if not all_have:
+            if some_have:
                 rank_zero_warn(
                     f"After {counted(number, 'training batch', 'training batches')} a rank had none left while others"
                     " had; the epoch ends there on all ranks."

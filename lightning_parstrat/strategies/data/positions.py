@@ -1,10 +1,16 @@
-"""The places of a training's loaders: recorded between batches, saved in checkpoints, and restored by a resume."""
+"""The places of a training's loaders: noted before each fetch, saved in checkpoints, and restored by a resume.
+
+When a checkpoint is saved, batches may have been fetched that were not trained on, and workers may have drawn further.
+So the place of every loader is noted before each fetch. For a map-style loader it is a number of batches in a pass. For
+a loader with an own state, such as torchdata's StatefulDataLoader, it is that state. A place is one of each rank.
+"""
 
 import math
+import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
@@ -14,22 +20,57 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.torch_compat import batches_handed_out, index_iterator
 from lightning_parstrat.strategies.data.even import loaders_iterator, users_own
-from lightning_parstrat.strategies.data.own_states import OwnStates, Place, as_saved, is_stateful
 from lightning_parstrat.strategies.data.random_numbers import rng_state, set_rng_state
 from lightning_parstrat.strategies.data.samplers import Pass, PositionedSampler, batches_before
 from lightning_parstrat.strategies.lightning_compat import (
     batches_fetched,
-    batches_fetched_ahead,
     count_as_ended,
+    ended_in_epoch,
     ends_epoch_first,
     iterators_in_training,
     mode_of_loaders,
 )
 
-LOADERS = "loaders"
-"""The key of the loaders' places, among this package's entries of a checkpoint."""
-
 _LIGHTNINGS_WARNING = "You're resuming from a checkpoint that ended before the epoch ended"
+
+Place = dict[str, Any]
+"""The place of a loader, as a checkpoint keeps it.
+
+``position`` is the position of its pass after the trained batches, or None if nothing was drawn. ``generators`` are the
+states of its generators and its sampler's. ``iterated`` says whether its iterator had been made, ``begun_again``
+whether it had ended in the epoch. A loader with an own state has that in ``state``, pickled.
+"""
+
+
+class SavedPlaces(NamedTuple):
+    """The places of loaders in a checkpoint.
+
+    Attributes:
+        ranks: For each rank that has saved them, its loaders' places. If as many ranks train now, other ranks' may be
+            missing.
+        within_epoch: Whether it was saved within an epoch.
+        states: The states that Lightning gives to loaders with own states.
+    """
+
+    ranks: Sequence[Sequence[Place | None] | None] = ()
+    within_epoch: bool = False
+    states: Sequence[Any] = ()
+
+
+class _Moment(NamedTuple):
+    """A loader before a batch is fetched.
+
+    Attributes:
+        in_pass: The pass of a loader that knows its place, if it has an iterator.
+        batches: How many batches its iterator has handed out in that pass.
+        has_ended: Whether it has ended in the epoch.
+        state: The pickled state of a loader with an own state, or why it cannot be pickled.
+    """
+
+    in_pass: Pass | None
+    batches: int
+    has_ended: bool
+    state: bytes | Exception | None
 
 
 class LoaderPositions:
@@ -37,27 +78,23 @@ class LoaderPositions:
 
     def __init__(self) -> None:
         self._loaders: list[weakref.ref[Any]] = []
-        self._saved: Mapping[str, Any] | None = None
+        self._saved = SavedPlaces()
         self._followed = 0
-        self._own = OwnStates()
+        self.have_own_states = False
+        """Whether some loader keeps its own state."""
+        self._noted: dict[int, Sequence[_Moment]] = {}
         self._given: Sequence[Any] = ()
-        self._has_own = self._shifted = self._warned = False
+        self._shifted = self._warned = False
         self._trained_before: int | None = None
-        self._at_end: Sequence[Sequence[Place | None]] = ()
         self._hides_warning: Any = None
 
     def __reduce__(self) -> Any:
         """Returns an empty object for a copied or pickled trainer, because iterators are not copied."""
         return type(self), ()
 
-    def load(self, saved: Mapping[str, Any] | None, given: Sequence[Any] = ()) -> None:
-        """Takes over a checkpoint's entry :data:`LOADERS`, before the loaders are made.
-
-        Args:
-            saved: The entry, or None if the checkpoint has none.
-            given: The states that Lightning gives to loaders with own states.
-        """
-        self._saved, self._followed, self._given = saved, 0, given
+    def load(self, saved: SavedPlaces) -> None:
+        """Takes over a checkpoint's places, before the loaders are made."""
+        self._saved, self._followed = saved, 0
 
     def follow(self, dataloader: Any, trainer: Trainer, any_rank: Callable[[bool], bool]) -> None:
         """Makes a loader know its place from now on, and resume at the checkpoint's place.
@@ -71,69 +108,61 @@ class LoaderPositions:
             any_rank: Returns whether a condition holds on any rank.
         """
         number, self._followed = self._followed, self._followed + 1
-        of_ranks = [] if self._saved is None else self._saved["ranks"]
+        of_ranks, within_epoch, _ = self._saved
         as_many = len(of_ranks) == trainer.world_size
-        # From a sharded checkpoint, a rank has read its own places alone.
         known = [of_ranks[trainer.global_rank]] if as_many else of_ranks
-        places = [of_rank[number] for of_rank in known if number < len(of_rank)]
-        self._has_own |= is_stateful(dataloader)
+        places = [of_rank[number] for of_rank in known if of_rank is not None and number < len(of_rank)]
+        self.have_own_states |= is_stateful(dataloader)
         _set_epoch(dataloader, trainer)
         resumed: Pass | str | None = None
         if _knows_its_place(dataloader):
             self._loaders.append(weakref.ref(dataloader))
             sampler = PositionedSampler(dataloader)
-            lived_on = places and not self._within_epoch and _next_epoch(trainer)
+            lived_on = places and not within_epoch and _next_epoch(trainer)
             sampler.keeps_seed = bool(dataloader.persistent_workers and lived_on)
             resumed = self._resumed(sampler, places, as_many, trainer)
-        if self._within_epoch and any_rank(isinstance(resumed, str)):
+        if within_epoch and any_rank(isinstance(resumed, str)):
             rank_zero_warn(
-                "The checkpoint was saved within an epoch, and a data loader cannot go on there:"
+                "The checkpoint was saved within an epoch, and a data loader cannot continue there:"
                 f" {resumed if isinstance(resumed, str) else _ELSEWHERE}. It begins the epoch's samples anew."
             )
         elif isinstance(resumed, Pass):
             sampler.resumed = resumed
             self._shifted |= resumed.counts_anew
-        elif self._within_epoch and is_stateful(dataloader) and places and not as_many:
+        elif within_epoch and is_stateful(dataloader) and places and not as_many:
             rank_zero_warn(
                 f"The checkpoint was saved within an epoch of {counted(len(of_ranks), 'rank')}, and there are"
                 f" {trainer.world_size} now. A data loader with a state of its own gets that of rank 0 on all ranks, as"
                 " under `ddp`: samples may come twice or never in this epoch."
             )
 
-    @property
-    def _within_epoch(self) -> bool:
-        return self._saved is not None and bool(self._saved["within_epoch"])
-
     def _resumed(
         self, sampler: PositionedSampler, places: list[Any], as_many: bool, trainer: Trainer
     ) -> Pass | str | None:
         """The resumed pass. A reason as text if none can be resumed. None if nothing had been drawn."""
         if None in places:
-            return "the checkpoint does not say where it stood"
+            return "the checkpoint does not have its place"
         if as_many and places:
-            sampler.saved, sampler.set_at_begin = places[0]["generators"], places[0]["iterated"]
-            if not sampler.set_at_begin:
-                sampler.set_generators()
+            sampler.load_generators(places[0]["generators"], places[0]["iterated"])
         positions = [place["position"] for place in places]
-        if not self._within_epoch or not any(positions):
+        if not self._saved.within_epoch or not any(positions):
             return None
         if as_many:
-            return sampler.gone_on(positions[0]) or _OTHERS
+            return sampler.pass_at(positions[0]) or _OTHERS
         if not all(positions) or not sampler.shares_order:
             return f"{counted(len(places), 'rank')} had samples of their own, and there are {trainer.world_size} now"
         return sampler.dealt(positions, trainer.global_rank, trainer.world_size) or _OTHERS
 
     def begin_training(self, trainer: Trainer) -> None:
         """Makes Lightning count batches from the loaders' places. With other ranks an epoch has other batches."""
-        # The places at the end of an earlier training, whose iterators are gone.
-        self._at_end = ()
-        self._trained_before = _batches_trained(trainer) if self._within_epoch else None
-        begun_again = self._begun_again(trainer)
-        self._own.begin(trainer, self._given, begun_again)
-        if self._within_epoch and None not in self.now(trainer, within_epoch=True):
+        of_ranks, within_epoch, self._given = self._saved
+        own = of_ranks[trainer.global_rank] if within_epoch and len(of_ranks) == trainer.world_size else None
+        has_ended = [bool(place and place["begun_again"]) for place in own or ()]
+        self._trained_before = _batches_trained(trainer) if within_epoch else None
+        self._noted, self._saved, self._warned = {}, SavedPlaces(), False
+        if within_epoch and None not in self.places(trainer, within_epoch=True):
             warnings.filterwarnings("ignore", _LIGHTNINGS_WARNING)
             self._hides_warning = warnings.filters[0]
-        self._saved, self._given, self._warned = None, (), False
         if ends_epoch_first(trainer):
             # Lightning replaces the iterators before the first batch. No item of theirs was drawn.
             for sampler in [positioned_sampler(reference()) for reference in self._loaders]:
@@ -142,7 +171,7 @@ class LoaderPositions:
         _begin_epoch_without_length(trainer)
         shifted, self._shifted = self._shifted, False
         if not shifted:
-            count_as_ended(trainer, begun_again)
+            count_as_ended(trainer, has_ended)
             return
         loaders = iterators_in_training(trainer)
         sized = [(length, iterator) for loader, iterator in loaders if (length := sized_len(loader)) is not None]
@@ -156,18 +185,9 @@ class LoaderPositions:
         for counter in ("ready", "started", "processed", "completed"):
             setattr(progress, counter, getattr(progress, counter) + difference)
 
-    def _begun_again(self, trainer: Trainer) -> list[bool]:
-        """For each loader, whether it had ended in the epoch. Such a loader has handed out fewer batches since."""
-        if self._saved is None or not self._within_epoch or len(self._saved["ranks"]) != trainer.world_size:
-            return []
-        trained = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        places = [place or {"position": None} for place in self._saved["ranks"][trainer.global_rank]]
-        fewer = [bool(place["position"]) and place["position"]["batches"] < trained for place in places]
-        return [begun or place.get("begun_again", False) for begun, place in zip(fewer, places, strict=True)]
-
-    def begin_epoch(self, trainer: Trainer) -> None:
+    def begin_epoch(self) -> None:
         """Call when an epoch begins and is not a resumed one."""
-        self._own.begin(trainer)
+        self._noted, self._given = {}, ()
 
     def end_epoch(self, trainer: Trainer) -> None:
         """Call when an epoch has ended, before the next epoch gets its number."""
@@ -176,42 +196,43 @@ class LoaderPositions:
             _begin_all_passes(trainer)
         self._trained_before = None
 
-    def before_fetch(self, trainer: Trainer) -> bool:
-        """Call before a batch is fetched. Returns whether loaders have own states, which are then recorded."""
-        if self._has_own:
-            self._own.note(trainer)
-        return self._has_own
+    def note(self, trainer: Trainer) -> None:
+        """Call before a batch is fetched."""
+        trained, fetched = _batches_of_epoch(trainer), batches_fetched(trainer)
+        is_first = not self._noted and fetched == trained
+        self._noted[fetched] = self._at_begin(trainer) if is_first else _moments(trainer)
+        for number in [number for number in self._noted if number < trained]:
+            del self._noted[number]
 
-    def now(self, trainer: Trainer, within_epoch: bool, fetching: bool = False) -> Sequence[Place | None]:
-        """The place of each loader after the trained batches, whatever was fetched since.
+    def _at_begin(self, trainer: Trainer) -> list[_Moment]:
+        # Not the loaders' current states: a loader may apply a given state with its first batch only. And a loader that
+        # has ended may report its end until then.
+        given = iter(self._given)
+        # Lightning may have fetched a batch before the training, or before the epoch of a loader that it made anew.
+        return [moment._replace(batches=0) for moment in _moments(trainer, lambda _: next(given, None))]
+
+    def places(self, trainer: Trainer, within_epoch: bool) -> Sequence[Place | None]:
+        """The place of each loader after the trained batches, whatever was fetched since. None if it is not known.
 
         Args:
             trainer: The Trainer.
             within_epoch: Whether the epoch's iterators have been made.
-            fetching: Whether this is the moment before a batch is fetched.
-
-        Returns:
-            A place for each loader of the training. None for a loader whose place cannot be known.
         """
-        if self._at_end:
-            return self._at_end[within_epoch]
-        progress = trainer.fit_loop.epoch_loop.batch_progress.current
-        # While a batch is fetched, the fetcher's queue lacks one that no step has got yet.
-        fetched = batches_fetched(trainer) if fetching else batches_fetched_ahead(trainer) + progress.ready
-        ahead = fetched - progress.processed
-        at_most = progress.processed if mode_of_loaders(trainer) == "max_size" else None
-        loaders = iterators_in_training(trainer)
-        own = (self._own.now(trainer) if self._has_own else ()) or [None] * len(loaders)
+        trained = _batches_of_epoch(trainer)
+        if trained in self._noted:
+            moments = self._noted[trained]
+        elif not self._noted or trained < next(iter(self._noted)):
+            moments = self._at_begin(trainer)
+        else:
+            # Nothing was fetched since the last batch.
+            moments = _moments(trainer)
+        loaders = [loader for loader, _ in iterators_in_training(trainer)]
         # A loader that is used twice has one sampler and one state.
-        users = [id(users_own(loader)) for loader, _ in loaders]
+        users = [id(users_own(loader)) for loader in loaders]
         return [
-            None if within_epoch and users.count(user) > 1 else known or _place(*loader, ahead, at_most, within_epoch)
-            for user, loader, known in zip(users, loaders, own, strict=True)
+            None if within_epoch and users.count(user) > 1 else _place(loader, moment, within_epoch)
+            for user, loader, moment in zip(users, loaders, moments, strict=True)
         ]
-
-    def state(self, places: Sequence[Place | None], within_epoch: bool) -> list[Place | None]:
-        """This rank's part of a checkpoint's entry :data:`LOADERS`."""
-        return [None if place is None else as_saved(place, within_epoch) for place in places]
 
     def warn_of_lost(self, trainer: Trainer, places: Sequence[Place | None]) -> None:
         """Warns, once in a training, that a checkpoint within an epoch does not know the place of a loader."""
@@ -222,20 +243,16 @@ class LoaderPositions:
             name, dataset = lost[0].__class__.__name__, getattr(lost[0], "dataset", None)
             over = "" if dataset is None else f" over {type(dataset).__name__}"
             rank_zero_warn(
-                f"A checkpoint is saved within an epoch, and a data loader ({name}{over}) cannot be told where it"
-                " stands: a training that resumes there begins its samples anew, so that some come twice and some"
-                " never. Take torchdata's `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it"
-                " stands in two places, give each a loader of its own."
+                f"A checkpoint is saved within an epoch without the place of a data loader ({name}{over}): a training"
+                " that resumes there begins its samples anew, so that some come twice and some never. Take torchdata's"
+                " `StatefulDataLoader`, or a `DataLoader` with a map-style dataset. If it is used in two places, give"
+                " each a loader of its own."
             )
-
-    def end_training(self, trainer: Trainer) -> None:
-        """Keeps the places of the loaders, for checkpoints that are saved when their iterators are gone."""
-        self._at_end = [self.now(trainer, within_epoch) for within_epoch in (False, True)]
 
     def release(self) -> None:
         """Restores all loaders' samplers, and forgets the checkpoint, because the next run is not its training."""
-        self.load(None)
-        self._has_own = False
+        self.load(SavedPlaces())
+        self.have_own_states = False
         filters: Any = warnings.filters
         if self._hides_warning in filters:
             filters.remove(self._hides_warning)
@@ -247,7 +264,16 @@ class LoaderPositions:
 
 
 _OTHERS = "the indices that its sampler draws again are others than those that were trained on"
-_ELSEWHERE = f"on another rank, {_OTHERS}, or the checkpoint does not say where it stood"
+_ELSEWHERE = f"on another rank, {_OTHERS}, or the checkpoint does not have its place"
+
+
+def is_stateful(owner: Any) -> bool:
+    """Whether a loader or a sampler keeps its own place."""
+    return hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict")
+
+
+def _batches_of_epoch(trainer: Trainer) -> int:
+    return trainer.fit_loop.epoch_loop.batch_progress.current.processed
 
 
 def _batches_trained(trainer: Trainer) -> int:
@@ -314,17 +340,59 @@ def _knows_its_place(dataloader: Any) -> bool:
     )
 
 
-def _place(dataloader: Any, iterator: Any, ahead: int, at_most: int | None, within_epoch: bool) -> Place | None:
-    sampler = positioned_sampler(dataloader)
-    if sampler is None:
-        return None
-    own = loaders_iterator(iterator)
-    in_pass = index_iterator(own)
-    made = within_epoch and isinstance(in_pass, Pass)
-    place: Place = {"position": None, "generators": sampler.generator_states(), "iterated": made}
-    if made and in_pass.begun:
-        number = batches_handed_out(own)
-        # A loader that has ended before the others has handed out nothing since.
-        batches = number - ahead if at_most is None else min(number, at_most - in_pass.batches_before)
-        place["position"], place["generators"] = in_pass.state(batches)
-    return place
+def _moments(trainer: Trainer, ask: Callable[[Any], Any] = lambda loader: loader.state_dict()) -> list[_Moment]:
+    """This moment of each loader. ``ask`` returns the state of a loader with an own state."""
+    ended, found = ended_in_epoch(trainer), []
+    for number, (loader, iterator) in enumerate(iterators_in_training(trainer)):
+        batches = loaders_iterator(iterator)
+        in_pass = index_iterator(batches)
+        known = in_pass if isinstance(in_pass, Pass) else None
+        state = _pickled(ask(loader)) if is_stateful(loader) else None
+        has_ended = number < len(ended) and ended[number]
+        found.append(_Moment(known, 0 if known is None else batches_handed_out(batches), has_ended, state))
+    return found
+
+
+def _pickled(value: Any) -> bytes | Exception:
+    # For a large state, `copy.deepcopy` would take ten times as long.
+    try:
+        return pickle.dumps(value)
+    # A user's class may raise anything. The training continues if it is not saved.
+    except Exception as error:
+        return error
+
+
+def _place(dataloader: Any, moment: _Moment, within_epoch: bool) -> Place | None:
+    sampler, in_pass = positioned_sampler(dataloader), moment.in_pass if within_epoch else None
+    place: Place = {
+        "position": None if in_pass is None or in_pass.begin is None else in_pass.position(moment.batches),
+        "generators": [] if sampler is None else sampler.generator_states(),
+        "iterated": in_pass is not None,
+        "begun_again": moment.has_ended,
+    }
+    if is_stateful(dataloader):
+        return {**place, "state": moment.state if within_epoch else pickle.dumps(None)}
+    return None if sampler is None else place
+
+
+def as_saved(places: Sequence[Place | None]) -> list[Place | None]:
+    """Places with loaders' states themselves, not their pickles, which users of a checkpoint may not want to unpickle.
+
+    Raises:
+        Exception: A state cannot be pickled.
+    """
+    return [
+        place and ({**place, "state": _unpickled(place["state"])} if "state" in place else place) for place in places
+    ]
+
+
+def _unpickled(state: bytes | Exception) -> Any:
+    if isinstance(state, Exception):
+        raise state
+    return pickle.loads(state)
+
+
+def states_in(places: Sequence[Place | None]) -> list[Any]:
+    """The states of these loaders, as Lightning saves them. Empty if an epoch begins."""
+    states = [place["state"] for place in places if place is not None and "state" in place]
+    return [] if None in states else states

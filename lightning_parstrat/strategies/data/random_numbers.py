@@ -1,4 +1,4 @@
-"""The states of this process's random number generators, and how a resumed training restores them."""
+"""The states of this process's random number generators."""
 
 import random
 from collections.abc import Generator, Mapping
@@ -7,15 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-
-from lightning_parstrat.core.wording import counted
-from lightning_parstrat.strategies.lightning_compat import ends_epoch_first
-
-RNG = "rng"
-"""The key of the states of random number generators, among this package's entries of a checkpoint."""
 
 
 def rng_state() -> dict[str, Any]:
@@ -60,37 +52,3 @@ def _as_tensor(numbers: Any) -> Tensor:
 
 def _as_array(numbers: Tensor) -> Any:
     return numbers.numpy().view(np.uint32)
-
-
-class RandomNumbers:
-    """Restores the random number generators of all ranks.
-
-    Lightning does not: after a resume, dropout and shuffling would repeat their draws from the training's begin.
-    """
-
-    def __init__(self) -> None:
-        self._loaded: Mapping[str, Any] | None = None
-
-    def load(self, saved: Mapping[str, Any] | None, rank: int, world_size: int) -> None:
-        """Takes over this rank's state. See :meth:`before_loaders` and :meth:`before_training`."""
-        self._loaded = None
-        if saved is None:
-            return
-        if len(saved["states"]) != world_size:
-            rank_zero_info(
-                f"The checkpoint has the random number generators of {counted(len(saved['states']), 'rank')}, and this"
-                f" training has {counted(world_size, 'rank')}: random numbers are not restored."
-            )
-            return
-        self._loaded = {"state": saved["states"][rank], "within_epoch": saved["within_epoch"]}
-
-    def before_loaders(self) -> None:
-        """Sets the generators, because a new epoch draws its shuffling from them."""
-        if self._loaded is not None:
-            set_rng_state(self._loaded["state"])
-
-    def before_training(self, trainer: Trainer) -> None:
-        """Sets the generators again, if loaders had drawn before the save, or will draw again for this epoch."""
-        loaded = self._loaded
-        if loaded is not None and (loaded["within_epoch"] or ends_epoch_first(trainer)):
-            set_rng_state(loaded["state"])

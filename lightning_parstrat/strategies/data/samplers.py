@@ -35,113 +35,94 @@ class Pass(Iterator[Any]):
     """One pass over a loader's indices, which can be resumed at the same place.
 
     Attributes:
-        begun: Whether something has been drawn.
-        before: The pass before it, until another one begins.
-        batches_before: How many batches were trained on before the pass was saved and resumed.
+        begin: The state that decides its items. None if nothing has been drawn.
+        batches_before: How many of its batches were trained on before it was saved and resumed.
         counts_anew: Whether Lightning has to count from ``batches_before``, and not from its own count.
 
     Args:
         sampler: The sampler of the pass.
         begin: For a resumed pass, the state in which it began.
-        items: For a resumed pass, all of its items.
-        taken: How many of them were trained on.
-        drawn: How many of them were drawn.
+        items: For a resumed pass, its items.
     """
 
     def __init__(
-        self,
-        sampler: "PositionedSampler",
-        begin: Mapping[str, Any] | None = None,
-        items: Iterable[Any] = (),
-        taken: int = 0,
-        drawn: int = 0,
+        self, sampler: "PositionedSampler", begin: Mapping[str, Any] | None = None, items: Iterable[Any] = ()
     ) -> None:
-        self.begun, self.counts_anew = begin is not None, False
-        self.before = sampler.latest
-        self.batches_before = self._number = 0
-        self._sampler, self._begin, self._size = sampler, begin, sampler.batch_size
-        self._taken_before, self._drawn, self._drawn_again = taken, drawn, drawn - taken
+        self.begin, self.batches_before, self.counts_anew = begin, 0, False
+        self._sampler, self._size = sampler, sampler.batch_size
+        self._items = self._new_items() if begin is None else iter(items)
+        self._batches = sampler.batches(self._items)
+        self._is_first = True
+        self._taken_before = self._drawn = 0
         self._digest = hashlib.sha256()
-        self._generators_at_end: list[Tensor] | None = None
-        items = iter(items)
-        for at_once in [_AT_ONCE] * (taken // _AT_ONCE) + [taken % _AT_ONCE]:
-            _add(self._digest, list(islice(items, at_once)))
-        again = list(islice(items, drawn - taken))
-        _add(self._digest, again)
-        self._batches = sampler.batches(self._new_items() if begin is None else chain(again, items))
 
     def _new_items(self) -> Iterator[Any]:
         # On the first item, not before: loaders with workers begin two passes, and drop the first.
-        self._begin = self._sampler.begin_state()
+        self.begin = self._sampler.begin_state()
         yield from self._sampler.source
 
-    @property
-    def digest(self) -> str:
-        """The digest of the drawn items."""
-        return self._digest.hexdigest()
+    def drop(self, position: Mapping[str, Any]) -> bool:
+        """Drops the items that were trained on. Returns whether the drawn items are those that were drawn before.
+
+        Args:
+            position: The place of the saved pass.
+        """
+        taken = position["taken"]
+        for at_once in [_AT_ONCE] * (taken // _AT_ONCE) + [taken % _AT_ONCE]:
+            _add(self._digest, list(islice(self._items, at_once)))
+        compared = self._digest.copy()
+        # Drawn ahead, for example by workers: compared as well, and then drawn a second time.
+        ahead = list(islice(self._items, position["drawn"] - taken))
+        _add(compared, ahead)
+        self._taken_before = self._drawn = taken
+        self._batches = self._sampler.batches(chain(ahead, self._items))
+        return compared.hexdigest() == str(position["digest"])
 
     @override
     def __next__(self) -> Any:
-        if self._number == 0:
+        if self._is_first:
+            self._is_first = False
             self._sampler.begin(self)
-            self.begun = True
-        try:
-            batch = next(self._batches)
-        except StopIteration:
-            self._generators_at_end = self._sampler.generator_states()
-            raise
-        self._number += 1
+        batch = next(self._batches)
         items = [batch] if self._size is None else batch
-        new = items[self._drawn_again :]
-        self._drawn_again = max(0, self._drawn_again - len(items))
-        self._drawn += len(new)
-        _add(self._digest, new)
+        self._drawn += len(items)
+        _add(self._digest, items)
         return batch
 
-    def state(self, batches: int) -> tuple[dict[str, Any], list[Tensor]]:
-        """The pass's entry in a checkpoint, and the states of the generators.
+    def position(self, batches: int) -> dict[str, Any]:
+        """The entry of the pass in a checkpoint.
 
         Args:
-            batches: How many of its batches were trained on. If negative, the pass before has so many that were not.
+            batches: How many of its batches were trained on since it was resumed.
         """
-        if batches < 0 and self.before is not None:
-            return self.before.state(self.before._number + batches)
-        # When a training begins, Lightning still has the count of the checkpoint.
-        batches = max(0, batches)
-        position = {
-            "begin": self._begin,
+        return {
+            "begin": self.begin,
             "taken": min(self._taken_before + batches * (self._size or 1), self._drawn),
             "drawn": self._drawn,
-            "digest": self.digest,
+            "digest": self._digest.hexdigest(),
             "batches": self.batches_before + batches,
         }
-        return position, self._generators_at_end or self._sampler.generator_states()
 
 
 class PositionedSampler(StandIn):
     """Stands for a loader's sampler of batches, or of samples if the loader makes no batches. Not collective.
 
     Attributes:
-        latest: The pass that has begun last.
         resumed: The next pass, if it is a resumed one.
-        saved: States of the generators when a checkpoint was saved.
-        set_at_begin: Whether generators are set to these states when the next pass begins. By then the loader has drawn
-            a seed for its workers. The saved training had drawn that seed earlier.
         keeps_seed: Whether the next pass draws no seed, because the workers of the saved training were persistent.
 
     Args:
         dataloader: The loader. :meth:`remove` restores its sampler.
     """
 
-    __slots__ = ("_generators", "_name", "_rng", "keeps_seed", "latest", "resumed", "saved", "set_at_begin")
+    __slots__ = ("_generators", "_name", "_rng", "_saved", "_sets_at_begin", "keeps_seed", "resumed")
 
     def __init__(self, dataloader: DataLoader[Any]) -> None:
         self._name = "sampler" if dataloader.batch_sampler is None else "batch_sampler"
         super().__init__(getattr(dataloader, self._name))
-        self.latest: Pass | None = None
         self.resumed: Pass | None = None
-        self.saved: Sequence[Tensor] = ()
-        self.set_at_begin = self.keeps_seed = False
+        self.keeps_seed = self._sets_at_begin = False
+        self._saved: Sequence[Tensor] = ()
         self._rng: Tensor | None = None
         inner = (self.source, getattr(self.source, "sampler", None))
         owners = [*inner, *map(sampler_within, inner)]
@@ -186,20 +167,29 @@ class PositionedSampler(StandIn):
 
     def begin(self, begun: Pass) -> None:
         """Notes that a pass draws its first batch."""
-        if self.latest is not None:
-            # No batch of the pass before it can be asked for any more.
-            self.latest.before = None
-        self.latest, self.resumed = begun, None
+        self.resumed = None
         if self._rng is not None:
             torch.set_rng_state(self._rng)
         self.keeps_seed, self._rng = False, None
-        if self.set_at_begin:
+        if self._sets_at_begin:
+            self.set_generators()
+
+    def load_generators(self, states: Sequence[Tensor], at_begin: bool) -> None:
+        """Sets the generators to their saved states.
+
+        Args:
+            states: Their states.
+            at_begin: Whether they are set when the next pass begins. By then the loader has drawn a seed for its
+                workers. The saved training had drawn that seed earlier.
+        """
+        self._saved, self._sets_at_begin = states, at_begin
+        if not at_begin:
             self.set_generators()
 
     def set_generators(self) -> None:
-        """Sets the generators to their saved states."""
-        self.set_at_begin = False
-        self._set(self.saved)
+        """Sets the generators to the states that were loaded."""
+        self._sets_at_begin = False
+        self._set(self._saved)
 
     def generator_states(self) -> list[Tensor]:
         """States of the generators that belong to the loader and the sampler."""
@@ -233,17 +223,21 @@ class PositionedSampler(StandIn):
             yield iter(source)
         self._set(generators)
 
-    def gone_on(self, position: Mapping[str, Any]) -> Pass | None:
+    def pass_at(self, position: Mapping[str, Any]) -> Pass | None:
         """A pass that resumes a saved one. None if the indices drawn again differ from those drawn before."""
-        begin, taken = position["begin"], position["taken"]
+        begin = position["begin"]
         with self._drawn_again(self.source, begin) as items:
-            resumed = Pass(self, begin, items, taken, position["drawn"])
-        if resumed.digest != position["digest"]:
+            resumed = Pass(self, begin, items)
+            is_same = resumed.drop(position)
+            if "items" not in begin:
+                # Not those of the save: a loader that begins again may have drawn more from them by then.
+                self.load_generators(self.generator_states(), at_begin=True)
+        if not is_same:
             return None
         resumed.batches_before = position["batches"]
         length = sized_len(begin.get("items", self.source))
         if length is not None and self.batch_size is not None:
-            self._end_with_epoch(resumed, length - taken)
+            self._end_with_epoch(resumed, length - position["taken"])
         return resumed
 
     def _end_with_epoch(self, resumed: Pass, left: int) -> None:
@@ -260,7 +254,7 @@ class PositionedSampler(StandIn):
         return is_dealt and sized_len(source) is not None
 
     def dealt(self, positions: Sequence[Mapping[str, Any]], rank: int, ranks: int) -> Pass | None:
-        """This rank's part of an epoch's rest, if another number of ranks has begun the epoch. None as in `gone_on`.
+        """This rank's part of an epoch's rest, if another number of ranks has begun the epoch. None as in `pass_at`.
 
         It is also None if the items are not indices.
 

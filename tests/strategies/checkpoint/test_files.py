@@ -2,22 +2,19 @@
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
-from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_parstrat.cli.main import main
-from lightning_parstrat.distributed.checkpoint import dcp
 from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
-from tests.strategies.checkpoint.trainings import FORMATS, MODULES, elements_of, make, write
-from tests.strategies.parity import make_trainer, train, whole, zero1
+from tests.strategies.checkpoint.trainings import FORMATS, elements_of, write
+from tests.strategies.parity import train, zero1
 
 
 def pieces_in(path: Path, rank: int) -> dict[str, tuple[int, int]]:
@@ -70,60 +67,6 @@ def test_torchs_own_converter_finds_all_by_their_names(pool: RankPool, tmp_path:
     elements = elements_of(path)
     assert_same({name: found[name] for name in elements}, elements)
     assert found["checkpoint"]["global_step"] == 4 and "rng" in found["ranks/2"]
-
-
-class OnMeta(zoo.Zoo):
-    """Weights are loaded when they are sharded already."""
-
-    def build(self) -> None:
-        pass
-
-    def configure_model(self) -> None:
-        if not hasattr(self, "net"):
-            with torch.device("meta"):
-                self.net = nn.Sequential(nn.Linear(zoo.FEATURES, 40), nn.Tanh(), nn.Linear(40, 24))
-
-    def compute_loss(self, batch: Tensor) -> Tensor:
-        return self.net(batch).pow(2).mean()
-
-
-READERS = {"zero1": MODULES["scheduled"], "tuned": MODULES["scheduled"], "zero3": OnMeta}
-
-
-def save(strategy: str, path: str) -> None:
-    train(READERS[strategy], make(strategy, "sharded")).trainer.save_checkpoint(path)
-
-
-def read_from_disk(path: str, strategy: str) -> tuple[int, list[Tensor]]:
-    """Bytes of elements that this rank asks for, and the weights it goes on from."""
-    nbytes, resolve_tensor = [0], dcp.RunsPlanner.resolve_tensor
-
-    def count(self: Any, item: Any) -> Tensor:
-        target = resolve_tensor(self, item)
-        nbytes[0] += target.nbytes
-        return target
-
-    module = READERS[strategy]()
-    with mock.patch.object(dcp.RunsPlanner, "resolve_tensor", count):
-        trainer = make_trainer(make(strategy), max_epochs=1, min_epochs=0)
-        trainer.fit(module, zoo.loader(16, 4), ckpt_path=path, weights_only=True)
-    return nbytes[0], [whole(parameter.detach()) for parameter in module.parameters()]
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("tuned", 4), ("zero3", 2)])
-def test_no_two_ranks_ask_for_the_same_elements(pool: RankPool, tmp_path: Path, ranks: int, strategy: str) -> None:
-    path = tmp_path / "a.ckpt"
-    pool.run(3, save, strategy, str(path))
-    of_ranks = pool.run(ranks, read_from_disk, str(path), strategy)
-    elements = elements_of(path)
-    total = sum(tensor.nbytes for tensor in elements.values())
-    assert sum(nbytes for nbytes, _ in of_ranks) == total
-    # Each about as much, which is not exact for what is read as a whole.
-    assert max(nbytes for nbytes, _ in of_ranks) < 1.5 * total / ranks
-    if strategy == "zero3":
-        stored = [elements[f"state_dict/net.{name}"] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
-        for _, weights in of_ranks:
-            assert_same([weight.reshape(-1) for weight in weights], stored)
 
 
 def save_after_fit(path: str, form: str, arguments: dict[str, Any]) -> None:

@@ -199,8 +199,8 @@ def test_a_file_is_what_ddp_writes_and_a_folder_holds_the_same(
     made = load(paths["made"])
     assert_same(without_own(made), without_own(full), as_stored=True)
     # Each rank has its random numbers in its own file; here they are of all ranks.
-    assert len(full[CHECKPOINT_KEY]["rng"]["states"]) == ranks
-    assert_same(made[CHECKPOINT_KEY]["rng"], full[CHECKPOINT_KEY]["rng"], as_stored=True)
+    assert len(full[CHECKPOINT_KEY]["resume"]["ranks"]) == ranks
+    assert_same(made[CHECKPOINT_KEY]["resume"], full[CHECKPOINT_KEY]["resume"], as_stored=True)
     # Tied weights are written once.
     assert paths["made"].stat().st_size < 1.05 * paths["full"].stat().st_size
     assert main(["consolidate", str(paths["sharded"]), str(paths["made"])]) == 2

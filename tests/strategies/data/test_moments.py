@@ -78,47 +78,6 @@ def test_a_resumed_training_may_be_saved_when_it_starts(
     assert pool.run(2, resumed_twice, str(tmp_path), saves, timeout=400) == [{}, {}]
 
 
-class Validations(Callback):
-    """Counts them, and is saved with the count."""
-
-    def __init__(self) -> None:
-        self.after: list[int] = []
-
-    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        if not trainer.sanity_checking:
-            self.after.append(trainer.global_step)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"after": list(self.after)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.after = state["after"]
-
-
-def validations_of_resumed(folder: str, name: str) -> list[Any]:
-    """Each validation, in what order steps and validations came, of the whole training and of the resumed ones."""
-    row, whole, saving = ROWS[name], Validations(), Saves(folder, AFTER, (BATCHES[1], ENDS[0]))
-    fit(row, 0, whole, saving)
-    found = [whole.after]
-    for save in saving.saved:
-        resumed, again = Validations(), Saves(f"{folder}/from {save}", AFTER, (START, ENDS[0]))
-        fit(row, 9, resumed, again, path=f"{folder}/{save}.ckpt")
-        found.append(resumed.after)
-        for second in again.saved:
-            more = Validations()
-            fit(row, 8, more, path=f"{again.folder}/{second}.ckpt")
-            found.append(more.after)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "validations"), [("any hook", 3), ("twice an epoch", 6)])
-def test_no_validation_is_left_out_or_made_twice(pool: RankPool, tmp_path: Path, name: str, validations: int) -> None:
-    (found,) = pool.run(1, validations_of_resumed, str(tmp_path), name, timeout=300)
-    assert len(found[0]) == validations
-    assert found == [found[0]] * len(found)
-
-
 class Told(Callback):
     """Ranks are told to end, in the middle of a batch."""
 
@@ -205,23 +164,3 @@ def cut_short(folder: str) -> dict[str, Any]:
 def test_an_epoch_that_was_cut_short_is_saved_as_under_ddp(pool: RankPool, tmp_path: Path) -> None:
     (found,) = pool.run(1, cut_short, str(tmp_path))
     assert [found[kind] for kind in KINDS] == [found["ddp"]] * 2
-
-
-def epochs_begun_of_one_strategy(kind: str, folder: str) -> list[int]:
-    """Trains, and resumes with the same strategy from the last batch of the first epoch."""
-    saving = Saves(folder, AFTER)
-    trainer = make_trainer(getattr(lightning_parstrat, kind)(), max_epochs=1, callbacks=[saving])
-    trainer.fit(Sees(Row(shuffled)), shuffled())
-    first = max(saving.saved, key=lambda name: saving.saved[name])
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(Sees(Row(shuffled)), shuffled(), ckpt_path=f"{folder}/{first}.ckpt", weights_only=False)
-    second = max(saving.saved, key=lambda name: saving.saved[name])
-    total = epochs_of(f"{folder}/{second}.ckpt")["total"]
-    return [saving.saved[first], saving.saved[second], total["ready"], total["processed"]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_training_of_a_strategy_that_resumes_at_the_end_of_an_epoch_counts_the_next(
-    pool: RankPool, kind: str, tmp_path: Path
-) -> None:
-    assert pool.run(1, epochs_begun_of_one_strategy, kind, str(tmp_path)) == [[5, 8, 2, 1]]

@@ -1,0 +1,103 @@
+"""How Lightning's loops count, in a checkpoint and in a training that resumes from it."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_parstrat.strategies.lightning_compat import count_one_step_less, validate_first
+
+
+def set_back(
+    loops: Mapping[str, Any], trainer: Trainer, states: Sequence[Any], batches: int, epoch_has_ended: bool
+) -> dict[str, Any]:
+    """The loops' part of a checkpoint, as it would have been saved some batches before.
+
+    Args:
+        loops: The part as it is saved at this moment.
+        trainer: The Trainer.
+        states: States of the loaders with own states. After the last batch of an epoch there are none. They are at
+            their end, and would give the next epoch no batches.
+        batches: The number of batches to set it back by.
+        epoch_has_ended: Whether this moment is after an epoch, also after one that the end of training has cut short.
+    """
+    progress, is_over = trainer.fit_loop.epoch_loop.batch_progress, epoch_is_over(trainer)
+    loops = copy.deepcopy(dict(loops))
+    fit_loop = loops["fit_loop"]
+    if progress.is_last_batch and not is_over:
+        # If Lightning does not know the epoch's length, it would count the last batch as trained.
+        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+    epochs = trainer.fit_loop.epoch_progress.total
+    if is_over and epochs.ready > epochs.started:
+        _begin_next_epoch(fit_loop)
+    if not (is_over or epoch_has_ended) and progress.current.ready:
+        # After a resume at the last batch of an epoch, Lightning has not counted the next epoch as begun.
+        for counted in (fit_loop["epoch_progress"][counters] for counters in ("total", "current")):
+            begun = counted["processed"] + 1
+            counted.update(ready=max(counted["ready"], begun), started=max(counted["started"], begun))
+    fit_loop["state_dict"].pop("combined_loader", None)
+    if states:
+        fit_loop["state_dict"]["combined_loader"] = list(states)
+    if batches:
+        for counters in ("total", "current"):
+            counted = fit_loop["epoch_loop.batch_progress"][counters]
+            counted.update({name: number - batches for name, number in counted.items()})
+        fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+        if counted["completed"] < counted["processed"]:
+            # Lightning counts this batch again if it resumes at the end of a batch.
+            count_one_step_less(fit_loop)
+    return loops
+
+
+def _begin_next_epoch(fit_loop: dict[str, Any]) -> None:
+    """Makes Lightning begin an epoch that had no batch yet. Otherwise it would resume the epoch before."""
+    for counters in ("total", "current"):
+        fit_loop["epoch_progress"][counters]["ready"] = fit_loop["epoch_progress"][counters]["started"]
+    batches = fit_loop["epoch_loop.batch_progress"]
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+
+
+def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
+    """Makes a resumed training validate before it trains if a validation was due, and only then.
+
+    If a checkpoint was saved after a batch, Lightning skips the validation after that batch. The uninterrupted training
+    has run that validation, with its random draws and its effects on callbacks and learning rates.
+
+    Args:
+        trainer: The Trainer, whose loops have been restored.
+        is_due: Whether a validation comes next. None if the checkpoint does not have it, and Lightning decides.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    # Left by an earlier training of this Trainer, if Lightning has not called it.
+    vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
+    if is_due is None:
+        return
+    if is_due:
+        validate_first(trainer)
+        return
+
+    def pass_over_nothing() -> None:
+        vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
+
+    # On the instance, not on the class, and once, so that other Trainers of this process are unchanged.
+    loop.val_loop.increment_progress_to_evaluation_end = pass_over_nothing
+
+
+def complete_last_batch(checkpoint: dict[str, Any]) -> None:
+    """Makes Lightning count the batch before the save as completed, because its validation comes next."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    for counters in (progress["total"], progress["current"]):
+        counters["completed"] = counters["processed"]
+
+
+def can_be_resumed(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether a training can resume from a checkpoint. Other uses need weights alone."""
+    return "optimizer_states" in checkpoint and "loops" in checkpoint
+
+
+def epoch_is_over(trainer: Trainer) -> bool:
+    """Whether the last batch of an epoch was trained on. It may have been fetched earlier."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch) and progress.current.processed == progress.current.ready
