@@ -355,15 +355,20 @@ def call_before_freeing(module: nn.Module, callback: Callable[[], None]) -> None
     group._to_sharded = free
 
 
-def reduce_unused_too(module: nn.Module) -> None:
-    """Makes a sharded module reduce zeros for its parameters that this rank has not used: other ranks may have."""
+def reduce_unused_too(module: nn.Module, note: Callable[[Tensor], None]) -> None:
+    """Makes a sharded module reduce zeros for its parameters that this rank has not used: other ranks may have.
+
+    Args:
+        module: The module.
+        note: Called with each such parameter that had no gradient until then.
+    """
     group = _fsdp_group(module)
     if group is not None:
         # FSDP2's own `set_reduce_scatter_unused_params` accepts no gradients that are wider than their parameters.
-        group.post_backward = functools.partial(_reduce_with_zeros, group)
+        group.post_backward = functools.partial(_reduce_with_zeros, group, note)
 
 
-def _reduce_with_zeros(group: Any, *unused: Any) -> None:
+def _reduce_with_zeros(group: Any, note: Callable[[Tensor], None], *unused: Any) -> None:
     for fsdp_param in group.fsdp_params if group.reduce_grads else ():
         # Before the first gather, there is none.
         gathered: Any = getattr(fsdp_param, "_unsharded_param", None)
@@ -371,7 +376,16 @@ def _reduce_with_zeros(group: Any, *unused: Any) -> None:
             continue
         if gathered.grad is None:
             gathered.grad = torch.zeros_like(gathered, dtype=gathered.grad_dtype)
+            if fsdp_param.sharded_param.grad is None:
+                note(fsdp_param.sharded_param)
     type(group).post_backward(group, *unused)
+
+
+def reduce_again(module: nn.Module) -> None:
+    """Makes a sharded module reduce gradients that came when it had reduced already. Collective."""
+    group = _fsdp_group(module)
+    group.post_backward()
+    group.finalize_backward()
 
 
 def gather_in(fsdp_param: Any, dtype: torch.dtype | None) -> None:
@@ -386,11 +400,6 @@ def gather_in(fsdp_param: Any, dtype: torch.dtype | None) -> None:
     fsdp_param.init_dtype_attrs = set_dtypes
     fsdp_param.all_gather_outputs = []
     vars(fsdp_param).pop("_unsharded_param", None)
-
-
-def is_gathered_in_a_chosen_dtype(fsdp_param: Any) -> bool:
-    """Whether :func:`gather_in` was called for a parameter. It is not called for those that a user has sharded."""
-    return "init_dtype_attrs" in vars(fsdp_param)
 
 
 # Data loaders.

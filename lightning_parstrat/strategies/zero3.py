@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.core.topology import Node
-from lightning_parstrat.core.wording import counted, listed
+from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
 from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
@@ -24,13 +24,12 @@ from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import check_same_module
 from lightning_parstrat.distributed.comm.process_groups import known_groups, watching
 from lightning_parstrat.distributed.engine.shardability import check_parameters
-from lightning_parstrat.distributed.fsdp.cuts import check_cut_in_rows
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
-from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule, is_sharded_module
+from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     holds_shards,
-    let_whole_states_be_loaded,
     shard_copy,
 )
 from lightning_parstrat.distributed.fsdp.units import MIN_NUM_PARAMS
@@ -161,7 +160,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             check_same_module(module, self._ranks.groups.control)
         check_parameters(module, [p for p in module.parameters() if not p.is_meta])
         self._buffers.begin()
-        as_autocast = self._policy.gather_dtype == "auto"
         self._steps = StepsOfAllRanks(self._ranks.control)
         self._sharded = ShardedModule(
             module,
@@ -173,15 +171,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             by_child=not module.automatic_optimization,
             reshard_after_forward=self._policy.reshard_after_forward,
             gather_dtype=_DTYPES[self._gather_dtype],
-            gathers_as_autocast=as_autocast,
+            gathers_as_autocast=self._policy.gather_dtype == "auto",
             reduce_dtype=_DTYPES[self._policy.reduce_dtype],
         )
-        let_whole_states_be_loaded(module)
         for copy in averaged_copies(module.trainer):
             shard_copy(copy, module)
-            let_whole_states_be_loaded(copy)
-        if self._checkpoints.are_sharded:
-            check_cut_in_rows(module)
 
     @property
     def _gather_dtype(self) -> Literal["bf16"] | None:
@@ -266,7 +260,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def _end_backward(self, ends_window: bool) -> None:
         """Completes the gradients of a window, and turns their mean over ranks into the window's mean."""
-        if ends_window and self._sharded is not None and self._sharded.has_begun:
+        if self._sharded is None:
+            return
+        self._sharded.free_after_backward()
+        if ends_window and self._sharded.has_begun:
             self._sharded.end_backward(lambda: self._accumulation.factor_of_mean)
 
     @override
@@ -349,10 +346,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self._sharded is not None:
             self._sharded.reshard()
 
-    def _check_no_data_assigned(self) -> None:
-        if self._sharded is not None:
-            self._sharded.check_no_data_assigned(self._ranks.control)
-
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads weights. Each rank keeps its part of the sharded ones."""
@@ -389,7 +382,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         self._reshard()
         with ExitStack() as shown:
             with met("`strategy.full_parameters()`", self._ranks.groups.control, "Enter it on all ranks."):
-                self._check_no_data_assigned()
+                if self._sharded is not None:
+                    self._sharded.check_no_data_assigned()
                 shown.enter_context(shown_whole(module))
             yield module
 
@@ -402,32 +396,30 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             if any(users_own(owner, _HOOKS_BEFORE_BACKWARD) for owner in (module, *module.trainer.callbacks)):
                 self._sharded.reshard_root_after_forward()
             self._report_what_is_sharded(self._sharded)
-            if left_out := [name for name, value in module.hparams.items() if holds_shards(value)]:
-                rank_zero_warn(
-                    f"{self.flag}: checkpoints leave out the hyperparameters {listed(left_out)}, as these are sharded"
-                    " modules. Their weights are in the `state_dict`. Pass the modules to `load_from_checkpoint`."
-                )
 
     @override
     def on_train_end(self) -> None:
-        """Checks a last time what hooks have done to parameters. Collective."""
-        self._check_no_data_assigned()
+        """Checks a last time what hooks have done to parameters."""
+        if self._sharded is not None:
+            self._sharded.check_no_data_assigned()
         super().on_train_end()
 
     def _report_what_is_sharded(self, sharded: ShardedModule) -> None:
-        units, whole = len(sharded.units), sharded.whole_elements
-        kept = f"; {counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank" if whole else ""
-        gathered = (
-            f"{counted(units, 'unit')} of {sharded.elements:,} elements with all else gathered at once"
-            if units
-            else f"all {sharded.elements:,} elements are gathered for the whole step"
-        )
-        narrow = sum(leaf.parameter.numel() for leaf in sharded.leaves if leaf.tensor.dtype != leaf.parameter.dtype)
-        in_bf16 = f"; {counted(narrow, 'element')} are gathered in bf16 (gather_dtype={self._policy.gather_dtype!r})"
-        rank_zero_info(
-            f"{self.flag}: parameters, gradients and optimizer state are sharded over"
-            f" {counted(self.world_size, 'rank')}; {gathered}{kept}{in_bf16 if narrow else ''}."
-        )
+        sizes = [(leaf.parameter.numel(), leaf) for leaf in sharded.leaves]
+        whole = sum(size for size, leaf in sizes if leaf.tensor is leaf.parameter)
+        narrow = sum(size for size, leaf in sizes if leaf.tensor.dtype != leaf.parameter.dtype)
+        elements, units = sum(size for size, _ in sizes), len(sharded.units)
+        said = [f"parameters, gradients and optimizer state are sharded over {counted(self.world_size, 'rank')}"]
+        if units:
+            said.append(f"{counted(units, 'unit')} of {elements:,} elements with all else gathered at once")
+        else:
+            said.append(f"all {elements:,} elements are gathered for the whole step")
+        if whole:
+            said.append(f"{counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank")
+        if narrow:
+            gather_dtype = self._policy.gather_dtype
+            said.append(f"{counted(narrow, 'element')} are gathered in bf16 (gather_dtype={gather_dtype!r})")
+        rank_zero_info(f"{self.flag}: {'; '.join(said)}.")
         if not units and self.world_size > 1:
             rank_zero_warn(
                 f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so"

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from tests import devices
-from tests.strategies import odd, odd_optimizers, zoo
+from tests.strategies import for_shards, odd, odd_optimizers, zoo
 
 FP32, FP64 = 2e-5, 1e-9
 # Kernels that a compiler makes sum in another order.
@@ -30,6 +30,7 @@ class Case(NamedTuple):
         tolerance: How far parameters may be from the oracle's, relative to the largest of a tensor; losses ten times.
         world_sizes: Of those that are tried.
         strategy: Arguments of ``zero1_custom`` and ``zero2_custom``.
+        of_zero3: Arguments of ``zero3_custom``. None for one of several sets.
         zero1, zero2, zero3, ddp_tuned: ``EQUAL``, or a part of the error that all ranks must raise, or None where the
             training is not tried.
         units: Whether all ranks call the same modules; else ``zero3_custom`` may gather only the whole at once.
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     tolerance: float = FP32
     world_sizes: tuple[int, ...] = (1, 2, 3)
     strategy: dict[str, Any] = {}  # noqa: RUF012
+    of_zero3: dict[str, Any] | None = None
     zero1: str | None = EQUAL
     zero2: str | None = EQUAL
     zero3: str | None = EQUAL
@@ -115,6 +117,8 @@ DOUBLE = {"precision": "64-true"}
 EXPOSED = {"expose_gradients": "auto"}
 MIXED = "mixed torch.Tensor and DTensor"
 FORGETS = "torch forgets what is assigned to `data` of a shard"
+DIFFERENT = "The ranks have called different modules in a training step"
+ROUNDED = "Parameter '{}.0.linear.weight' was written to while it was gathered in torch.bfloat16"
 NEEDS_CLOSURE = "LBFGS cannot step sharded parameters: its `step` needs a closure"
 # Without the flag for unused parameters.
 WAITS = "DDP waits for them"
@@ -125,6 +129,20 @@ def third_party(optimizer: Callable[..., Optimizer], module: type[zoo.Zoo] = zoo
     """Of a package that not every machine has; zero3_custom has tests of its own for what it steps as a whole."""
     defaults = {"trainer": DOUBLE, "oracle": "ddp", "tolerance": FP64, "world_sizes": (2, 3), "zero3": None}
     return Case(module, optimizer, needs="pytorch_optimizer", **{**defaults, **more})
+
+
+ROOT, UNITS = {"min_num_params": 10**9}, {"min_num_params": 0}
+"""All parameters are gathered for a whole step; or those of blocks by themselves."""
+STAY, ONE_BY_ONE = {"reshard_after_forward": False}, {"wrap": ["Linear"]}
+AUTOCAST, WINDOW = {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}
+WHOLE = {"shard_gradients": False}
+
+
+def of_shards(module: Any, of_zero3: dict[str, Any] | None = None, zero3: str = EQUAL, **more: Any) -> Case:
+    """What only shards could get wrong, or cannot do."""
+    others = dict.fromkeys(("zero1", "zero2", "ddp_tuned"))
+    defaults = {"oracle": "ddp", "world_sizes": (2, 3) if zero3 == EQUAL else (2,)}
+    return Case(module, of_zero3={} if of_zero3 is None else of_zero3, zero3=zero3, **{**defaults, **others, **more})
 
 
 CASES = {
@@ -298,6 +316,90 @@ CASES = {
         tolerance=0.04,
         world_sizes=(2, 3),
         strategy={"master_weights": False},
+    ),
+    # Shards: what is held, and written within a step.
+    "shards: a penalty on the root": of_shards(for_shards.Penalised, ROOT),
+    "shards: graphs are kept": of_shards(for_shards.KeepsGraphs),
+    "shards: held weakly": of_shards(for_shards.KeepsWeakly),
+    "shards: a result multiplied by 0 on a rank": of_shards(for_shards.Skips),
+    "shards: written, units": of_shards(for_shards.Teaches, UNITS),
+    "shards: written, units stay": of_shards(for_shards.Teaches, {**UNITS, **STAY}),
+    "shards: written by data.mul_(), root": of_shards(for_shards.by_way(for_shards.Teaches, "by data.mul_()"), ROOT),
+    "shards: written by foreach": of_shards(for_shards.by_way(for_shards.Teaches, "foreach"), ONE_BY_ONE),
+    "shards: written in their own dtype": of_shards(
+        for_shards.Teaches, {**ROOT, "gather_dtype": None}, trainer=AUTOCAST
+    ),
+    "shards: written by a block": of_shards(for_shards.Clamps, UNITS),
+    # Losses that are made of gradients.
+    "shards: called again": of_shards(for_shards.CalledAgain),
+    "shards: called again, accumulated whole": of_shards(for_shards.CalledAgain, WHOLE, trainer=WINDOW),
+    "shards: perturbed": of_shards(for_shards.Perturbed, STAY),
+    "shards: perturbed, one by one": of_shards(for_shards.Perturbed, ONE_BY_ONE, trainer=WINDOW),
+    "shards: checkpointed": of_shards(for_shards.Checkpointed, WHOLE, trainer=WINDOW),
+    "shards: penalty alone": of_shards(for_shards.PenaltyAlone),
+    "shards: penalty alone, one by one": of_shards(for_shards.PenaltyAlone, ONE_BY_ONE),
+    "shards: two losses": of_shards(for_shards.TwoLosses),
+    "shards: two losses, one by one": of_shards(for_shards.TwoLosses, ONE_BY_ONE),
+    # DDP ends with an error.
+    "shards: graph of a backward": of_shards(for_shards.GraphOfBackward, oracle="whole batch"),
+    # 16 bits.
+    "shards: bf16 autocast": of_shards(for_shards.Normalised, trainer=AUTOCAST),
+    "shards: bf16 autocast, gradients whole": of_shards(for_shards.Normalised, WHOLE, trainer={**AUTOCAST, **WINDOW}),
+    # Convolutions' weights may stay whole, beside others that are sharded: torch unscales no mixture.
+    "shards: a scaler": of_shards(zoo.Convolutional, trainer={"fp16": True}, tolerance=1e-3),
+    # The meta device.
+    "meta: rank 0 has values": of_shards(for_shards.Pretrained),
+    "meta: rank 0 has values, no units": of_shards(for_shards.Pretrained, ROOT),
+    "meta: made anew": of_shards(for_shards.MadeAnew),
+    "meta: made anew on rank 0": of_shards(for_shards.MadeOnRank0),
+    "meta: made anew, the root too": of_shards(for_shards.RootMakes),
+    # What shards cannot do.
+    "shards: a penalty": of_shards(for_shards.Penalised, zero3="was computed from a weight of a block"),
+    "shards: a penalty by hand": of_shards(for_shards.PenalisedByHand, zero3=MIXED),
+    "shards: norms logged": of_shards(for_shards.LogsNorms, zero3="its data is not allocated yet"),
+    "shards: gradients of gradients": of_shards(for_shards.SecondDerivatives, zero3="setStorage"),
+    "shards: other backwards": of_shards(for_shards.Drops, zero3=DIFFERENT),
+    "shards: other backwards, accumulated": of_shards(for_shards.Drops, zero3=DIFFERENT, trainer=WINDOW),
+    "shards: other modules without gradients": of_shards(for_shards.CallsWithoutGradients, zero3=DIFFERENT),
+    **{
+        f"shards: held, {way}": of_shards(
+            for_shards.by_way(for_shards.Holds, way), ROOT, zero3="use `self.blocks.0.linear.weight`"
+        )
+        for way in for_shards.HELD
+    },
+    "shards: held, between steps": of_shards(for_shards.ReadsBetween, ROOT, zero3="use `self.head.weight`"),
+    "shards: held by an optimizer": of_shards(for_shards.MadeEarly, zero3="Make optimizers in `configure_optimizers`"),
+    **{
+        f"shards: rounded, {way}": of_shards(
+            for_shards.by_way(for_shards.Teaches, way), ROOT, zero3=ROUNDED.format("teacher"), trainer=AUTOCAST
+        )
+        for way in for_shards.WRITES
+    },
+    "shards: rounded in evaluation": of_shards(
+        for_shards.WritesInEvaluation,
+        {**UNITS, **STAY},
+        zero3=ROUNDED.format("blocks"),
+        trainer={**AUTOCAST, "validate": True},
+    ),
+    "shards: data set in a step": of_shards(for_shards.WritesData, ROOT, zero3="`data` of parameter 'frozen.weight'"),
+    "shards: data set in a unit": of_shards(for_shards.AssignsInABlock, UNITS, zero3=FORGETS),
+    "shards: data set on one rank": of_shards(for_shards.assigning("on_train_batch_end", 1), zero3=FORGETS),
+    "shards: data set for evaluation": of_shards(
+        for_shards.assigning("on_validation_epoch_start"), zero3=FORGETS, trainer={"validate": True}
+    ),
+    "shards: data set at the end": of_shards(for_shards.assigning("on_train_end"), zero3=FORGETS),
+    "shards: data set before a save": of_shards(
+        for_shards.assigning("on_train_batch_end", then_saves=True), zero3=FORGETS
+    ),
+    "shards: a captured graph": of_shards(for_shards.captured, zero3="make_graphed_callables"),
+    "shards: no such class": of_shards(odd.Blocks, {"wrap": ["Nothing"]}, zero3="No module within Blocks is of such a"),
+    "shards: an unknown optimizer of matrices": of_shards(
+        odd.Blocks, optimizer=for_shards.Matrixwise, zero3="Matrixwise cannot step sharded parameters"
+    ),
+    "shards: sharded by hand": of_shards(for_shards.ShardedByHand, zero3="is sharded already: by `fully_shard`"),
+    "meta: the root cannot be made": of_shards(for_shards.OnMeta, zero3="scale of OnMeta"),
+    "meta: sharing on rank 0 alone": of_shards(
+        for_shards.SharesMemory, zero3="net.0.weight, net.1.weight: these cannot be sharded on some ranks"
     ),
     # Of another package, in double precision: sharded where each parameter steps alone, else kept whole.
     "Lamb": third_party(of_others("Lamb", lr=0.01, eps=1e-4, weight_decay=0.01)),

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_parstrat.distributed.comm.collectives import Collectives, PairwiseCollectives
 from lightning_parstrat.distributed.engine import engine
@@ -18,9 +17,9 @@ from tests.comparing import assert_same
 from tests.pool import RankPool
 from tests.strategies import zoo
 from tests.strategies.cases import FP32
+from tests.strategies.for_shards import Normalised
 from tests.strategies.parity import by_flag, ddp, largest_difference, make_trainer, reference, train, whole, zero3
 from tests.strategies.test_report import listening
-from tests.strategies.test_zero3 import Normalised
 
 ROWS = 3
 MAKERS: dict[str, Callable[..., Any]] = {"zero1_custom": by_flag, "zero3_custom": zero3}
@@ -169,25 +168,6 @@ def train_after_a_failure(fails: bool) -> list[Tensor]:
 
 def test_what_a_failed_window_has_added_up_is_gone(pool: RankPool) -> None:
     assert_same(pool.run(2, train_after_a_failure, True), pool.run(2, train_after_a_failure, False))
-
-
-class ShardsByHand(Normalised):
-    """A user's own sharding, which gathers a layer in bf16."""
-
-    def configure_model(self) -> None:
-        fully_shard(self.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-        self.dtypes: set[torch.dtype] = set()
-        for layer in (self.blocks[0][0], self.head):
-            layer.register_forward_pre_hook(lambda layer, _: self.dtypes.add(layer.weight.dtype))
-
-
-def dtypes_of_users_own() -> set[torch.dtype]:
-    by_hand: Any = train(ShardsByHand, zero3(min_num_params=10**9)).module
-    return by_hand.dtypes
-
-
-def test_users_own_units_keep_their_dtype(pool: RankPool) -> None:
-    assert pool.run(2, dtypes_of_users_own) == [{torch.float32, torch.bfloat16}] * 2
 
 
 class Widening(PairwiseCollectives):

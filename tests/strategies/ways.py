@@ -111,6 +111,8 @@ def in_groups(case: Case, number: int) -> Any:
 
 
 def whole_or_units(case: Case, number: int, make: Callable[..., Any] = zero3) -> Any:
+    if case.of_zero3 is not None:
+        return make(**case.of_zero3)
     if not case.units:
         return make(min_num_params=100_000)
     # An error may come where units are gathered by themselves alone.

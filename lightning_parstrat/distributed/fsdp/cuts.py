@@ -4,8 +4,8 @@ import functools
 from collections.abc import Iterable
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.cuts import Cut
@@ -13,12 +13,12 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 
 
 def cuts_in_rows(parameters: Iterable[Tensor]) -> dict[Tensor, Cut]:
-    """How parameters are cut along their first dimension over all ranks. Others are left out. Not collective.
+    """How sharded parameters are cut along their first dimension over all ranks. Others are left out. Not collective.
 
     The parts are equal, except for the last ones, which may be shorter or empty. As elements lie row by row, each part
     is one run of them.
     """
-    return {one: _cut(one) for one in parameters if isinstance(one, DTensor) and _is_cut_in_rows(one)}
+    return {one: _cut(one) for one in parameters if isinstance(one, DTensor)}
 
 
 def _cut(parameter: DTensor) -> Cut:
@@ -38,24 +38,3 @@ def _cut(parameter: DTensor) -> Cut:
 
     of_parameter = functools.partial(here, parameter)
     return Cut(bounds, bounds, 0, numel, parameter.shape, parameter.stride(), own, of_parameter, of_state)
-
-
-def check_cut_in_rows(module: nn.Module) -> None:
-    """Raises an error if parameters are not cut in rows over all ranks, as checkpoints need. Not collective.
-
-    Raises:
-        ValueError: A user has sharded a parameter in another way than this package does.
-    """
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor) and not _is_cut_in_rows(parameter):
-            raise ValueError(
-                f"checkpoint_format='sharded' writes parameters that are cut along their first dimension over all"
-                f" ranks, and {name!r} was cut otherwise before training ({parameter.placements} over"
-                f" {parameter.device_mesh}). Leave its sharding to zero3_custom, or use checkpoint_format='full'."
-            )
-
-
-def _is_cut_in_rows(parameter: DTensor) -> bool:
-    mesh = parameter.device_mesh
-    over_all = mesh.mesh.tolist() == list(range(dist.get_world_size()))
-    return over_all and tuple(parameter.placements) == (Shard(0),) and parameter.to_local().is_contiguous()

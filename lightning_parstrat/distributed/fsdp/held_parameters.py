@@ -1,18 +1,15 @@
 """A parameter that your code took from a module before sharding. Its use raises an error with the parameter's name.
 
 FSDP2 replaces each parameter by a shard. A list, a closure or a callback may still hold the old object, with old
-values. That object becomes a :class:`HeldParameter`, which keeps no memory.
+values. That object becomes a :class:`HeldParameter`, which has no memory.
 """
 
 import copy
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
-
-from lightning_parstrat.core.tensor_trees import leaves
 
 _DESCRIPTIONS: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "is_meta")),
@@ -34,14 +31,14 @@ class HeldParameter(nn.Parameter):
     ) -> Any:
         if func in _DESCRIPTIONS:
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        tensors = (leaf.tensor for leaf in leaves({"args": args, "kwargs": kwargs or {}}))
-        names = [vars(one)[_REPLACED][2] for one in tensors if isinstance(one, HeldParameter)]
-        name = names[0] if names else "layer.weight"
+        given = [*args, *(kwargs or {}).values()]
+        held = [two for one in given for two in (one if isinstance(one, (list, tuple)) else (one,))]
+        name = next((vars(one)[_REPLACED][2] for one in held if isinstance(one, HeldParameter)), "layer.weight")
         raise RuntimeError(
             f"Parameter {name!r} was used through an object that your code has held since before the training, when the"
-            f" parameter was sharded: the object has no values. Use `self.{name}`, which is whole where it is gathered:"
-            " in the `forward` of the block that holds it; in `training_step` if no block does; or within"
-            " `trainer.strategy.full_parameters()`, which all ranks enter."
+            " parameter was sharded: the object has no values. Make optimizers in `configure_optimizers`. Elsewhere use"
+            f" `self.{name}`, which is whole where it is gathered: in the `forward` of the block that holds it; in"
+            " `training_step` if no block does; or within `trainer.strategy.full_parameters()`, which all ranks enter."
         )
 
     # Copies of an object that holds it get the parameter that has replaced it.
@@ -55,14 +52,10 @@ class HeldParameter(nn.Parameter):
         module, own, _ = vars(self)[_REPLACED]
         return getattr(module, own).__reduce_ex__(protocol)
 
-    @override
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__} of {vars(self)[_REPLACED][2]}"
-
 
 @torch.no_grad()
 def refuse_uses(old: Tensor, root: nn.Module, name: str) -> None:
-    """Makes uses of a replaced parameter raise from now on, and frees its memory. Not collective.
+    """Makes uses of a replaced parameter raise from now on. Not collective.
 
     Args:
         old: The object that was registered as ``name`` until now.
@@ -70,18 +63,9 @@ def refuse_uses(old: Tensor, root: nn.Module, name: str) -> None:
         name: The name of the parameter in ``root``, such as ``"layer.weight"``.
     """
     path, _, own = name.rpartition(".")
-    # Code in C++ does not ask the class. There, NaN shows that the values are elsewhere.
-    nothing = torch.nan if old.is_floating_point() or old.is_complex() else 0
-    old.data = torch.full((), nothing, dtype=old.dtype, device=old.device).expand(old.shape)
+    # Code in C++ does not ask the class: it finds a tensor whose memory was freed, and raises.
+    old.data = torch.empty_like(old)
+    old.untyped_storage().resize_(0)
     old.grad = None
-    if old.requires_grad:
-        old.register_hook(functools.partial(_refuse_gradient, name))  # type: ignore[no-untyped-call]
     vars(old)[_REPLACED] = root.get_submodule(path), own, name
     old.__class__ = HeldParameter
-
-
-def _refuse_gradient(name: str, _: Tensor) -> None:
-    raise RuntimeError(
-        f"A gradient came to an object that your code has held since before the training, instead of to parameter"
-        f" {name!r}. Code in C++ and `autograd.Function.apply` take the object as it is. Give them `self.{name}`."
-    )

@@ -25,7 +25,6 @@ from lightning_parstrat.distributed.engine.stepping import (
     showing,
     stepping_by,
 )
-from lightning_parstrat.distributed.fsdp.held_parameters import HeldParameter
 from lightning_parstrat.distributed.fsdp.state import fits_parameter, shard_like
 from lightning_parstrat.distributed.gradients.local_tensors import local
 from lightning_parstrat.distributed.torch_compat import mark_as_wrapped, without_step_hooks
@@ -49,11 +48,6 @@ def prepare_optimizers(optimizers: Iterable[Optimizer], control: Collectives) ->
     """
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(isinstance(parameter, HeldParameter) for parameter in parameters):
-            raise ValueError(
-                f"{type(optimizer).__name__} was made of parameters that have been replaced by sharded ones since."
-                " Make it in `configure_optimizers`, of `self.parameters()`."
-            )
         mesh = next((parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)), None)
         check_supported(optimizer)
         if mesh is None or type(optimizer) in ELEMENTWISE_OPTIMIZERS:

@@ -1,7 +1,6 @@
 """Whole states of sharded modules and optimizers in torch's own format, and their parts: tensor by tensor."""
 
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -76,17 +75,15 @@ def gather_optimizer_state(saved: Mapping[str, Any], keep: bool) -> dict[str, An
         saved: The ``state_dict`` of an optimizer of a sharded module.
         keep: Whether this rank needs the state.
     """
+    gather_leaves = functools.partial(replace_leaves, replacement=functools.partial(gather, keep=keep))
+    whole: dict[Any, Any] = {}
     # In one order on all ranks, even if they made states in another order: by number, as torch counts parameters.
-    numbers = sorted(saved["state"], key=lambda key: (isinstance(key, str), key))
-    state = {number: saved["state"][number] for number in numbers}
-    for number, entries in state.items():
+    for number in sorted(saved["state"], key=lambda key: (isinstance(key, str), key)):
+        whole[number] = entries = saved["state"][number]
         if isinstance(entries, dict):
-            state[number] = {key: entries[key] for key in sorted(entries, key=str)}
-    whole = replace_leaves(state, functools.partial(gather, keep=keep))
-    # The saved entries have the order of the optimizer's, as in a checkpoint of `ddp`.
-    for number, entries in whole.items():
-        if isinstance(entries, dict):
-            whole[number] = {key: entries[key] for key in saved["state"][number]}
+            gathered = {key: gather_leaves(entries[key]) for key in sorted(entries, key=str)}
+            # The saved entries have the order of the optimizer's, as in a checkpoint of `ddp`.
+            whole[number] = {key: gathered[key] for key in entries}
     return {**saved, "state": whole if keep else {}}
 
 
@@ -151,17 +148,21 @@ def shard_copy(copy: nn.Module, module: nn.Module) -> None:
     """Gives a copy of a module shards of rank 0's values, for the module's sharded parameters. Collective.
 
     Tied parameters stay tied. The copy then keeps weights, and cannot be called. It costs a scatter for each parameter.
+    Nothing happens to a copy of a sharded module.
 
     Args:
-        copy: Copied before the module was sharded. Parameters that are sharded already stay.
+        copy: A copy of the module.
         module: Sharded by FSDP2.
     """
+    if holds_shards(copy):
+        return
+    let_whole_states_be_loaded(copy)
     shards: dict[Tensor, nn.Parameter] = {}
     for name, part in copy.named_modules():
         sharded = dict(module.get_submodule(name).named_parameters(recurse=False))
         for own, whole in list(part.named_parameters(recurse=False)):
             parameter = sharded[own]
-            if isinstance(whole, DTensor) or not isinstance(parameter, DTensor):
+            if not isinstance(parameter, DTensor):
                 continue
             if whole not in shards:
                 scattered = distribute_tensor(
@@ -181,12 +182,7 @@ def let_whole_states_be_loaded(module: nn.Module) -> None:
         module: A module with sharded parameters, in which FSDP2 has its hooks by now.
     """
     for part in module.modules():
-        if part not in _LOADS_WHOLE:
-            _LOADS_WHOLE.add(part)
-            part.register_load_state_dict_pre_hook(_take_own_parts)  # type: ignore[no-untyped-call]
-
-
-_LOADS_WHOLE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        part.register_load_state_dict_pre_hook(_take_own_parts)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -5,8 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.distributed.engine.shardability import sharing_memory
 from lightning_parstrat.distributed.torch_compat import names_ignored_by_ddp
@@ -21,8 +19,8 @@ def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, ea
     """The modules below ``module`` whose parameters are gathered, used and freed together. Inner ones come first.
 
     Without ``wrap``, these are blocks: modules of one class in the same container. If a module has no ``forward``, or
-    shares a parameter with a module outside (tied weights), it stays with its parent. Modules that a user has sharded
-    by ``fully_shard`` do not change. Not collective. The result is the same on all ranks with the same module.
+    shares a parameter with a module outside (tied weights), it stays with its parent. Not collective. The result is the
+    same on all ranks with the same module.
 
     Args:
         module: The root, which is not among them.
@@ -47,8 +45,8 @@ def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, ea
     if each_child:
         chosen |= set(_callable_children(module))
     registrations = _registrations(module)
-    alone = {m for m in chosen if _holds_all_it_has(m, registrations)}
-    return [m for m in _children_first(module) if m in alone and not isinstance(m, FSDPModule)]
+    # Backwards, modules come before the modules that hold them.
+    return [m for m in list(module.modules())[:0:-1] if m in chosen and _holds_all_it_has(m, registrations)]
 
 
 def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tensor]:
@@ -63,12 +61,11 @@ def whole_parameters(module: nn.Module, units: Sequence[nn.Module]) -> set[Tenso
         units: The result of :func:`find_units`.
     """
     ignored = names_ignored_by_ddp(module)
-    named = [(name, p) for name, p in module.named_parameters() if not isinstance(p, DTensor)]
-    whole: set[Tensor] = {p for name, p in named if name in ignored or not _can_be_sharded(p)}
-    whole |= sharing_memory([*(p for _, p in named), *module.buffers()]) & {p for _, p in named}
+    whole: set[Tensor] = {p for name, p in module.named_parameters() if name in ignored or not _can_be_sharded(p)}
+    whole |= sharing_memory([*module.parameters(), *module.buffers()]) & set(module.parameters())
     taken: set[Tensor] = set()
     for unit in (*units, module):
-        own = [p for p in unit.parameters() if p not in taken and p not in whole and not isinstance(p, DTensor)]
+        own = [p for p in unit.parameters() if p not in taken and p not in whole]
         taken.update(own)
         sizes: Counter[object] = Counter()
         for parameter in own:
@@ -152,8 +149,3 @@ def _registrations(module: nn.Module) -> Counter[Tensor]:
 def _holds_all_it_has(module: nn.Module, registrations: Counter[Tensor]) -> bool:
     inside = _registrations(module)
     return bool(inside) and all(registrations[parameter] == count for parameter, count in inside.items())
-
-
-def _children_first(module: nn.Module) -> list[nn.Module]:
-    # Modules come before the modules that they hold.
-    return list(module.modules())[:0:-1]

@@ -19,6 +19,9 @@ from lightning_parstrat.distributed.gradients.local_tensors import local
 _ADDED: set[str] = set()
 """Names of attributes that sharding has added to modules."""
 
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Methods of a LightningModule that are called instead of ``forward``."""
+
 _HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 _WHO_SHARDS = ("torch.distributed.fsdp.", f"{__name__.partition('.')[0]}.")
 
@@ -145,25 +148,22 @@ def _restore_hooks(hooks: dict[int, Any], before: dict[int, Any]) -> None:
 def let_be_copied(modules: Iterable[nn.Module], added: Iterable[str]) -> None:
     """Makes ``copy.deepcopy`` of sharded modules work. The copies have the modules' own classes, and hold shards.
 
-    A copy gathers nothing: it cannot be called. Neither this nor copying is collective. Only these objects can be
-    copied. FSDP2 refuses all others of their classes.
+    A copy gathers nothing: it cannot be called. Copies have no gradients. Neither this nor copying is collective. Only
+    these objects can be copied. FSDP2 refuses all others of their classes.
 
     Args:
         modules: Sharded by FSDP2.
         added: Names of attributes that sharding has added. Copies do not have them.
     """
-    _ADDED.update(added, {"__deepcopy__"})
+    _ADDED.update(added, STEPS, {"__deepcopy__"})
     for module in modules:
         vars(module)["__deepcopy__"] = functools.partial(_copy, weakref.ref(module))
 
 
 def _copy(original: "weakref.ref[nn.Module]", memo: dict[int, Any]) -> nn.Module:
     module = cast(nn.Module, original())
-    for parameter in module.parameters():
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and id(gradient) not in memo:
-            # torch would copy a gradient that lies behind others in a buffer by its memory. A DTensor has none.
-            memo[id(gradient)] = gradient.clone()
+    # torch would copy a gradient that lies behind others in a buffer by its memory. A DTensor has none.
+    memo.update({id(parameter.grad): None for parameter in module.parameters() if parameter.grad is not None})
     with _plain(module):
         twin = copy.deepcopy(module, memo)
     let_whole_states_be_loaded(twin)

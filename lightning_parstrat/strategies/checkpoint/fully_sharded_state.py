@@ -14,7 +14,8 @@ from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_f
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, OwnPart, grouped_parameters
 from lightning_parstrat.distributed.fsdp.cuts import cuts_in_rows
-from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule, is_sharded_module
+from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
+from lightning_parstrat.distributed.fsdp.sharding import is_sharded_module
 from lightning_parstrat.distributed.fsdp.state import (
     gather_module_state,
     gather_optimizer_state,
@@ -63,7 +64,7 @@ class FullyShardedState(TrainingState):
         sharded = self._sharded()
         if sharded is not None:
             sharded.reshard()
-            sharded.check_no_data_assigned(self._ranks.control)
+            sharded.check_no_data_assigned()
         if saves_sharded:
             return self._module.state_dict()
         return gather_module_state(self._module, self._strategy.is_global_zero)
