@@ -117,18 +117,16 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights are loaded after setup. Only the weights of a module on the meta device are.
+        """Whether weights are loaded after setup. Only the weights of a module on the meta device of any rank are.
 
-        Lightning then asks for the checkpoint without the Trainer's `weights_only`.
+        Lightning then asks for the checkpoint without the Trainer's `weights_only`. Collective when ranks have joined.
         """
         # Lightning asks before set-up and after it. After set-up no module is on the meta device.
         if self._loads_after_setup is not None:
             return self._loads_after_setup
         module = self.lightning_module
-        return module is not None and self._is_on_meta(module)
-
-    def _is_on_meta(self, module: LightningModule) -> bool:
-        """Whether any rank has anything of the module on the meta device. Collective once ranks are connected."""
+        if module is None:
+            return False
         on_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         return any_rank(on_meta, self._ranks.control) if self._ranks.have_joined and self.world_size > 1 else on_meta
 
@@ -210,22 +208,6 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         return super()._leaves() if self._sharded is None else [leaf.tensor for leaf in self._sharded.leaves]
 
     @override
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Within it, gradients accumulate in shards, or whole on every rank (``shard_gradients=False``)."""
-        sharded = self._sharded
-        keeps_whole = sharded is not None and self.world_size > 1 and not self._policy.shard_gradients
-        with super().block_backward_sync():
-            if sharded is None or not keeps_whole:
-                yield
-                return
-            sharded.accumulate_whole(True)
-            try:
-                yield
-            finally:
-                sharded.accumulate_whole(False)
-
-    @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Broadcasts buffers when DDP would, then runs the user's training step on the current parameters."""
         self._reshard()
@@ -242,10 +224,11 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Notes which parameters have no gradient yet."""
+        """Begins a backward. Gradients accumulate in shards, or whole on every rank (``shard_gradients=False``)."""
         super().pre_backward(closure_loss)
         if self._sharded is not None:
-            self._sharded.begin_backward()
+            keeps_whole = self._accumulation.accumulates and not self._policy.shard_gradients
+            self._sharded.begin_backward(keeps_whole=keeps_whole and self.world_size > 1)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:

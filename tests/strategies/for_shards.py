@@ -397,19 +397,14 @@ class Holds(Blocks):
 
 
 class ReadsBetween(Blocks):
-    """Reads a held weight when a step has ended; what needs no values works."""
+    """Reads a held weight when a step has ended."""
 
     def build(self) -> None:
         super().build()
         self.held = [self.head.weight]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        held, own = self.held[0], self.head.weight
-        assert held.shape == own.shape and held.dtype == own.dtype and "head.weight" in repr(held)
-        # It has no memory.
-        with torch._C.DisableTorchFunctionSubclass():
-            assert held.untyped_storage().nbytes() == 0
-        float(held.norm())
+        float(self.held[0].norm())
 
 
 class WritesData(Blocks):

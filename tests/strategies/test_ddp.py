@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.core.tuning import TuningReport
-from lightning_parstrat.distributed.ddp import bucket_tuner
+from lightning_parstrat.distributed.ddp import bucket_tuner, reducers
 from tests.pool import RankPool
 from tests.slow import slow_unless
 from tests.strategies import odd, zoo
@@ -254,13 +254,13 @@ def test_a_later_training_begins_with_the_plan_of_an_earlier_one(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+exchange = reducers._exchange
+
+
 def fail_on_one_rank(ddp: DistributedDataParallel, *arguments: Any) -> None:
     if arguments[-1] in (100, 800) and dist.get_rank() == 1:
         raise MemoryError("no room for buckets")
-    exchange_reducer(ddp, *arguments)
-
-
-exchange_reducer = bucket_tuner.exchange_reducer
+    exchange(ddp, *arguments)
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -268,7 +268,7 @@ def fail(*_: Any, **__: Any) -> None:
 
 
 FAULTS: dict[str, list[tuple[Any, str, Any]]] = {
-    "adopt": [(bucket_tuner, "exchange_reducer", fail_on_one_rank)],
+    "adopt": [(reducers, "_exchange", fail_on_one_rank)],
     "load": [(bucket_tuner, "kept_size", fail)],
     "decide": [(bucket_tuner, "verdict_on", fail)],
     "save": [(bucket_tuner, "keep_size", fail)],
@@ -365,12 +365,7 @@ def test_hooks_compress_on_every_device(pool: RankPool, name: str | None, hook: 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"bucket_cap_mb": "small"}, "Must be 'auto', a positive number"),
-    ({"bucket_cap_mb": []}, "Must be 'auto', a positive number"),
-    ({"bucket_cap_mb": [1.0, -1.0]}, "Must be 'auto', a positive number"),
-    ({"tune_steps": 1}, "Must be a whole number >= 2"),
-    ({"tune_tolerance": 1.0}, "Must be a number >= 0 and < 1"),
     ({"plan_cache": 3}, "plan_cache: 3. Must be a folder's path, or None"),
-    ({"plan_cache": ["plans"]}, "Must be a folder's path"),
     ({"bucket_cap_mb": 8, "bucket_cap_mb_list": [1.0]}, "Give one of them"),
     ({"comm_hook": "int8"}, r"Must be one of \('bf16', 'fp16'\)"),
     ({"comm_hook": "bf16", "ddp_comm_hook": default_hooks.allreduce_hook}, "Give one of them"),

@@ -390,11 +390,11 @@ def disagree(plan: Plan, frozen: tuple[int, ...], where: str, flags: dict[str, A
 
 
 DISAGREE: list[tuple[Plan, tuple[int, ...], str, dict[str, Any], str, int]] = [
-    ({3: (0, True)}, (0,), "on_train_batch_start", {}, "rank 1, not by rank 0", 4),
-    ({3: (0, True)}, (0,), "training_step", UNUSED, "rank 1, not by rank 0", 4),
-    ({3: (0, False)}, (), "on_train_batch_start", {}, "rank 0, not by rank 1", 4),
-    ({3: (0, False)}, (), "on_train_batch_start", STATIC, "rank 0, not by rank 1", 4),
-    ({9: (0, True)}, (0,), "on_train_batch_start", {}, "rank 1, not by rank 0", 10),
+    ({3: (0, True)}, (0,), "on_train_batch_start", {}, "trained by rank 1 alone", 4),
+    ({3: (0, True)}, (0,), "training_step", UNUSED, "trained by rank 1 alone", 4),
+    ({3: (0, False)}, (), "on_train_batch_start", {}, "left out by rank 1 alone", 4),
+    ({3: (0, False)}, (), "on_train_batch_start", STATIC, "left out by rank 1 alone", 4),
+    ({9: (0, True)}, (0,), "on_train_batch_start", {}, "trained by rank 1 alone", 10),
 ]
 
 
@@ -403,7 +403,7 @@ def test_ranks_that_disagree_end_with_the_same_error(pool: RankPool) -> None:
         (first, *of_first), (second, *of_second) = pool.run(2, disagree, *row)
         assert first == second, row
         for name in ("net.0.weight", "net.0.bias"):
-            assert f"'{name}' of shape" in first and first.count(f"trained by {trained}") == 2, row
+            assert f"'{name}' of shape" in first and first.count(f": {trained}") == 2, row
         for batches, seconds in (of_first, of_second):
             # The next step's backward finds out, or the end of the training.
             assert batches == step and seconds < 20, row

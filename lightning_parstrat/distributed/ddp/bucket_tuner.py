@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
-from lightning_parstrat.distributed.comm.agreement import all_gather_object, all_or_none, from_first_rank
+from lightning_parstrat.distributed.comm.agreement import from_first_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
-from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, not_made, reason_to_keep, sent_by
+from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, reason_to_keep, sent_by
 from lightning_parstrat.distributed.durable_files import written_durably
 
 T = TypeVar("T")
@@ -61,7 +61,6 @@ class BucketTuner:
         self._half, self._tolerance = policy.tune_steps // 2, policy.tune_tolerance
         self._say, self._warn = say, warn
         self._sent = sent_by(ddp)
-        self._are_default = True
         self._settling = _SETTLING_STEPS + ddp.static_graph
         self._steps_taken = 0
         self._on_gpu = device.type == "cuda"
@@ -189,13 +188,8 @@ class BucketTuner:
 
     def _adopt(self, size: int | None) -> None:
         """Gives the wrapper buckets of that size, or the default's. If one rank fails, the tuning stops on all."""
-
-        def adopt() -> None:
-            # Some may be frozen by now. They are sent all the same.
-            exchange_reducer(self._ddp, self._sent.keys(), self._wrap, size)
-            self._are_default = size is None
-
-        all_or_none(adopt, self._control, not_made)
+        # Some may be frozen by now. They are sent all the same.
+        exchange_reducer(self._ddp, self._sent.keys(), self._wrap, size, self._control)
 
     def _measured(self, size: int | None, seconds: list[float]) -> Tried:
         """The median of the slowest rank. The number is the same on all ranks, so all decide alike."""
@@ -205,12 +199,11 @@ class BucketTuner:
 
     def _give_up(self, reason: str) -> None:
         # On all ranks if on any: some may have adopted buckets at which another failed.
-        if any(all_gather_object(not self._are_default, self._control.group)):
-            try:
-                self._adopt(None)
-            except RuntimeError as fault:
-                # At worst it is slower: results do not depend on buckets.
-                self._warn(f"the buckets that were being tried stay in use: {fault}")
+        try:
+            self._adopt(None)
+        except RuntimeError as fault:
+            # At worst it is slower: results do not depend on buckets.
+            self._warn(f"the buckets that were being tried stay in use: {fault}")
         self._finish(TuningReport(verdict="not tuned", reason=reason))
 
     def _finish(self, report: TuningReport) -> None:

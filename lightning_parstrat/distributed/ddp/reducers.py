@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_parstrat.distributed.comm.agreement import all_or_none
+from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.torch_compat import check_reducer_finalized, remove_hooks, sends_when_compiled
 
 CommHook = Literal["bf16", "fp16"] | None
@@ -56,9 +58,13 @@ def trainable(parameters: Collection[Tensor], others: Iterable[Tensor] = ()) -> 
 
 
 def exchange_reducer(
-    ddp: DistributedDataParallel, parameters: Collection[Tensor], wrap: Wrap, size: int | None
+    ddp: DistributedDataParallel,
+    parameters: Collection[Tensor],
+    wrap: Wrap,
+    size: int | None,
+    control: Collectives | None,
 ) -> None:
-    """Gives the wrapper a new reducer, between steps. Call it on all ranks. If it raises, nothing has changed.
+    """Gives the wrapper a new reducer, between steps. Collective. A rank on which it fails keeps the old one.
 
     The wrapper takes over the parts of a second wrapper of the same module. Gradients keep the memory of the old
     buckets until the next backward has moved them.
@@ -68,10 +74,16 @@ def exchange_reducer(
         parameters: The parameters whose gradients the new reducer is to send.
         wrap: Makes the second wrapper.
         size: The size of its buckets.
+        control: Compares whether it has worked on all ranks. None is for one process alone.
 
     Raises:
-        RuntimeError: The old reducer still waits for gradients of the last backward, which were not averaged.
+        RuntimeError: It has failed on some rank. For example, the old reducer still waits for gradients of the last
+            backward, which were not averaged. Raised on all ranks.
     """
+    all_or_none(lambda: _exchange(ddp, parameters, wrap, size), control, _not_made)
+
+
+def _exchange(ddp: DistributedDataParallel, parameters: Collection[Tensor], wrap: Wrap, size: int | None) -> None:
     # Otherwise the exchange would hide torch's error of the next forward.
     check_reducer_finalized(ddp)
     with warnings.catch_warnings(), trainable(parameters, ddp.module.parameters()):
@@ -84,8 +96,7 @@ def exchange_reducer(
     vars(ddp).update({name: value for name, value in vars(second).items() if name not in kept})
 
 
-def not_made(failed: dict[int, str]) -> RuntimeError:
-    """The error of all ranks, if :func:`exchange_reducer` has failed on some."""
+def _not_made(failed: dict[int, str]) -> RuntimeError:
     rank, said = next(iter(failed.items()))
     return RuntimeError(f"DDP's reducer could not be made anew on rank {rank}: {said}")
 

@@ -6,7 +6,6 @@ or within it. There is one exception: a parameter that is frozen for a forward a
 lasts, the reducer is rebuilt, and gradients are sent in buckets again.
 """
 
-import functools
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +22,6 @@ from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.agreement import (
     all_gather_object,
-    all_or_none,
     any_rank_for_each,
     extremes_over_ranks,
 )
@@ -34,7 +32,6 @@ from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.ddp.reducers import (
     Wrap,
     exchange_reducer,
-    not_made,
     reason_to_keep,
     sent_by,
     trainable,
@@ -160,9 +157,8 @@ class TrainedParameters:
             DifferentParametersError: They did not.
         """
         if not self._is_alike():
-            # The state of each parameter that is not trained as the reducer expects.
-            trained = {self._label(one): False for one in self._idle} | {self._label(one): True for one in self._beside}
-            _raise_difference(trained, self._control)
+            left_out, added = (f"{self._label(one)}: left out" for one in self._idle), self._beside
+            _raise_difference([*left_out, *(f"{self._label(one)}: trained" for one in added)], self._control)
 
     def _is_alike(self) -> bool:
         return self._message is None or self._message.wait().is_alike
@@ -266,8 +262,7 @@ class TrainedParameters:
         largest, smallest = extremes_over_ranks(number, self._control)
         if largest != smallest or not sent:
             return False
-        exchange = functools.partial(exchange_reducer, ddp, sent.keys(), self._wrap, None)
-        all_or_none(exchange, self._control, not_made)
+        exchange_reducer(ddp, sent.keys(), self._wrap, None, self._control)
         self._sent = sent
         self._numbers_before = set()
         self._read_module()
@@ -297,18 +292,13 @@ def _reached_by(loss: Tensor, wanted: Collection[Tensor]) -> set[Tensor]:
     return set(wanted) - left
 
 
-def _raise_difference(trained: dict[str, bool], control: Collectives) -> None:
-    gathered: list[dict[str, bool]] = all_gather_object(trained, control.group)
-    labels = sorted({label for of_rank in gathered for label in of_rank})
+def _raise_difference(differing: list[str], control: Collectives) -> None:
+    by_rank: list[list[str]] = all_gather_object(differing, control.group)
     lines = []
-    for label in labels:
-        # A rank without an entry for a parameter trains it as the reducer expects.
-        usual = not next(of_rank[label] for of_rank in gathered if label in of_rank)
-        doing = [of_rank.get(label, usual) for of_rank in gathered]
-        by = [rank for rank, does in enumerate(doing) if does]
-        not_by = [rank for rank, does in enumerate(doing) if not does]
-        if by and not_by:
-            lines.append(f"{label}: trained by {names_of(by)}, not by {names_of(not_by)}")
+    for one in sorted({one for of_rank in by_rank for one in of_rank}):
+        ranks = [rank for rank, of_rank in enumerate(by_rank) if one in of_rank]
+        if len(ranks) < len(by_rank):
+            lines.append(f"{one} by {names_of(ranks)} alone")
     raise DifferentParametersError(
         "The ranks do not train the same parameters in the same step:\n  "
         + listed(lines or ["they differ in their dtypes, or in which of them are new"], "\n  ")

@@ -112,10 +112,9 @@ class ShardedModule:
     ) -> None:
         if replays_captured_graphs(module):
             raise ValueError(
-                "A part of the module replays a CUDA graph that was captured before the training, and would go on"
-                " reading parameters as they were then, whole. zero3_custom frees those: leave out"
-                " `torch.cuda.make_graphed_callables`, or train by `ddp`, or by `zero1_custom` with the graph captured"
-                " in `on_train_start`."
+                "A part of the module replays a CUDA graph that was captured before the training, and reads memory that"
+                " zero3_custom frees. Leave out `torch.cuda.make_graphed_callables`, or train by `ddp`, or by"
+                " `zero1_custom` with the graph captured in `on_train_start`."
             )
         self.module = module
         self._group = collectives.group
@@ -138,7 +137,7 @@ class ShardedModule:
         self._zeroed: set[Tensor] = set()
         self._forget_backwards()
         self._run_through: set[int] = set()
-        self._is_stuck = False
+        self._is_stuck = self._keeps_whole = False
         self._evaluated: list[int] = []
         self._evaluation_digest = 0
         self._before_gradients: Callable[[], None] | None = None
@@ -165,8 +164,11 @@ class ShardedModule:
         for part in self._parts:
             # They get a gradient that DDP would not leave, unless another rank has used them.
             reduce_unused_too(part, self._zeroed.add)
+        root = cast(FSDPModule, module)
         # The rest of a training step may use the root's parameters after a backward of the user's own.
-        cast(FSDPModule, module).set_reshard_after_backward(False, recurse=False)
+        root.set_reshard_after_backward(False, recurse=False)
+        # An exception may have ended an earlier training while gradients accumulated.
+        root.set_requires_gradient_sync(True)
 
     def _choose_gather_dtypes(self, gather_dtype: torch.dtype | None, gathers_as_autocast: bool) -> None:
         self._free()
@@ -242,7 +244,7 @@ class ShardedModule:
     def _note_forward(self, number: int, name: str, *_: Any) -> None:
         self.unit_called = name
         if self._before_gradients is None:
-            self._called.append(number)
+            self._order.append(number)
             return
         if torch.is_grad_enabled():
             self._before_gradients()
@@ -258,8 +260,8 @@ class ShardedModule:
 
     def _note_backward(self, number: int, _gradient: Tensor) -> None:
         # Once for all that a call has returned: how much of the output is used may differ.
-        if self._reached[-1:] != [number]:
-            self._reached.append(number)
+        if self._order[-1:] != [~number]:
+            self._order.append(~number)
         # Grad mode is enabled in a backward that makes a graph of itself.
         if torch.is_grad_enabled():
             self._run_through.add(number)
@@ -358,14 +360,13 @@ class ShardedModule:
 
     # Training steps.
 
-    def accumulate_whole(self, accumulates: bool) -> None:
-        """Whether gradients of the next backwards stay unreduced, and whole on every rank."""
-        cast(FSDPModule, self.module).set_requires_gradient_sync(not accumulates)
-
-    def begin_backward(self) -> None:
+    def begin_backward(self, keeps_whole: bool) -> None:
         """Call before every backward whose gradients :meth:`end_backward` is to complete.
 
         If it runs through gradients, it is collective: all ranks gather the parameters from which they were computed.
+
+        Args:
+            keeps_whole: Whether its gradients stay unreduced, and whole on every rank, until a later backward.
         """
         if self._is_stuck:
             raise RuntimeError(
@@ -376,6 +377,9 @@ class ShardedModule:
             # Tasks of a backward that was not announced.
             self._graph_tasks.clear()
         self._backwards += 1
+        if keeps_whole != self._keeps_whole:
+            self._keeps_whole = keeps_whole
+            cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)
         for leaf in self.leaves:
             # Before a backward, look for users' hooks on the parameters that it may reach.
             if leaf.tensor is not leaf.parameter and leaf.tensor not in self._lent and has_hooks(leaf.parameter):
@@ -411,7 +415,7 @@ class ShardedModule:
         # Gradients that came when FSDP2 had left the unit: of tensors computed from its parameters, not of its output.
         left_over = [any(one.grad is not None for one in gathered) for gathered in self._gathered]
         # In another order, ranks would add up gradients of different units.
-        order, assigned = digest((self._called, self._reached)), self._assigned()
+        order, assigned = digest(self._order), self._assigned()
         combined = self._messages().launch(bytes([*used, *left_over, assigned is not None]), order).wait()
         if combined.flags[-1]:
             refuse_assigned(assigned)
@@ -452,8 +456,8 @@ class ShardedModule:
 
     def _forget_backwards(self) -> None:
         self._used: set[int] = set()
-        self._called: list[int] = []
-        self._reached: list[int] = []
+        # Units that were called, and the complements of those whose output a backward has reached.
+        self._order: list[int] = []
         self._graph_tasks: set[int] = set()
         self._backwards = 0
         self._zeroed.clear()

@@ -84,7 +84,7 @@ def shard(
             old = before.pop(name, parameter)
             if old is not parameter:
                 take_over_attributes(old, parameter)
-                refuse_uses(old, module, name)
+                refuse_uses(old, name)
     let_be_copied([*units, module], vars(module).keys() - own)
     _SHARDED.add(module)
 

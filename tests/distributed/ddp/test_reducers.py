@@ -88,7 +88,7 @@ def exchange(mode: str, two_dtypes: bool, as_view: bool, set_to_none: bool) -> l
     for size in SIZES:
         old, buckets.storages = buckets.storages, set()
         if seen:
-            exchange_reducer(changed, sent_by(changed).keys(), wrap, size)
+            exchange_reducer(changed, sent_by(changed).keys(), wrap, size, None)
         apart, calls = 0.0, []
         for send in SENDS if seen else (True, *SENDS):
             steps += 1
