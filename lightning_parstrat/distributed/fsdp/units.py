@@ -41,9 +41,9 @@ def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, ea
                 " see their names."
             )
     else:
-        chosen = {m for m in _blocks(module) if _numel(m) >= min_num_params}
+        chosen = {m for m in _outermost(module, each_child=False) if _numel(m) >= min_num_params}
     if each_child:
-        chosen |= set(_callable_children(module))
+        chosen |= set(_outermost(module, each_child=True))
     registrations = _registrations(module)
     # Backwards, modules come before the modules that hold them.
     return [m for m in list(module.modules())[:0:-1] if m in chosen and _holds_all_it_has(m, registrations)]
@@ -116,22 +116,15 @@ def _class_names(module: nn.Module) -> set[str]:
     return {cls.__name__ for cls in type(module).__mro__} - {"Module", "object"}
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def _outermost(module: nn.Module, each_child: bool) -> Iterator[nn.Module]:
+    """The outermost blocks below a module, or its outermost children that can be called."""
     children = list(module.children())
-    kinds = Counter(type(child) for child in children) if isinstance(module, _CONTAINERS) else Counter()
+    kinds = Counter(map(type, children)) if isinstance(module, _CONTAINERS) else Counter()
     for child in children:
-        if kinds[type(child)] > 1 and _is_callable(child):
+        if _is_callable(child) and (each_child or kinds[type(child)] > 1):
             yield child
         else:
-            yield from _blocks(child)
-
-
-def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if _is_callable(child):
-            yield child
-        else:
-            yield from _callable_children(child)
+            yield from _outermost(child, each_child)
 
 
 def _is_callable(module: nn.Module) -> bool:
