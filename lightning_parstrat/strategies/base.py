@@ -188,7 +188,7 @@ class ComposedStrategy(DDPStrategy):
 
         Raises:
             CheckpointNotSavedError: The checkpoint could not be written.
-            MissingRanksError: Ranks have not written their part.
+            RuntimeError: Ranks have not written their part.
         """
         self._checkpoints.wait_for_saves()
 
@@ -411,7 +411,7 @@ class ComposedStrategy(DDPStrategy):
 
         Raises:
             CheckpointNotSavedError: Another rank could not write.
-            MissingRanksError: Ranks did not take part. Earlier checkpoints are unchanged.
+            RuntimeError: Ranks did not take part. Earlier checkpoints are unchanged.
         """
         self._checkpoints.save(super().save_checkpoint, checkpoint, filepath, storage_options)
 

@@ -19,7 +19,6 @@ from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.core.tuning import CapsInMiB, TuningPolicy, TuningReport
 from lightning_parstrat.core.wording import listed
-from lightning_parstrat.distributed.comm.process_groups import connect_for_sums
 from lightning_parstrat.distributed.ddp.bucket_tuner import BucketTuner
 from lightning_parstrat.distributed.ddp.reducers import CommHook, register_comm_hook
 from lightning_parstrat.distributed.ddp.trained_parameters import TrainedParameters
@@ -122,7 +121,6 @@ class TunedDDPStrategy(ComposedStrategy):
         # Not in `__init__`: until here `_ddp_kwargs` shows the arguments that the user has given.
         self._ddp_kwargs["gradient_as_bucket_view"] = self._gradient_as_bucket_view
         super().configure_ddp()
-        connect_for_sums(self._ddp.process_group, self.root_device)
         self._trained = TrainedParameters(
             self._ddp, None if self._has_hooks_of_users else self._wrap, self._ranks.messages
         )

@@ -22,7 +22,7 @@ from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.liveness import met
 from lightning_parstrat.distributed.comm.module_states import check_same_module
-from lightning_parstrat.distributed.comm.process_groups import known_groups, watching
+from lightning_parstrat.distributed.comm.process_groups import is_initialized, watching
 from lightning_parstrat.distributed.engine.shardability import check_parameters
 from lightning_parstrat.distributed.fsdp.optimizers import prepare_optimizers
 from lightning_parstrat.distributed.fsdp.sharded_module import ShardedModule
@@ -357,7 +357,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             # Before the set-up, or after a training in other processes.
             yield module
             return
-        if not known_groups():
+        if not is_initialized():
             raise MisconfigurationException(
                 "`full_parameters()` was called when the process group had been destroyed: each rank has its shards"
                 " alone. Call it before `torch.distributed.destroy_process_group()`, or load a checkpoint."

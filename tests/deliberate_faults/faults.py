@@ -150,8 +150,8 @@ FAULTS = (
     Fault(
         "sums are passed on from the wrong place",
         "distributed/comm/collectives.py",
-        "return self.memory[start - self.start : stop - self.start]",
-        "return self.memory[: stop - start]",
+        "part.shard: source[part.start - had[shard] : part.stop - had[shard]]",
+        "part.shard: source[: part.stop - part.start]",
         ("tests/distributed/comm/test_carriers.py::test_sums_and_gathers_are_right_and_sent_as_counted",),
     ),
     Fault(

@@ -3,7 +3,7 @@
 All are launched asynchronously. ``backends.py`` chooses what carries buckets: torch's own collectives on GPUs, and none
 at world size 1. Between CPUs, ranks exchange chunks, and sum by themselves. Gloo's own reduce-scatter is in fact an
 all-reduce and sends about twice the bytes. Here each chunk is sent once to each rank that needs it. If nodes have
-several ranks, a chunk is sent between nodes once per node.
+several ranks, a chunk is sent between nodes once per node. The number of messages of a bucket grows with that of ranks.
 
 Whole parameters make parts of different length. They are carried as equal parts. If every rank sent each part to its
 owner, the owner of a large matrix would receive N copies at once. So a bucket is reduce-scattered in equal parts, for
@@ -26,7 +26,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import count, pairwise
-from operator import attrgetter
 from typing import Literal, NamedTuple
 
 import torch
@@ -123,6 +122,18 @@ class Traffic:
         return Traffic(*map(operator.add, vars(self).values(), vars(other).values()))
 
 
+def existing(group: "weakref.ref[dist.ProcessGroup]") -> dist.ProcessGroup:
+    """The process group behind a weak reference.
+
+    Raises:
+        RuntimeError: The group has been destroyed.
+    """
+    found = group()
+    if found is None:
+        raise RuntimeError("The process group that this training communicated by has been destroyed.")
+    return found
+
+
 class Collectives(ABC):
     """The operations that the engine needs of a process group. Every method is collective and returns before its end.
 
@@ -164,10 +175,7 @@ class Collectives(ABC):
         Raises:
             RuntimeError: The group has been destroyed.
         """
-        found = self._group()
-        if found is None:
-            raise RuntimeError("The process group that this training communicated by has been destroyed.")
-        return found
+        return existing(self._group)
 
     def reduce_scatter(self, buffer: Tensor, shard: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Sums ``buffer`` over all ranks and leaves this rank's shard of the sum in ``shard``.
@@ -316,8 +324,8 @@ def real_view(tensor: Tensor) -> Tensor:
 Counter = Literal["reduce_scatter_bytes", "all_gather_bytes", "all_reduce_bytes"]
 """The counter of sent bytes in ``traffic``."""
 
-Chunks = Callable[[int], Sequence[Tensor]]
-"""The chunks that are sent to a rank, or received from it. Both sides list the same ones in the same order."""
+Chunks = Mapping[int, Sequence[Tensor]]
+"""The chunks for each rank, or from it. Both sides list the same ones in the same order."""
 
 Tags = Iterator[int]
 """Tags of one exchange, a new one for each of its steps: another thread launches each step."""
@@ -329,21 +337,10 @@ _SUMMED_BY_WAITER = 2**19
 """Bytes of a buffer that is summed in some 50 microseconds. A thread takes longer to wake up."""
 
 
-class _Held(NamedTuple):
-    """The part of a buffer that a rank has: its elements from ``start`` on, in ``memory``."""
-
-    memory: Tensor
-    start: int
-
-    def part(self, start: int, stop: int) -> Tensor:
-        return self.memory[start - self.start : stop - self.start]
-
-
 class PairwiseCollectives(Collectives):
     """Every rank sends every other rank its chunk. Each chunk is sent once.
 
-    Rank r sends to r + 1, r + 2, ... in turn, so that no rank is the first target of all. The number of messages grows
-    with the square of the world size, so this is for few ranks.
+    Rank r sends to r + 1, r + 2, ... in turn, so that no rank is the first target of all.
 
     Groups of ranks may hold a copy of the optimizer state each. Then sums are made over the ranks of a group first. A
     second sum is made over the ranks that hold the same shard, one of every group. With K groups of G ranks, a rank
@@ -386,16 +383,14 @@ class PairwiseCollectives(Collectives):
         sums = shard.new_empty(equal.step)
         yield from self._sum_evenly(buffer, sums, equal, tags)
         del buffer
-        held, own = _Held(sums, equal[self.place.shard]), _Held(shard, bounds[self.place.shard])
-        yield self._pass_on(held, equal, own, bounds, "reduce_scatter_bytes", next(tags))
+        yield self._pass_on(sums, equal, shard, bounds, "reduce_scatter_bytes", next(tags))
 
     def _gather(self, buffer: Tensor, bounds: Sequence[int]) -> Steps:
-        tags = count(Tag.EXCHANGE)
-        if isinstance(bounds, range):
-            yield from self._gather_evenly(buffer, bounds, tags)
-            return
-        equal, whole = even_bounds(buffer.numel(), self.shard_count), _Held(buffer, 0)
-        yield self._pass_on(whole, bounds, whole, equal, "all_gather_bytes", next(tags))
+        tags, own = count(Tag.EXCHANGE), self.place.shard
+        equal = even_bounds(buffer.numel(), self.shard_count)
+        if not isinstance(bounds, range):
+            stepped, part = buffer[bounds[own] : bounds[own + 1]], buffer[equal[own] : equal[own + 1]]
+            yield self._pass_on(stepped, bounds, part, equal, "all_gather_bytes", next(tags))
         yield from self._gather_evenly(buffer, equal, tags)
 
     def _sum_evenly(self, buffer: Tensor, shard: Tensor, bounds: range, tags: Tags) -> Steps:
@@ -416,61 +411,59 @@ class PairwiseCollectives(Collectives):
         total = torch.empty_like(own)
         sum_in_order(of_holders, total)
         own.copy_(total)
-        yield self._exchange(self._with_holders, lambda _: [own], pieces.__getitem__, "all_reduce_bytes", next(tags))
+        yield self._exchange(self._with_holders, dict.fromkeys(pieces, (own,)), pieces, "all_reduce_bytes", next(tags))
 
     def _gather_evenly(self, buffer: Tensor, bounds: range, tags: Tags) -> Steps:
-        chunks = dict(zip(self.mates, split(buffer, bounds), strict=True))
-        yield self._exchange(
-            self._with_mates, lambda _: [chunks[self.rank]], lambda mate: [chunks[mate]], "all_gather_bytes", next(tags)
-        )
+        chunks = {mate: [chunk] for mate, chunk in zip(self.mates, split(buffer, bounds), strict=True)}
+        own = dict.fromkeys(chunks, chunks[self.rank])
+        yield self._exchange(self._with_mates, own, chunks, "all_gather_bytes", next(tags))
 
     def _pass_on(
-        self, source: _Held, had: Sequence[int], target: _Held, wanted: Sequence[int], counted_as: Counter, tag: int
+        self, source: Tensor, had: Sequence[int], target: Tensor, wanted: Sequence[int], counted_as: Counter, tag: int
     ) -> Work:
         """Sends what this rank has to the ranks that need it, and receives what this rank needs.
 
         Args:
-            source: Holds this rank's part by the bounds ``had``.
+            source: This rank's part by the bounds ``had``.
             had: The bounds of what ranks have.
             target: Gets this rank's part by the bounds ``wanted``.
             wanted: The bounds of what ranks need.
-            counted_as: See :meth:`_exchange`.
-            tag: See :meth:`_exchange`.
+            counted_as: See :meth:`_transfer`.
+            tag: See :meth:`_transfer`.
         """
-        shard, sent = self.place.shard, 0
-        messages = []
-        for part in parts_of(had, wanted[shard], wanted[shard + 1]):
-            place = target.part(part.start, part.stop)
-            if part.shard != shard:
-                messages.append(Message(False, real_view(place), self.mates[part.shard]))
-            elif source.memory is not target.memory:
-                place.copy_(source.part(part.start, part.stop))
-        for part in parts_of(wanted, had[shard], had[shard + 1]):
-            if part.shard != shard:
-                leaving = source.part(part.start, part.stop)
-                sent += leaving.nbytes
-                messages.append(Message(True, real_view(leaving), self.mates[part.shard]))
-        messages.sort(key=attrgetter("peer"))
-        self.count(counted_as, sent)
-        return launch(self.group, messages, tag, source.memory, target.memory)
+        shard = self.place.shard
+        arriving = {
+            part.shard: target[part.start - wanted[shard] : part.stop - wanted[shard]]
+            for part in parts_of(had, wanted[shard], wanted[shard + 1])
+        }
+        leaving = {
+            part.shard: source[part.start - had[shard] : part.stop - had[shard]]
+            for part in parts_of(wanted, had[shard], had[shard + 1])
+        }
+        kept, place = leaving.pop(shard, None), arriving.pop(shard, None)
+        # In a gather, both are the same memory.
+        if kept is not None and place is not None and kept.data_ptr() != place.data_ptr():
+            place.copy_(kept)
+        received, sent = ([(self.mates[mate], part) for mate, part in one.items()] for one in (arriving, leaving))
+        return self._transfer(sent, received, counted_as, tag, source, target)
 
     def _swap(
-        self, schedule: Schedule, parts: Mapping[int, Sequence[Tensor]], counted_as: Counter, tag: int
+        self, schedule: Schedule, parts: Chunks, counted_as: Counter, tag: int
     ) -> Generator[Work, None, list[tuple[Tensor, ...]]]:
         """Sends every rank of a schedule its parts, and receives this rank's.
 
         Args:
             schedule: The ranks' schedule.
             parts: The parts of each rank, this one included, in the order in which sums are made.
-            counted_as: See :meth:`_exchange`.
-            tag: See :meth:`_exchange`.
+            counted_as: See :meth:`_transfer`.
+            tag: See :meth:`_transfer`.
 
         Returns:
             For each of this rank's parts, the parts of all ranks.
         """
         own = parts[self.rank]
         arriving = {rank: own if rank == self.rank else _like(own, part) for rank, part in parts.items()}
-        yield self._exchange(schedule, parts.__getitem__, arriving.__getitem__, counted_as, tag)
+        yield self._exchange(schedule, parts, arriving, counted_as, tag)
         return list(zip(*arriving.values(), strict=True))
 
     def _schedule(self, ranks: Sequence[int]) -> Schedule:
@@ -479,30 +472,36 @@ class PairwiseCollectives(Collectives):
         return [(ranks[(index + step) % size], ranks[(index - step) % size]) for step in range(1, size)]
 
     def _exchange(self, schedule: Schedule, outgoing: Chunks, incoming: Chunks, counted_as: Counter, tag: int) -> Work:
-        """Sends every other rank of a schedule its chunks, and receives from it. Empty ones are not sent.
+        """Sends every other rank of a schedule its chunks, and receives from it."""
+        sent = [(target, chunk) for target, _ in schedule for chunk in outgoing[target]]
+        received = [(source, chunk) for _, source in schedule for chunk in incoming[source]]
+        return self._transfer(sent, received, counted_as, tag)
+
+    def _transfer(
+        self,
+        sent: Iterable[tuple[int, Tensor]],
+        received: Iterable[tuple[int, Tensor]],
+        counted_as: Counter,
+        tag: int,
+        *memory: Tensor,
+    ) -> Work:
+        """Sends tensors to ranks, and receives others.
 
         Args:
-            schedule: The schedule of the ranks that exchange.
-            outgoing: The chunks for a rank. They must be kept until the work has been waited for.
-            incoming: The memory for a rank's chunks.
+            sent: Ranks and tensors, which must be kept until the work has been waited for.
+            received: Ranks and the memory for what they send.
             counted_as: The counter of ``traffic`` to which the sent bytes are added.
-            tag: All exchanges of one tag are launched by one thread.
+            tag: All transfers of one tag are launched by one thread.
+            memory: Kept alive until the work has been waited for.
         """
-        messages: list[Message] = []
-        sent = 0
-        for target, source in schedule:
-            # Both sides know the sizes, so both leave out the same empty chunks.
-            for chunk in incoming(source):
-                if chunk.numel():
-                    messages.append(Message(False, real_view(chunk), source))
-            for chunk in outgoing(target):
-                if chunk.numel():
-                    sent += chunk.nbytes
-                    messages.append(Message(True, real_view(chunk), target))
+        # Both sides know the sizes, so both leave out the same empty chunks.
+        messages = [Message(False, real_view(chunk), source) for source, chunk in received if chunk.numel()]
+        leaving = [Message(True, real_view(chunk), target) for target, chunk in sent if chunk.numel()]
+        self.count(counted_as, sum(message.tensor.nbytes for message in leaving))
+        messages += leaving
         # These messages may be the first between two ranks, and connect them: ranks with higher numbers first.
         messages.sort(key=lambda message: message.sends != (message.peer > self.rank))
-        self.count(counted_as, sent)
-        return launch(self.group, messages, tag)
+        return launch(self.group, messages, tag, *memory)
 
 
 class TwoLevelCollectives(PairwiseCollectives):
@@ -544,16 +543,12 @@ class TwoLevelCollectives(PairwiseCollectives):
     @override
     def _gather_evenly(self, buffer: Tensor, bounds: range, tags: Tags) -> Steps:
         chunks = split(buffer, bounds)
-        yield self._exchange(
-            self._between, lambda _: [chunks[self.rank]], lambda peer: [chunks[peer]], "all_gather_bytes", next(tags)
-        )
-        yield self._exchange(
-            self._within,
-            lambda _: [chunks[rank] for rank in self._counterparts],
-            lambda mate: [chunks[rank] for rank in self._columns[mate]],
-            "all_gather_bytes",
-            next(tags),
-        )
+        own = dict.fromkeys(self._counterparts, (chunks[self.rank],))
+        of_counterparts = {rank: [chunks[rank]] for rank in self._counterparts}
+        yield self._exchange(self._between, own, of_counterparts, "all_gather_bytes", next(tags))
+        column = dict.fromkeys(self._columns, tuple(chunks[rank] for rank in self._counterparts))
+        of_mates = {mate: [chunks[rank] for rank in ranks] for mate, ranks in self._columns.items()}
+        yield self._exchange(self._within, column, of_mates, "all_gather_bytes", next(tags))
 
 
 def _like(own: Sequence[Tensor], others: Sequence[Tensor]) -> Sequence[Tensor]:

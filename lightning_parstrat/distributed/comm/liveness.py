@@ -191,28 +191,3 @@ def names_of(ranks: list[int]) -> str:
     # A rank that hangs may make thousands wait. One line must still be enough.
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-@contextmanager
-def missing_ranks_named(liveness: Liveness, what: str) -> Iterator[None]:
-    """Names the missing ranks if a collective within the context fails because of them.
-
-    All ranks must enter it for the same purpose. After an error they wait for each other for up to :data:`GRACE`.
-
-    Args:
-        liveness: Finds the missing ranks.
-        what: The action, for the message.
-
-    Raises:
-        MissingRanksError: If ranks are missing, instead of a ``RuntimeError``.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        missing = liveness.missing("fault") if is_of_a_collective(error) else []
-        if not missing:
-            raise
-        raise MissingRanksError(f"{what}: {names_of(missing)} did not take part. {REMEDY}") from error
-
-
-REMEDY = "Their output says why they ended or where they hang; checkpoints that were saved before are intact."

@@ -1,18 +1,10 @@
 """How many files a rank may have open: every connection to another rank is one."""
 
+import resource
 from contextlib import suppress
-
-try:
-    import resource
-except ImportError:  # pragma: no cover
-    # Only Unix has this module. On other systems, connections do not count as files.
-    resource = None  # type: ignore[assignment]
 
 _OF_THE_PROGRAM = 256
 """Libraries, data files, pipes of workers, checkpoints."""
-
-_GROUPS_OF_GLOO = {True: 5, False: 2}
-"""Lightning's own, gradients, parameters, control messages, checkpoints. On GPUs, only the last two use Gloo."""
 
 
 def files_needed(world_size: int, on_cpu: bool) -> int:
@@ -25,15 +17,14 @@ def files_needed(world_size: int, on_cpu: bool) -> int:
 
     Args:
         world_size: N.
-        on_cpu: Whether Gloo sends gradients and parameters, so that g is 5. With NCCL it is 2.
+        on_cpu: Whether Gloo sends gradients and parameters, so that g is 5: Lightning's own, gradients, parameters,
+            control messages and checkpoints. With NCCL, only the last two use Gloo.
     """
-    return _OF_THE_PROGRAM + world_size + _GROUPS_OF_GLOO[on_cpu] * world_size
+    return _OF_THE_PROGRAM + world_size + (5 if on_cpu else 2) * world_size
 
 
 def most_open_files() -> int | None:
     """The most files that this process may have open at its hard limit (``ulimit -Hn``). Without a limit, None."""
-    if resource is None:
-        return None
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if hard == resource.RLIM_INFINITY else hard
 
@@ -45,8 +36,6 @@ def allow_open_files(needed: int) -> None:
     hard one. Processes that this one starts inherit the limit. If the hard limit is too low as well,
     ``lightning-parstrat doctor`` reports it.
     """
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         # Some systems allow fewer than their limit. An error leaves the limit as it was.

@@ -35,17 +35,6 @@ class ProcessGroups(NamedTuple):
     control: dist.ProcessGroup
 
 
-class _KnownGroup(NamedTuple):
-    """A group made for one default group, by weak references.
-
-    torch holds both until they are destroyed. A longer reference would be harmful in a process forked from this one. It
-    would run a destructor that waits for threads which a fork does not copy.
-    """
-
-    world: "weakref.ref[dist.ProcessGroup]"
-    group: "weakref.ref[dist.ProcessGroup]"
-
-
 class _Purpose(NamedTuple):
     """The purpose of a group.
 
@@ -60,7 +49,14 @@ class _Purpose(NamedTuple):
     members: tuple[int, ...] | None = None
 
 
-_PROCESS_GROUPS: dict[_Purpose, _KnownGroup] = {}
+_PROCESS_GROUPS: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Purpose, weakref.ref[dist.ProcessGroup]]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""The groups made for each default group: one that was destroyed and made again has other connections.
+
+torch holds them until they are destroyed. A longer reference would be harmful in a process forked from this one. It
+would run a destructor that waits for threads which a fork does not copy.
+"""
 
 
 def process_groups(timeout: timedelta | None = None) -> ProcessGroups:
@@ -97,21 +93,21 @@ def subgroup(group: dist.ProcessGroup, members: Sequence[int]) -> dist.ProcessGr
         group: The group whose traffic it carries a part of.
         members: Ranks, this one included.
     """
-    purpose = next(purpose for purpose, known in _PROCESS_GROUPS.items() if known.group() is group)
+    purpose = next(purpose for purpose, known in _made_groups().items() if known() is group)
     return _process_group(purpose._replace(members=tuple(sorted(members))))
+
+
+def _made_groups() -> "dict[_Purpose, weakref.ref[dist.ProcessGroup]]":
+    world = dist.group.WORLD
+    return {} if world is None else _PROCESS_GROUPS.setdefault(world, {})
 
 
 def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.ProcessGroup:
     _let_worker_threads_finish_at_exit()
-    world = dist.group.WORLD
-    if world is None:
-        raise AssertionError("process groups were asked for without a default group")
-    known = _PROCESS_GROUPS.get(purpose)
-    # A default group that was destroyed and made again has other connections. Then all groups are made again.
-    if known is not None and known.world() is world:
-        existing = known.group()
-        if existing is not None:
-            return existing
+    made = _made_groups()
+    known = made[purpose]() if purpose in made else None
+    if known is not None:
+        return known
     with connections_on_demand(dist.get_world_size()):
         # A group of some ranks is made by these alone.
         group: dist.ProcessGroup = dist.new_group(
@@ -120,24 +116,8 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
             backend=backend,
             use_local_synchronization=purpose.members is not None,
         )
-    _PROCESS_GROUPS[purpose] = _KnownGroup(weakref.ref(world), weakref.ref(group))
+    made[purpose] = weakref.ref(group)
     return group
-
-
-def known_groups() -> dict[str, dist.ProcessGroup]:
-    """Torch's default group, and the existing groups for gradients, parameters and control messages.
-
-    Not collective. It makes no group. The group of checkpoints is left out: a thread may be using it.
-    """
-    world = dist.group.WORLD
-    if world is None:
-        return {}
-    found = {"default": world}
-    for purpose, known in list(_PROCESS_GROUPS.items()):
-        group = known.group()
-        if purpose.members is None and purpose.name != "checkpoint" and known.world() is world and group is not None:
-            found[purpose.name] = group
-    return found
 
 
 _CALLS: list[tuple[str, str]] = []
@@ -170,12 +150,18 @@ def launched_by_group() -> dict[str, int]:
     """How many collectives this process has launched by each group, as far as all ranks count the same. Any thread.
 
     Gloo counts messages between two ranks, too, and each rank has another number of those. The default group runs
-    users' collectives, and those of Lightning and DDP. Such messages are rare there.
+    users' collectives, and those of Lightning and DDP. Such messages are rare there. The group of checkpoints is left
+    out, as a thread may be using it.
     """
-    groups = known_groups()
-    counting = [name for name, group in groups.items() if name == "default" or group.name() != "gloo"]
+    made = [(purpose.name, known()) for purpose, known in list(_made_groups().items()) if purpose.members is None]
+    groups = {name: group for name, group in made if name != "checkpoint" and group is not None}
     launched = {name: small_reductions_of(group) for name, group in groups.items()}
-    return launched | {name: launched[name] + collectives_launched(groups[name]) for name in counting}
+    if dist.group.WORLD is not None:
+        groups["default"], launched["default"] = dist.group.WORLD, small_reductions_of(dist.group.WORLD)
+    for name, group in groups.items():
+        if name == "default" or group.name() != "gloo":
+            launched[name] += collectives_launched(group)
+    return launched
 
 
 def abort_nccl() -> bool:
@@ -214,22 +200,6 @@ def connections_on_demand(world_size: int) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_CONNECT_ON_DEMAND, None)
-
-
-def connect_for_sums(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connects this rank with those with which an all-reduce of the group exchanges. Collective: 8 bytes a rank.
-
-    Otherwise ranks of large groups would be connected within the first backward. A rank that waits there for one that
-    has ended since waits for five timeouts. If they are connected, the end of the connection is noticed at once.
-
-    Args:
-        group: The process group.
-        device: The device of the data that will be summed.
-    """
-    size = dist.get_world_size(group)
-    if size > 1:
-        # As many numbers as Gloo cuts a sum into, so that each rank sends one to its neighbour in the ring.
-        dist.all_reduce(torch.zeros(2 * size, device=device), group=group)
 
 
 _CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"

@@ -27,7 +27,7 @@ from lightning_parstrat.distributed.checkpoint.pieces import with_placeholders_f
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.checkpoint.writing import save_sharded
 from lightning_parstrat.distributed.comm.agreement import all_have_same, all_or_none, any_rank, any_rank_for_each
-from lightning_parstrat.distributed.comm.liveness import missing_ranks_named, names_of
+from lightning_parstrat.distributed.comm.liveness import names_of
 from lightning_parstrat.distributed.comm.process_groups import watching
 from lightning_parstrat.distributed.durable_files import recover, remove_atomically
 from lightning_parstrat.distributed.engine.state import check_shapes
@@ -113,7 +113,7 @@ class Checkpoints(Part):
             return {}
         if self._state.is_whole:
             return by_lightning()
-        with missing_ranks_named(self._ranks.liveness, "Gathering parameters"), watching(_SAVE, _SAVE_ON_ALL):
+        with watching(_SAVE, _SAVE_ON_ALL):
             self._ranks.wait_for_all()
             return self._state.of_module(self.are_sharded)
 
@@ -131,9 +131,8 @@ class Checkpoints(Part):
             return with_placeholders_for_state(state, optimizer, number) if self.are_sharded else state
         if self._absent:
             return {"state": {}, "param_groups": []}
-        what = "Gathering the optimizer's state"
-        with missing_ranks_named(self._ranks.liveness, what), watching(_SAVE, _SAVE_ON_ALL):
-            # First a barrier that names missing ranks. In a gather, a missing rank would only be a timeout.
+        with watching(_SAVE, _SAVE_ON_ALL):
+            # First a barrier. In a gather, a rank that comes later would be noticed by some ranks only.
             self._ranks.wait_for_all()
             return self._state.of_optimizer(optimizer, self.are_sharded)
 
@@ -150,7 +149,7 @@ class Checkpoints(Part):
 
         Raises:
             CheckpointNotSavedError: Another rank could not write.
-            MissingRanksError: Ranks did not take part. Earlier checkpoints are unchanged.
+            RuntimeError: Ranks did not take part. Earlier checkpoints are unchanged.
         """
         if self._absent:
             if self._can_save_alone:
@@ -167,8 +166,7 @@ class Checkpoints(Part):
             # Spawned processes have not started yet, or have ended. There are no ranks to wait for.
             by_lightning(self._state.with_own_storage(checkpoint), filepath, storage_options)
             return
-        what = f"Saving {filepath}"
-        with missing_ranks_named(self._ranks.liveness, what), watching(f"{_SAVE} of {filepath}", _SAVE_ON_ALL):
+        with watching(f"{_SAVE} of {filepath}", _SAVE_ON_ALL):
             self._ranks.wait_for_all()
             checkpoint = self._state.completed(checkpoint, gathers=not self.are_sharded)
             if self.are_sharded:
@@ -381,11 +379,10 @@ class Checkpoints(Part):
 
         Raises:
             CheckpointNotSavedError: The checkpoint could not be written.
-            MissingRanksError: Ranks have not written their part.
+            RuntimeError: Ranks have not written their part.
         """
         if self._pending.is_under_way:
-            what = "Saving a checkpoint while training went on"
-            with missing_ranks_named(self._ranks.liveness, what), watching("the end of a save"):
+            with watching("the end of a save"):
                 self._pending.finish(self._strategy.is_global_zero)
 
     def leaves_out_barrier(self, names: tuple[Any, ...]) -> bool:

@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,13 +20,7 @@ from lightning_parstrat.core.layout import BucketLayout, even_bounds
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Topology
 from lightning_parstrat.distributed.comm import backends
-from lightning_parstrat.distributed.comm.backends import (
-    GroupedNativeCollectives,
-    LocalCollectives,
-    NativeCollectives,
-    RingCollectives,
-    WideningCollectives,
-)
+from lightning_parstrat.distributed.comm.backends import LocalCollectives, NativeCollectives
 from lightning_parstrat.distributed.comm.collectives import (
     Collectives,
     PairwiseCollectives,
@@ -40,8 +33,6 @@ from tests.pool import RankPool
 
 CPU = torch.device("cpu")
 EXCHANGES = 12
-MANY = mock.patch.object(backends, "MOST_BY_PAIRS", 4)
-"""Within it, five ranks take the collectives of many."""
 
 
 class Carrier(NamedTuple):
@@ -51,13 +42,13 @@ class Carrier(NamedTuple):
         kind: The class.
         nodes: The node of every rank.
         choice: The ``shard_group``.
-        is_chosen: Whether CPU ranks get it by default, not GPUs.
+        widens: Whether gradients are sent in the dtype in which they are summed.
     """
 
     kind: type[Collectives]
     nodes: str
     choice: Any = "all"
-    is_chosen: bool = True
+    widens: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -69,7 +60,7 @@ class Carrier(NamedTuple):
 
     @property
     def is_native(self) -> bool:
-        return self.kind in (NativeCollectives, WideningCollectives, GroupedNativeCollectives)
+        return self.kind is NativeCollectives
 
     @property
     def sums_by_node(self) -> bool:
@@ -82,12 +73,10 @@ class Carrier(NamedTuple):
         return self.kind in (LocalCollectives, PairwiseCollectives) and self.groups.copies == 1
 
     def make(self, group: dist.ProcessGroup) -> Collectives:
-        if not self.is_chosen:
-            if self.kind is GroupedNativeCollectives:
-                return backends._grouped_native(group, CPU, self.topology, self.groups)
-            return self.kind(group)
-        with MANY if self.kind is RingCollectives else nullcontext():
-            chosen = backends.make_collectives(group, CPU, self.topology, self.groups)
+        if self.is_native:
+            # CPU ranks do not get them by default.
+            return NativeCollectives(group, self.groups, self.widens)
+        chosen = backends.make_collectives(group, CPU, self.topology, self.groups)
         assert type(chosen) is self.kind
         return chosen
 
@@ -101,16 +90,12 @@ CARRIERS = {
     "pairs of 4": Carrier(PairwiseCollectives, "aaaa"),
     "pairs on unequal nodes": Carrier(PairwiseCollectives, "aaaabb"),
     **{f"two levels {nodes}": Carrier(TwoLevelCollectives, nodes) for nodes in ("aabb", "abba", "aabbcc", "ababab")},
-    "Gloo's, of 5": Carrier(RingCollectives, "aaaaa"),
-    "Gloo's, of 6 on nodes": Carrier(RingCollectives, "aaabbb"),
+    "pairs of 5": Carrier(PairwiseCollectives, "aaaaa"),
     **{f"groups of {choice} {nodes}": Carrier(PairwiseCollectives, nodes, choice) for nodes, choice in GROUPED},
-    **{
-        f"native groups {choice} {nodes}": Carrier(GroupedNativeCollectives, nodes, choice, False)
-        for nodes, choice in GROUPED
-    },
-    "native of 2": Carrier(NativeCollectives, "aa", is_chosen=False),
-    "native of 3": Carrier(NativeCollectives, "aab", is_chosen=False),
-    "native, widening": Carrier(WideningCollectives, "aabb", is_chosen=False),
+    **{f"native groups {choice} {nodes}": Carrier(NativeCollectives, nodes, choice) for nodes, choice in GROUPED},
+    "native of 2": Carrier(NativeCollectives, "aa"),
+    "native of 3": Carrier(NativeCollectives, "aab"),
+    "native, widening": Carrier(NativeCollectives, "aabb", widens=True),
 }
 
 DTYPES = [
@@ -237,7 +222,7 @@ def traffic(carrier: Carrier, exchanges: Sequence[Exchange]) -> StepTraffic:
     """What this rank is to send for all exchanges, and what it is to count."""
     rank = dist.get_rank()
     narrow, wide = ([one.plan(getattr(one, name)) for one in exchanges] for name in ("narrow", "wide"))
-    leaving = wide if carrier.kind in (RingCollectives, WideningCollectives) else narrow
+    leaving = wide if carrier.widens else narrow
     return step_traffic(leaving, rank, narrow, wide, carrier.groups, carrier.is_native)
 
 
@@ -292,5 +277,5 @@ def test_gradients_in_16_bits_are_widened_if_rings_cross_nodes_of_several_gpus()
     for nodes, on_node, choice, widens in rows:
         topology = Topology(tuple(rank // on_node for rank in range(nodes * on_node)))
         groups = ShardGroups.chosen(choice, topology)
-        assert backends._native(groups, topology).widens is widens
-        assert backends._native(groups, None).widens is False
+        assert groups.rings_carry_more(topology) is widens
+        assert groups.rings_carry_more(None) is False

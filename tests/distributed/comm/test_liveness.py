@@ -15,7 +15,6 @@ from lightning_parstrat.distributed.comm.liveness import (
     begin_liveness,
     is_of_a_collective,
     met,
-    missing_ranks_named,
 )
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from tests.pool import RankPool
@@ -62,26 +61,6 @@ def called_several_times(name: str) -> list[list[int]]:
 
 def test_calls_of_different_occasions_are_not_mixed_up(pool: RankPool) -> None:
     assert pool.run(2, called_several_times, "several") == [[[], [], [], []]] * 2
-
-
-def failing(name: str, absent: int | None) -> str:
-    if dist.get_rank() == absent:
-        return "absent"
-    try:
-        with missing_ranks_named(Liveness(name), "Saving a.ckpt"):
-            raise RuntimeError("Connection closed by peer")
-    except MissingRanksError as error:
-        return f"{error} <- {error.__cause__}"
-    except RuntimeError as error:
-        return str(error)
-
-
-@pytest.mark.slow
-def test_an_error_names_who_is_missing(pool: RankPool) -> None:
-    assert pool.run(2, failing, "nobody", None) == ["Connection closed by peer"] * 2
-    found, _ = pool.run(2, failing, "one", 1)
-    assert found.startswith("Saving a.ckpt: rank 1 did not take part.")
-    assert found.endswith("<- Connection closed by peer")
 
 
 def test_errors_of_collectives_are_known() -> None:

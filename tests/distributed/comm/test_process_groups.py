@@ -19,7 +19,6 @@ from lightning_parstrat.distributed.comm.open_files import allow_open_files, fil
 from lightning_parstrat.distributed.comm.process_groups import (
     ProcessGroups,
     checkpoint_group,
-    connect_for_sums,
     connections_on_demand,
     process_groups,
     subgroup,
@@ -87,24 +86,6 @@ def test_the_environment_of_the_user_is_left(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
     with connections_on_demand(1024):
         assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
-
-
-def sockets_of_first_sum(connects: bool) -> int:
-    """How many more sockets this rank has after its first large sum; before it may be connected for sums."""
-    group = groups_connected_on_demand(63 + connects).gradients
-    if connects:
-        connect_for_sums(group, torch.device("cpu"))
-    before = sockets()
-    summed = torch.ones(100_000)
-    dist.all_reduce(summed, group=group)
-    assert summed.eq(dist.get_world_size()).all()
-    return sockets() - before
-
-
-def test_no_rank_waits_for_a_connection_in_its_first_sum(pool: RankPool) -> None:
-    assert pool.run(5, sockets_of_first_sum, True) == [0] * 5
-    # With its neighbours in a ring.
-    assert sum(pool.run(5, sockets_of_first_sum, False)) >= 5
 
 
 def sockets_of_first_step() -> int:

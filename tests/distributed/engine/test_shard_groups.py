@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm import backends
-from lightning_parstrat.distributed.comm.backends import GroupedNativeCollectives
+from lightning_parstrat.distributed.comm.backends import NativeCollectives
 from lightning_parstrat.distributed.comm.process_groups import process_groups
 from lightning_parstrat.distributed.engine import engine as engines
 from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
@@ -47,7 +47,7 @@ def train(optimizer: str, nodes: str, native: bool = False, **policy: Any) -> tu
     with instead:
         engine = make(optimizer, nodes, **policy)
     if native:
-        assert isinstance(engine.reducer.collectives, GroupedNativeCollectives)
+        assert isinstance(engine.reducer.collectives, NativeCollectives)
     for number in range(STEPS):
         take_step(engine, number)
     engine.gatherer.finish()
@@ -67,7 +67,7 @@ def native_everywhere() -> Any:
     def make_collectives(group: Any, device: torch.device, topology: Any = None, groups: Any = None) -> Any:
         if groups is None:
             return backends.make_collectives(group, device, topology)
-        return backends._grouped_native(group, device, topology, groups)
+        return NativeCollectives(group, groups, groups.rings_carry_more(topology))
 
     return mock.patch.object(engines, "make_collectives", make_collectives)
 
