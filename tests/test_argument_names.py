@@ -1,7 +1,6 @@
 """A wrong argument's name is met with the right one. (On a command line: see test_cli.py.)"""
 
 import copy
-import inspect
 import pickle
 import re
 from typing import Any
@@ -44,13 +43,3 @@ def test_a_strategy_is_copied_with_its_parts(ours: type[Any]) -> None:
     # As a launcher does that spawns processes.
     for copied in (copy.deepcopy(ours()), pickle.loads(pickle.dumps(ours()))):
         assert all(part._strategy is copied for part in copied._parts)
-
-
-def test_no_base_class_is_shown_or_made() -> None:
-    bases = {cls for ours in OURS for cls in ours.__mro__ if cls.__module__.startswith("lightning_parstrat.")} - {*OURS}
-    assert len(bases) == 2
-    for base in bases:
-        # A command line's help lists what can be made.
-        assert inspect.isabstract(base)
-    for ours in OURS:
-        assert ours.__name__ in repr(ours()) and "Wrapperless" not in repr(ours())

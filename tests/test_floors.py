@@ -3,7 +3,7 @@
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,39 +129,6 @@ def _reason_from_room(file: str, imported: Import, package: str) -> str | None:
     return None if target[1] in allowed else f"{room} may import {allowed} of {floor}"
 
 
-def circles(package: Path) -> list[str]:
-    """Modules that import each other in a circle, those within functions and for type checkers included."""
-    files = {_module_of(path, package): path for path in package.rglob("*.py")}
-    edges = {
-        module: {target for one in imports_of(path, package) if (target := _known(one.module, files)) is not None}
-        for module, path in files.items()
-    }
-    found: list[str] = []
-    done: set[str] = set()
-
-    def visit(module: str, way: list[str]) -> None:
-        if module in way:
-            found.append(" -> ".join([*way[way.index(module) :], module]))
-        elif module not in done:
-            for target in sorted(edges[module] - {module}):
-                visit(target, [*way, module])
-            done.add(module)
-
-    for module in sorted(edges):
-        visit(module, [])
-    return found
-
-
-def _module_of(path: Path, package: Path) -> str:
-    parts = (package.name, *path.relative_to(package).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _known(imported: str, files: Mapping[str, Path]) -> str | None:
-    """The module of the package that an import is of: itself, or what it is a name in."""
-    return next((name for name in (imported, imported.rpartition(".")[0]) if name in files), None)
-
-
 def _reason_from_root(imported: Import) -> str | None:
     """The package's own files are imported with torch: what they need at once has to be light."""
     top, _, rest = imported.module.partition(".")
@@ -173,22 +140,10 @@ def test_no_import_points_up() -> None:
     assert breaches(ROOT) == []
 
 
-def test_no_imports_go_in_a_circle() -> None:
-    assert circles(ROOT) == []
-
-
 def test_every_room_is_there_and_has_a_place_in_the_plan() -> None:
     for floor, rooms in ROOMS.items():
         assert {path.parent.name for path in ROOT.glob(f"{floor}/*/__init__.py")} == set(rooms)
         assert all((ROOT / floor / f"{file}.py").exists() for file in COMMON[floor])
-
-
-def test_a_circle_is_found(tmp_path: Path) -> None:
-    deferred = {"core/a.py": "if TYPE_CHECKING:\n    from .b import B", "core/b.py": "def f():\n    from .a import A"}
-    for number, files in enumerate(({"core/a.py": "from . import b", "core/b.py": "from .a import x"}, deferred)):
-        (found,) = circles(write_package(tmp_path / str(number), files))
-        assert "core.a -> lightning_parstrat.core.b" in found
-    assert circles(write_package(tmp_path, {"core/a.py": "from .b import x", "core/b.py": "import math"})) == []
 
 
 BREACHES = [

@@ -90,27 +90,6 @@ def test_strategies_import_in_a_form_that_can_be_renamed() -> None:
     assert len(lightnings_imports(ast.parse(breach))) == 3
 
 
-def test_names_of_modules_are_renamed_and_no_others() -> None:
-    names = {
-        "lightning.pytorch": "pytorch_lightning",
-        "lightning.pytorch.strategies.ddp": "pytorch_lightning.strategies.ddp",
-        "lightning.fabric.plugins": "lightning_fabric.plugins",
-        "lightning_parstrat.strategies.zero1": "lightning_parstrat.pytorch_lightning.strategies.zero1",
-    }
-    same = ("lightning_parstrat.distributed.engine", "lightning.pytorch_tools", "lightning", "pytorch")
-    assert {name: other_package.renamed(name) for name in (*names, *same)} == names | {name: name for name in same}
-
-
-def test_the_second_package_lists_and_gives_its_public_names() -> None:
-    assert {"GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy"} <= set(dir(other_package))
-    assert issubclass(other_package.ZeRO1Strategy, pytorch_lightning.strategies.DDPStrategy)
-    assert issubclass(other_package.GradNormMonitor, pytorch_lightning.Callback)
-    with pytest.raises(AttributeError, match="has no attribute 'Zero1Strategy'"):
-        other_package.Zero1Strategy  # noqa: B018
-    with pytest.raises(ModuleNotFoundError):
-        __import__("lightning_parstrat.pytorch_lightning.strategies.zero2")
-
-
 # Training.
 
 TRAINING = """

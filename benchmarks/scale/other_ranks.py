@@ -5,6 +5,7 @@ Each writes a file of its own, which a load has to find, and tells rank 0 as muc
 
 import io
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 
 from benchmarks.scale.recorder import Recorder, not_counting_calls
-from lightning_parstrat.distributed.checkpoint.dcp import LayoutPlanner, LayoutWriter
+from lightning_parstrat.distributed.checkpoint.dcp import PiecesPlanner, PiecesWriter
 from lightning_parstrat.distributed.checkpoint.folder import states_of
-from lightning_parstrat.distributed.checkpoint.layout import Piece
+from lightning_parstrat.distributed.checkpoint.pieces import Piece
 from lightning_parstrat.distributed.checkpoint.writing import Outline
 
 _SENT_BY_RANK_0: dict[int, Outline] = {}
@@ -78,18 +79,22 @@ class OtherRanks:
         scatter_object_output_list[0] = own
 
     def write_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``LayoutWriter.write_data`` that has the others write theirs, where rank 0 is played."""
+        """``PiecesWriter.write_data`` that has the others write theirs, where rank 0 is played."""
 
         def write(writer: Any, plan: SavePlan, planner: Any) -> Any:
             done = original(writer, plan, planner)
             with not_counting_calls():
+                every: dict[int, list[Piece]] = defaultdict(list)
+                if dist.get_rank() == 0:
+                    writer._pieces = list(writer._pieces)
+                    for piece in writer._pieces:
+                        every[piece.rank].append(piece)
                 for rank in range(1, dist.get_world_size()) if dist.get_rank() == 0 else ():
-                    pieces = writer._layout.of_rank(rank)
-                    of_rank = LayoutPlanner(pieces)
+                    of_rank = PiecesPlanner(every[rank])
                     own = io.BytesIO(planner.resolve_data(plan.items[1]).getvalue())
-                    held = {states_of(rank): own, **{piece.tensor.name: _zeros_of(piece) for piece in pieces}}
-                    of_rank.set_up_planner({"held": held})
-                    theirs = LayoutWriter(writer._temporary, writer._final, writer._layout, pieces)
+                    zeros = {piece.tensor.source.name: _zeros_of(piece) for piece in every[rank]}
+                    of_rank.set_up_planner({"held": {states_of(rank): own, **zeros}})
+                    theirs = PiecesWriter(writer._temporary, writer._final, (), ())
                     planned = of_rank.finish_plan(_PLANS_OF_RANK_0[dist.get_world_size()][rank])
                     self._written[rank] = original(theirs, planned, of_rank).value()
             return done

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,19 +21,17 @@ from benchmarks.scale.played_group import PlayedGroup, PlayedStore
 from benchmarks.scale.recorder import Recorder
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Node, Topology
-from lightning_parstrat.distributed.checkpoint.dcp import LayoutWriter
+from lightning_parstrat.distributed.checkpoint.dcp import PiecesWriter
 from lightning_parstrat.distributed.comm import agreement, backends, process_groups
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.comm.work import Exchange, ExchangeThreads, Streams
 
-Plane = Literal["gloo", "nccl"]
-
 
 @contextmanager
-def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_node: int = 8) -> Iterator[OtherRanks]:
+def playing(recorder: Recorder, rank: int, size: int, ranks_per_node: int = 8) -> Iterator[OtherRanks]:
     """Within it, this process is in a default process group of ``size`` ranks, and everything is counted.
 
-    The plane says what carries gradients and parameters: exchanges between CPUs, or what NCCL is asked for.
+    Gradients and parameters are carried by what NCCL is asked for.
     """
     others = OtherRanks(recorder)
 
@@ -47,18 +45,17 @@ def playing(recorder: Recorder, rank: int, size: int, plane: Plane, ranks_per_no
         mock.patch.object(time, "perf_counter", lambda: recorder.seconds),
         mock.patch.object(ExchangeThreads, "see_through", _at_once),
         *_everywhere(agreement.gather_object, others.gather_object),
-        mock.patch.object(LayoutWriter, "write_data", others.write_data(LayoutWriter.write_data)),
+        mock.patch.object(PiecesWriter, "write_data", others.write_data(PiecesWriter.write_data)),
         mock.patch.object(dist, "gather_object", others.gather),
         mock.patch.object(dist, "scatter_object_list", others.scatter),
         *_naming_groups(recorder),
+        *_everywhere(backends.make_collectives, _native(recorder, backends.make_collectives)),
+        mock.patch.object(backends, "streams_of", lambda _: Streams()),
     ]
     for name in ("reduce_scatter", "all_gather"):
         replaced.append(mock.patch.object(Collectives, name, _as_one(recorder, getattr(Collectives, name))))
     broadcast = others.broadcast(dist.broadcast_object_list)
     replaced += [mock.patch.object(module, "broadcast_object_list", broadcast) for module in (dist, distributed_c10d)]
-    if plane == "nccl":
-        replaced += _everywhere(backends.make_collectives, _native(recorder, backends.make_collectives))
-        replaced.append(mock.patch.object(backends, "streams_of", lambda _: Streams()))
     with ExitStack() as stack:
         for one in replaced:
             stack.enter_context(one)

@@ -1,7 +1,7 @@
 """One process plays one rank of up to 1,024 through a training, and counts what that costs.
 
     python -m benchmarks.scale.run --output benchmarks/results/scale_counts.json       # make scale
-    python -m benchmarks.scale.run --sizes 64 1024 --planes nccl --saves none --no-calls
+    python -m benchmarks.scale.run --sizes 64 1024 --saves none --no-calls
 
 The Trainer, the strategy and everything below are the real ones; process groups are those of ``played_group.py``, which
 send nothing. Writes the counters of every phase as JSON, and prints the tables of the page on scale. Nothing is timed.
@@ -20,7 +20,6 @@ from typing import Any, get_args
 
 from benchmarks.machine import write_result
 from benchmarks.scale.estimate import table as estimates
-from benchmarks.scale.playing import Plane
 from benchmarks.scale.recorder import Recorder
 from benchmarks.scale.training import Save, play
 from lightning_parstrat.core.layout import Partition
@@ -47,14 +46,14 @@ def growth(by_size: Mapping[int, int]) -> float:
 
 
 def rows(played: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, dict[int, int]]]:
-    """What each phase of ``zero1_custom`` costs rank 0: saves and loads over NCCL, as that makes no difference."""
-    phases = [(f"{phase}, {plane.upper()}", plane, phase, None) for phase in _PHASES for plane in get_args(Plane)]
-    phases += [(f"{of} save", "nccl", f"{of} save", of) for of in get_args(Save)]
-    for title, plane, phase, save in phases + [(f"load, {of}", "nccl", "load", of) for of in get_args(Save)]:
+    """What each phase of ``zero1_custom`` costs rank 0."""
+    phases: list[tuple[str, str, str | None]] = [(phase, phase, None) for phase in _PHASES]
+    phases += [(f"{of} save", f"{of} save", of) for of in get_args(Save)]
+    for title, phase, save in phases + [(f"load, {of}", "load", of) for of in get_args(Save)]:
         found = {
             one["size"]: one["counters"][phase]
             for one in played
-            if (one["rank"], one["plane"]) == (0, plane) and save in (None, one["save"]) and phase in one["counters"]
+            if one["rank"] == 0 and save in (None, one["save"]) and phase in one["counters"]
         }
         for name, counter in SHOWN.items() if found else ():
             yield f"{title}: {name}", {size: found[size][counter] for size in found}
@@ -75,7 +74,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[0], help="which are played; 0 first")
-    parser.add_argument("--planes", choices=get_args(Plane), nargs="+", default=get_args(Plane))
     parser.add_argument("--saves", choices=("none", *get_args(Save)), nargs="+", default=get_args(Save))
     parser.add_argument("--shard-group", type=int, help="how many ranks share a copy; by default all")
     parser.add_argument("--partition", choices=get_args(Partition), help="of zero1_custom")
@@ -94,13 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     of_strategy = {name: value for name, value in given.items() if value is not None}
     played = []
     # In a save, what other ranks hear from rank 0 is known when that has been played.
-    for plane, save, rank, size in itertools.product(asked.planes, asked.saves, asked.ranks, asked.sizes):
+    for save, rank, size in itertools.product(asked.saves, asked.ranks, asked.sizes):
         if rank < size:
             recorder = Recorder()
             with nullcontext() if asked.no_calls else recorder.counting_calls():
-                play(of_strategy, None if save == "none" else save, recorder, rank, size, plane)
+                play(of_strategy, None if save == "none" else save, recorder, rank, size)
             counters = {phase: counted.as_dict() for phase, counted in recorder.counters.items() if phase != "end"}
-            played.append({"plane": plane, "save": save, "size": size, "rank": rank, "counters": counters})
+            played.append({"save": save, "size": size, "rank": rank, "counters": counters})
     table = list(rows(played))
     if asked.output is not None:
         write_result({"asked": json.loads(json.dumps(vars(asked), default=str)), "played": played}, asked.output)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.quiet import QUIET
 from benchmarks.ranks import rank_environment
-from benchmarks.scale.playing import Plane, playing
+from benchmarks.scale.playing import playing
 from benchmarks.scale.recorder import Phase, Recorder
 from lightning_parstrat import ZeRO1Strategy
 
@@ -82,16 +82,14 @@ class _Phases(Callback):
                 trainer.save_checkpoint(self.path)
 
 
-def play(
-    arguments: Mapping[str, Any], save: Save | None, recorder: Recorder, rank: int, size: int, plane: Plane
-) -> None:
+def play(arguments: Mapping[str, Any], save: Save | None, recorder: Recorder, rank: int, size: int) -> None:
     """Plays that rank of as many, with those arguments of the strategy; rank 0 goes on from what it saves."""
     arguments = {"bucket_cap_mb": CAP_MB, "checkpoint_format": save or "full", **arguments}
     per_node = min(size, RANKS_PER_NODE)
     environment = rank_environment(rank // per_node, rank % per_node, size // per_node, per_node, "127.0.0.1", 0)
     with (
         mock.patch.dict(os.environ, environment),
-        playing(recorder, rank, size, plane, per_node) as others,
+        playing(recorder, rank, size, per_node) as others,
         tempfile.TemporaryDirectory() as folder,
     ):
         path = Path(folder) / "saved.ckpt"

@@ -101,7 +101,7 @@ def _mid_removal(kills: KillsAt) -> None:
 
 def _between_ranks(kills: KillsAt) -> None:
     """When the others have sent or written their parts."""
-    for module, name in ((state, "_send"), (dcp.LayoutWriter, "write_data"), (checkpoints, "gather_object")):
+    for module, name in ((state, "_send"), (dcp.PiecesWriter, "write_data"), (checkpoints, "gather_object")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

@@ -114,7 +114,7 @@ class SaysWhereItIs(Callback):
             (trainer.strategy, "load_checkpoint", "load"),
             (trainer.strategy, "save_checkpoint", "save"),
             # The thread of an asynchronous save goes on where `save_checkpoint` has returned.
-            (dcp.LayoutWriter, "write_data", "save"),
+            (dcp.PiecesWriter, "write_data", "save"),
         ):
             setattr(owner, name, _announced(getattr(owner, name), what))
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,14 @@ from torch.utils.serialization import config
 from typing_extensions import override
 
 from lightning_parstrat.distributed.checkpoint.folder import file_of
-from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, Run
+from lightning_parstrat.distributed.checkpoint.pieces import Piece, Run, SavedTensor
 from lightning_parstrat.distributed.durable_files import put_in_place, sync, with_errors_of_the_disk
 
 Held = Mapping[str, Tensor | io.BytesIO] | Exception
 """The content that a rank writes, by name, or the error that kept the rank from making it."""
 
 
-class LayoutPlanner(SavePlanner):
+class PiecesPlanner(SavePlanner):
     """Makes each rank write its pieces. No rank needs a message about them. The saved dictionary is ``{"held": Held}``.
 
     Args:
@@ -87,19 +87,19 @@ class LayoutPlanner(SavePlanner):
         return self._held[write_item.index.fqn]
 
 
-class LayoutWriter(FileSystemWriter):
-    """torch's writer, but ranks send rank 0 no record of each piece, and rank 0 sends none back.
+class PiecesWriter(FileSystemWriter):
+    """torch's writer, but ranks send rank 0 only the places of their pieces, and rank 0 sends none back.
 
     Args:
         temporary: The folder that is written.
         path: The folder's name when it is complete.
-        layout: Which rank writes which pieces.
-        pieces: This rank's pieces.
+        tensors: All tensors.
+        pieces: The pieces of all ranks, or of this rank at least. Rank 0 needs those of all.
     """
 
-    def __init__(self, temporary: Path, path: Path, layout: CheckpointLayout, pieces: Sequence[Piece]) -> None:
+    def __init__(self, temporary: Path, path: Path, tensors: Sequence[SavedTensor], pieces: Iterable[Piece]) -> None:
         super().__init__(temporary)
-        self._temporary, self._final, self._layout, self._pieces = temporary, path, layout, pieces
+        self._temporary, self._final, self._tensors, self._pieces = temporary, path, tensors, pieces
 
     @override
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -108,32 +108,35 @@ class LayoutWriter(FileSystemWriter):
 
     @override
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's file. Rank 0 gets only the length of the part before the pieces."""
+        """Writes this rank's file. Rank 0 gets the offset and the length of each piece, in the order of the plan."""
         # No code reads checksums of elements, and they take as long as writing.
         with with_errors_of_the_disk(), config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
             written = super().write_data(plan, planner).value()
-        lengths = [one.size_in_bytes for one in written if one.index.offset is not None]
-        if lengths != [piece.saved_bytes for piece in self._pieces]:
-            raise RuntimeError("torch has written pieces of other lengths than expected: use checkpoint_format='full'.")
+        places = {one.index: one.storage_data for one in written}
+        of_pieces = [places[one.index] for one in plan.items if one.tensor_data is not None]
+        flat = [number for place in of_pieces for number in (place.offset, place.length)]
         future: Future[list[WriteResult]] = Future()
-        future.set_result([one for one in written if one.index.offset is None])
+        future.set_result(
+            [*(one for one in written if one.index.offset is None), WriteResult(MetadataIndex(""), len(flat), flat)]
+        )
         return future
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes the index of what all ranks have written, and gives the folder its name. On rank 0 alone."""
+        places = [iter(own.pop().storage_data) for own in results]
         known: dict[str, Any] = {one.index.fqn: BytesStorageMetadata() for own in results for one in own}
         known |= {
-            one.name: TensorStorageMetadata(_properties(one.dtype), torch.Size([one.numel]), [])
-            for one in self._layout.tensors
+            one.source.name: TensorStorageMetadata(_properties(one.dtype), torch.Size([one.numel]), [])
+            for one in self._tensors
         }
-        begins = [sum(one.size_in_bytes for one in own) for own in results]
         # In torch's form for a place, taken from an entry that rank 0 has written beside its pieces.
         records, some = [], results[0][0].storage_data
-        for rank, piece, position in self._layout.placed(begins):
-            known[piece.tensor.name].chunks.append(_chunk(piece))
-            place = dataclasses.replace(some, relative_path=file_of(rank), offset=position, length=piece.saved_bytes)
-            records.append(WriteResult(MetadataIndex(piece.tensor.name, [piece.start]), piece.saved_bytes, place))
+        for piece in self._pieces:
+            name, (offset, length) = piece.tensor.source.name, (next(places[piece.rank]), next(places[piece.rank]))
+            known[name].chunks.append(_chunk(piece))
+            place = dataclasses.replace(some, relative_path=file_of(piece.rank), offset=offset, length=length)
+            records.append(WriteResult(MetadataIndex(name, [piece.start]), length, place))
         self._check_all_there(len(results))
         super().finish(Metadata(known), [*results, records])
         # Before the rename: after a crash, a folder with its final name must hold all of its files.
@@ -189,9 +192,9 @@ class RunsPlanner(DefaultLoadPlanner):
 
 
 def _item(piece: Piece) -> WriteItem:
-    size = torch.Size([piece.tensor.numel])
+    size, index = torch.Size([piece.tensor.numel]), MetadataIndex(piece.tensor.source.name, [piece.start])
     data = TensorWriteData(_chunk(piece), _properties(piece.tensor.dtype), size)
-    return WriteItem(MetadataIndex(piece.tensor.name, [piece.start]), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:

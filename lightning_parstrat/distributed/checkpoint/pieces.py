@@ -5,7 +5,8 @@ on the meta device replaces the tensor. It has shape, strides and dtype but no e
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.cuts import Cut
+from lightning_parstrat.core.layout import parts_of
 from lightning_parstrat.core.tensor_trees import in_storage_order, replace_leaves
-from lightning_parstrat.distributed.checkpoint.layout import CheckpointLayout, Piece, SavedTensor, split_bounds
 from lightning_parstrat.distributed.engine.state import grouped_parameters
-
-_BYTES_WORTH_SPLITTING = 2**22
 
 
 class TensorSource(NamedTuple):
@@ -56,13 +55,46 @@ def source_of(tensor: Tensor) -> TensorSource | None:
     return None if source is None else TensorSource(*source)
 
 
+class SavedTensor(NamedTuple):
+    """A tensor of a checkpoint, 1-D in storage order.
+
+    Attributes:
+        source: Its identity.
+        dtype: The dtype of its elements.
+        numel: The number of elements.
+        offset: The position of its first element in what is cut.
+        bounds: Part i of what is cut has the elements ``[bounds[i], bounds[i + 1])``.
+    """
+
+    source: TensorSource
+    dtype: torch.dtype
+    numel: int
+    offset: int
+    bounds: Sequence[int]
+
+
+class Piece(NamedTuple):
+    """The elements of a tensor that one rank writes: ``numel`` of them, from ``start`` on."""
+
+    tensor: SavedTensor
+    rank: int
+    start: int
+    numel: int
+
+
+class Run(NamedTuple):
+    """A run of a tensor's elements in storage order, and the memory to read it into: 1-D, on the host."""
+
+    target: Tensor
+    start: int
+
+
 class CheckpointPieces:
     """Which pieces of the tensors of a training each rank writes, and this rank's.
 
     Sharded tensors are written by their owners. If groups of ranks hold a copy each, ranks with the same shard write
     equal parts of it. So all nodes write, and each element is there once. Replicated tensors are parameters that no
-    optimizer shards, and state that every rank keeps. Large ones are split evenly, and each other one is written by one
-    rank.
+    optimizer shards, and state that every rank keeps. Each is written by one rank.
 
     Args:
         parameters: Parameters by name, for sources without an optimizer. The names are the same on all ranks.
@@ -105,26 +137,37 @@ class CheckpointPieces:
 
         return replace_leaves(tree, replacement)
 
-    def layout(self, sources: Mapping[TensorSource, torch.dtype]) -> CheckpointLayout:
-        """Which rank writes which part of these tensors. Only their cuts decide."""
-        bounds: dict[Any, Sequence[int]] = {}
+    def tensors(self, sources: Mapping[TensorSource, torch.dtype]) -> list[SavedTensor]:
+        """How these tensors are divided among the ranks. Only their cuts decide."""
+        bounds: dict[Hashable, Sequence[int]] = {}
         tensors = []
         for source, dtype in sources.items():
             parameter, cut = self._find(source)
             if cut is None:
-                numel, offset = self._whole(source, parameter).numel(), 0
-                shares: Sequence[int] = self._shares(source, numel, numel * dtype.itemsize)
-            else:
-                numel, offset = cut.numel, cut.offset
-                if cut.key not in bounds:
-                    bounds[cut.key] = split_bounds(cut.bounds, self._copies)
-                shares = bounds[cut.key]
-            tensors.append(SavedTensor(source.name, dtype, numel, offset, shares))
-        return CheckpointLayout(tensors, self._writers)
+                numel, ranks = self._whole(source, parameter).numel(), len(self._writers)
+                # A checksum spreads tensors over the ranks.
+                own = zlib.crc32(source.name.encode()) % ranks
+                shares = range(-own * numel, (ranks - own) * numel + 1, max(numel, 1))
+                tensors.append(SavedTensor(source, dtype, numel, 0, shares))
+                continue
+            if cut.key not in bounds:
+                bounds[cut.key] = split_bounds(cut.bounds, self._copies)
+            tensors.append(SavedTensor(source, dtype, cut.numel, cut.offset, bounds[cut.key]))
+        return tensors
 
-    def part(self, source: TensorSource, piece: Piece) -> Tensor:
+    def of_rank(self, tensors: Sequence[SavedTensor], rank: int | None = None) -> Iterator[Piece]:
+        """The pieces that a rank writes, in their order. None for those of all ranks."""
+        part = None if rank is None else self._writers.index(rank)
+        for tensor in tensors:
+            start, stop = tensor.offset, tensor.offset + tensor.numel
+            if part is not None:
+                start, stop = max(start, tensor.bounds[part]), min(stop, tensor.bounds[part + 1])
+            for one in parts_of(tensor.bounds, start, stop):
+                yield Piece(tensor, self._writers[one.shard], one.start - tensor.offset, one.numel)
+
+    def part(self, piece: Piece) -> Tensor:
         """The elements of a tensor that this rank writes: 1-D, in storage order, a view if possible."""
-        elements = slice(piece.start, piece.start + piece.numel)
+        source, elements = piece.tensor.source, slice(piece.start, piece.start + piece.numel)
         parameter, cut = self._find(source)
         if cut is None:
             return in_storage_order(self._whole(source, parameter))[elements]
@@ -133,16 +176,6 @@ class CheckpointPieces:
         state = cut.of_state(self._optimizers[source.optimizer], source.entry, elements)
         # As before a first step: other ranks may keep an entry that this one does not.
         return torch.zeros((), dtype=piece.tensor.dtype).expand(piece.numel) if state is None else state
-
-    def _shares(self, source: TensorSource, numel: int, nbytes: int) -> range:
-        """How a tensor that all ranks have is distributed among them for writing."""
-        number = len(self._writers)
-        if nbytes >= _BYTES_WORTH_SPLITTING:
-            length = -(-numel // number)
-            return range(0, length * number + 1, length)
-        # Each piece costs an entry in the index and a read. A checksum spreads small tensors over the ranks.
-        own = zlib.crc32(source.name.encode()) % number
-        return range(-own * numel, (number - own) * numel + 1, max(numel, 1))
 
     def _find(self, source: TensorSource) -> tuple[Tensor, Cut | None]:
         if source.optimizer is None:
@@ -156,6 +189,15 @@ class CheckpointPieces:
             return parameter.detach()
         value: Tensor = self._optimizers[source.optimizer].state[parameter][source.entry]
         return value.detach()
+
+
+def split_bounds(bounds: Sequence[int], copies: int) -> Sequence[int]:
+    """The bounds of parts, of which ``copies`` make a shard: one for each rank that holds a copy of it."""
+    if copies == 1:
+        return bounds
+    starts = [(start, stop) for start, stop in pairwise(bounds) for _ in range(copies)]
+    parts = [start + (stop - start) * (number % copies) // copies for number, (start, stop) in enumerate(starts)]
+    return [*parts, bounds[-1]]
 
 
 def with_placeholders_for_state(state_dict: dict[str, Any], optimizer: Optimizer, position: int) -> dict[str, Any]:

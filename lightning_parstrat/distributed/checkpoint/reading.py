@@ -21,8 +21,7 @@ from lightning_parstrat.distributed.checkpoint.folder import (
     CheckpointDamagedError,
     states_of,
 )
-from lightning_parstrat.distributed.checkpoint.layout import Run
-from lightning_parstrat.distributed.checkpoint.pieces import source_of
+from lightning_parstrat.distributed.checkpoint.pieces import Run, source_of
 from lightning_parstrat.distributed.durable_files import recover
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS, OwnPart, StateDict, grouped_parameters
 
@@ -54,6 +53,7 @@ class ShardedCheckpoint:
         recover(folder)
         self.folder = folder
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._rank, self._ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._weights_only = weights_only
         self._reader = FileSystemReader(folder)
         self._metadata = self._checked_index()
@@ -176,16 +176,15 @@ class ShardedCheckpoint:
             return
         # By size, and in turns: each rank reads about as much.
         names = sorted((name for name in runs if tensors[name].numel()), key=lambda name: -tensors[name].nbytes)
-        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
         failure: CheckpointDamagedError | None = None
         try:
-            self.read({name: runs[name] for name in names[rank::ranks]})
+            self.read({name: runs[name] for name in names[self._rank :: self._ranks]})
         except CheckpointDamagedError as error:
             # The others wait for the elements, so send them even after an error.
             failure = error
         for number, name in enumerate(names):
             # As bytes: Gloo does not send every dtype.
-            dist.broadcast(runs[name].target.view(torch.uint8), group=self._group, group_src=number % ranks)
+            dist.broadcast(runs[name].target.view(torch.uint8), group=self._group, group_src=number % self._ranks)
         if failure is not None:
             raise failure
 
@@ -210,8 +209,8 @@ class ShardedCheckpoint:
         sizes: dict[str, int] = {}
         for place in self._reader.storage_data.values():
             sizes[place.relative_path] = max(place.offset + place.length, sizes.get(place.relative_path, 0))
-        rank, size = (0, 1) if self._group is None else (dist.get_rank(self._group), dist.get_world_size(self._group))
-        self._refuse([name for name in sorted(sizes)[rank::size] if _size(self.folder / name) < sizes[name]])
+        there = {name: self.folder / name for name in sorted(sizes)[self._rank :: self._ranks]}
+        self._refuse([n for n, path in there.items() if not path.exists() or path.stat().st_size < sizes[n]])
 
     def _identity(self) -> tuple[int, int] | None:
         try:
@@ -234,7 +233,3 @@ class ShardedCheckpoint:
                 f" {'is' if len(names) == 1 else 'are'} missing or shorter than when written. Each rank writes a file"
                 f" `__<rank>_0.distcp`. {_REMEDY}"
             )
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else -1

@@ -44,7 +44,7 @@ def save_sharded(
 ) -> Callable[[], None] | None:
     """Writes a checkpoint, each rank its part. Collective.
 
-    Rank 0 sends the others the list of tensors (about 100 bytes each). From the layout, all ranks know which rank
+    Rank 0 sends the others the list of tensors (about 100 bytes each). From the cuts, all ranks know which rank
     writes which part. When each rank has written and synced its own file, rank 0 writes the index and gives the folder
     its name.
 
@@ -66,30 +66,31 @@ def save_sharded(
     # Here, as it takes long to import.
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    from lightning_parstrat.distributed.checkpoint.dcp import LayoutPlanner, LayoutWriter
+    from lightning_parstrat.distributed.checkpoint.dcp import PiecesPlanner, PiecesWriter
 
     skeleton = io.BytesIO()
     outline = from_first_rank(
         lambda: _prepare(checkpoint, path, skeleton), group, lambda said: _not_saved(path, f"rank 0: {said}")
     )
-    layout, rank = pieces.layout(outline.sources), dist.get_rank(group)
-    mine = layout.of_rank(rank)
-    sources = {source.name: source for source in outline.sources}
+    rank, tensors = dist.get_rank(group), pieces.tensors(outline.sources)
+    own_pieces = list(pieces.of_rank(tensors, rank))
     held: dict[str, Tensor | io.BytesIO] | Exception
     try:
         held = {SKELETON: skeleton} if rank == 0 else {}
-        held[states_of(rank)] = _pickled(own)
-        for piece in mine:
+        held[states_of(rank)] = resumes = io.BytesIO()
+        torch.save(own, resumes)
+        for piece in own_pieces:
             # Not as a part of a larger storage: torch would copy the part, and keep the copy until all is written.
-            part = with_narrow_storage(pieces.part(sources[piece.tensor.name], piece).to(piece.tensor.dtype))
-            held[piece.tensor.name] = torch.empty_like(part, device="cpu").copy_(part) if asynchronous else part
+            part = with_narrow_storage(pieces.part(piece).to(piece.tensor.dtype))
+            copied = torch.empty_like(part, device="cpu").copy_(part) if asynchronous else part
+            held[piece.tensor.source.name] = copied
     except Exception as error:
         # The other ranks get the error when torch collects plans.
         held = error
     temporary = Path(outline.temporary)
     arguments: dict[str, Any] = {
-        "storage_writer": LayoutWriter(temporary, path, layout, mine),
-        "planner": LayoutPlanner(mine),
+        "storage_writer": PiecesWriter(temporary, path, tensors, pieces.of_rank(tensors)),
+        "planner": PiecesPlanner(own_pieces),
         "process_group": group,
     }
     if asynchronous:
@@ -138,9 +139,3 @@ def _prepare(checkpoint: Any, path: Path, skeleton: io.BytesIO) -> Outline:
     # continue, and change the checkpoint's objects, before the file is written.
     torch.save(checkpoint, skeleton)
     return Outline(str(temporary_name(path.parent)), sources)
-
-
-def _pickled(value: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file
