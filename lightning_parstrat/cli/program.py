@@ -1,11 +1,10 @@
 """The nodes, devices and folder that a training program's own command line asks a cluster for.
 
 A program that uses LightningCLI has them in its arguments and in YAML files. Both are read without running the program.
-Of any other program, only the arguments are known.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import yaml
 from lightning_parstrat.cli.errors import UsageError
 
 _SUBCOMMANDS = ("fit", "validate", "test", "predict")
-_SECTIONS = ("trainer", "model", "data", *_SUBCOMMANDS)
 _ARGUMENTS = ("num_nodes", "devices", "default_root_dir")
 
 
@@ -44,11 +42,9 @@ class Program(NamedTuple):
     def count(self, name: str) -> int | None:
         """A number of nodes or devices. None if it is not given as a number."""
         value = self.settings[name].value if name in self.settings else None
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, list):
             return len(value)
-        if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
-            return None
-        return int(value)
+        return int(value) if re.fullmatch(r"\d+", str(value)) else None
 
 
 def read_program(command: Sequence[str], folder: Path) -> Program:
@@ -61,87 +57,52 @@ def read_program(command: Sequence[str], folder: Path) -> Program:
     Raises:
         UsageError: A configuration of a LightningCLI cannot be read, or is not YAML.
     """
-    words = list(command[_start(command) :])
-    commands = [word for at, word in enumerate(words) if word in _SUBCOMMANDS and not _is_value(words, at)]
+    # The words before its file or module start it, and may have options of their own.
+    start = next((at for at, word in enumerate(command) if word.endswith(".py") or word == "-m"), 0)
+    following = list(pairwise([*command[start:], "--"]))
+    # After an option without `=`, a word such as `test` is that option's value, and no subcommand.
+    commands = [word for before, word in following if word in _SUBCOMMANDS and (before[:1] != "-" or "=" in before)]
     subcommand = commands[0] if commands else None
     settings: dict[str, Setting] = {}
     has_cli = subcommand is not None
-    for option, value, shown in _options(words):
-        name = option.removeprefix("--trainer.").removeprefix("--").replace("-", "_")
-        if option in ("--config", "-c", "--trainer") and value is not None:
+    for word, after in following:
+        option, equals, value = word.partition("=")
+        value, shown = (value, word) if equals or after.startswith("--") else (after, f"{word} {after}")
+        if option in ("--config", "-c"):
             config = _read_config(value, folder, must_be=subcommand is not None)
-            has_cli |= option == "--trainer" or any(key in config for key in _SECTIONS)
-            within = [config] if option == "--trainer" else [_at(config, "trainer"), _at(config, subcommand, "trainer")]
-            for one in within:
-                given = {name: one[name] for name in _ARGUMENTS if name in one}
+            has_cli |= "trainer" in config
+            for trainer in (_at(config, "trainer"), _at(_at(config, subcommand), "trainer")):
+                given = {name: trainer[name] for name in _ARGUMENTS if name in trainer}
                 settings |= {name: Setting(found, f'{value}: "{name}: {found}"') for name, found in given.items()}
-        elif option.startswith("--trainer.") or name in ("num_nodes", "devices"):
-            # Without "trainer." they are not LightningCLI's, but the usual names in programs with own parsers.
-            has_cli |= option.startswith("--trainer.")
-            settings[name] = Setting(_of_string(value), f'the argument "{shown}"')
+        elif option.startswith("--trainer."):
+            has_cli = True
+            settings[option.removeprefix("--trainer.")] = Setting(_of_string(value), f'the argument "{shown}"')
     return Program(tuple(command), has_cli, subcommand, settings)
 
 
-def _start(command: Sequence[str]) -> int:
-    """The position of the program's own words: its file or module. The words before start it."""
-    for position, word in enumerate(command):
-        if re.fullmatch(r"\S+\.py", word):
-            return position
-        if word == "-m" and position + 1 < len(command):
-            return position + 1
-    return 0
-
-
-def _is_value(words: Sequence[str], position: int) -> bool:
-    # After an option without `=`, a word such as `test` is that option's value, and no subcommand.
-    before = words[position - 1] if position else ""
-    return before.startswith("-") and "=" not in before
-
-
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str | None, str]]:
-    """Yields each option, its value, and both in their original form."""
-    for word, following in pairwise([*words, "--"]):
-        option, equals, value = word.partition("=")
-        if not word.startswith("-") or word == "-":
-            continue
-        if equals or following.startswith("--"):
-            yield option, value if equals else None, word
-        else:
-            yield option, following, f"{word} {following}"
-
-
-def _of_string(value: str | None) -> Any:
+def _of_string(value: str) -> Any:
     """Parses a value as YAML, as LightningCLI does. ``0,1`` is the Trainer's notation for a list of devices."""
     try:
-        parsed = yaml.safe_load(value or "")
+        parsed = yaml.safe_load(value)
     except yaml.YAMLError:
         return value
     return [part for part in parsed.split(",") if part.strip()] if isinstance(parsed, str) and "," in parsed else parsed
 
 
 def _read_config(given: str, folder: Path, must_be: bool) -> Mapping[str, Any]:
-    """Reads a configuration from a file or inline YAML. If it is neither, and that is allowed, it is empty.
-
-    Args:
-        given: The path or the YAML.
-        folder: The folder that paths are relative to.
-        must_be: Whether an unreadable configuration is an error.
-    """
-    inline = given.lstrip().startswith("{")
+    """Reads a configuration file. If an unreadable one is no error, it is empty."""
     try:
-        value = yaml.safe_load(given if inline else (folder / Path(given).expanduser()).read_text())
+        return _at({"": yaml.safe_load((folder / Path(given).expanduser()).read_text())}, "")
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         # The value of a variable in a path is known only on the machine of the program.
-        if not must_be or (not inline and "$" in given):
+        if not must_be or "$" in given:
             return {}
         raise UsageError(
-            f"The configuration {given} of the program cannot be read: {error}. It must be YAML; paths are relative to"
-            " the folder from which the job is submitted."
+            f"The configuration {given} of the program cannot be read: {error}. It must be a file of YAML; paths are"
+            " relative to the folder from which the job is submitted."
         ) from error
-    return value if isinstance(value, Mapping) else {}
 
 
-def _at(value: Any, *path: str | None) -> Mapping[str, Any]:
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, Mapping) else {}
+def _at(value: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
+    found = value.get(key) if key is not None else None
+    return found if isinstance(found, Mapping) else {}

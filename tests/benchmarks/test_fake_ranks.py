@@ -104,13 +104,13 @@ def test_a_save_and_a_load(save: str, tmp_path: Path) -> None:
         assert saved["messages"] == agreements * doublings(size) + gathered
         # Rank 0 receives random numbers; of a folder, it says what is in it, and receives a few words of each rank.
         assert (saved["metadata_bytes"] > 0) == (save == "sharded" or rank == 0)
-        assert saved["metadata_bytes"] < (600 * size if save == "sharded" and rank == 0 else 20_000) or save == "full"
+        assert saved["metadata_bytes"] < (1500 * size if save == "sharded" and rank == 0 else 20_000) or save == "full"
         if rank == 0:
             # Whether all could open it, what it is, and which save's; of a folder, what it holds, part by part.
             assert counters["load"]["messages"] == (3 if save == "full" else 6) * doublings(size)
             assert counters["load"]["metadata_bytes"] == 0
     buffers = [counted[size, 0][f"{save} save"]["largest_receive_bytes"] for size in (8, 64)]
-    assert buffers[1] <= (600 * 64 if save == "sharded" else buffers[0])
+    assert buffers[1] <= (1500 * 64 if save == "sharded" else buffers[0])
 
 
 def test_the_page_has_the_tables_of_what_was_counted_and_estimated() -> None:
@@ -121,7 +121,7 @@ def test_the_page_has_the_tables_of_what_was_counted_and_estimated() -> None:
     assert "\n".join(estimate.table()) in page
     for title, by_size in table:
         # With the logarithm at most, but for a few words of each rank in a sharded save, and one at setup: its node.
-        few = title == "sharded save: largest buffer, bytes" and by_size[1024] < 600 * 1024
+        few = title == "sharded save: largest buffer, bytes" and by_size[1024] < 1500 * 1024
         few |= title.startswith("setup") and by_size[1024] <= 8 * 1024
         assert growth(by_size) <= 0.25 or few or ("messages" not in title and "buffer" not in title), title
 
