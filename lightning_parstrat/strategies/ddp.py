@@ -44,8 +44,8 @@ class TunedDDPStrategy(ComposedStrategy):
         tune_steps: How many steps are measured to compare two sizes. Half of them run with each size. The tuning takes
             about six times as many.
         tune_tolerance: The smallest gain for which buckets are changed. It is a share of a forward and backward.
-        plan_cache: A folder that keeps the results of tuning. Later trainings of the same kind begin with the kept
-            result, after a short trial. By default nothing is kept.
+        plan_cache: A folder that keeps the results of tuning. Later trainings of the same kind take the kept result. By
+            default nothing is kept.
         comm_hook: A compression of gradients on the network: ``"bf16"`` and ``"fp16"`` halve the bytes. Unlike in
             Lightning, it is registered on every device, and so is a ``ddp_comm_hook``.
         gradient_as_bucket_view: Whether ``param.grad`` is a view into DDP's bucket, which saves one copy of all

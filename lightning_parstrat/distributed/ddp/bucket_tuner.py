@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, fastest, sizes_to_try, verdict_on
+from lightning_parstrat.core.tuning import Tried, TuningPolicy, TuningReport, Verdict, fastest, sizes_to_try, verdict_on
 from lightning_parstrat.distributed.comm.agreement import from_first_rank
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.distributed.ddp.reducers import Wrap, exchange_reducer, reason_to_keep, sent_by
@@ -124,19 +124,15 @@ class BucketTuner:
     def _tune(self) -> Steps[TuningReport]:
         yield from self._steps(self._settling)
         kept = from_first_rank(self._load, self._control.group, lambda said: RuntimeError(f"rank 0: {said}"))
-        if kept == 0:
-            reason = "no other size was faster in an earlier training"
-            return TuningReport(verdict="default is best", reason=reason, from_cache=True)
-        by_default = yield from self._steps(self._half)
         if kept is not None:
-            report = yield from self._compared(kept, by_default, 0.0)
-            if report.cap is not None:
-                return replace(report, from_cache=True)
-            by_default = yield from self._steps_with(None)
-        nbytes = sum(parameter.nbytes for parameter in self._sent)
-        sizes = sizes_to_try(nbytes)
+            self._adopt(kept or None)
+            verdict: Verdict = "tuned" if kept else "default is best"
+            reason = "an earlier training has found it"
+            return TuningReport(verdict=verdict, reason=reason, cap=kept or None, from_cache=True)
+        sizes = sizes_to_try(sum(parameter.nbytes for parameter in self._sent))
         if not sizes:
             return TuningReport(verdict="not tuned", reason="all gradients fit into one small bucket")
+        by_default = yield from self._steps(self._half)
         tried = [self._measured(None, by_default)]
         for size in sizes:
             tried.append(self._measured(size, (yield from self._steps_with(size))))
@@ -144,20 +140,13 @@ class BucketTuner:
         best = fastest(tried).cap
         by_size = yield from self._steps_with(best)
         by_default += yield from self._steps_with(None)
-        report = yield from self._compared(best, by_default, self._tolerance, by_size)
-        self._save(report.cap)
-        return replace(report, tried=tuple({one.cap: one for one in (*tried, *report.tried)}.values()))
-
-    def _compared(
-        self, size: int | None, by_default: list[float], tolerance: float, by_size: list[float] | None = None
-    ) -> Steps[TuningReport]:
-        """Measures a size, and keeps it if it is faster than the default was."""
-        by_size = (by_size or []) + (yield from self._steps_with(size))
-        default, best = self._measured(None, by_default), self._measured(size, by_size)
-        report = verdict_on(default, best, tolerance)
+        by_size += yield from self._steps_with(best)
+        tried += [self._measured(None, by_default), self._measured(best, by_size)]
+        report = verdict_on(tried[-2], tried[-1], self._tolerance)
         if report.cap is None:
             self._adopt(None)
-        return replace(report, tried=(default, best))
+        self._save(report.cap)
+        return replace(report, tried=tuple({one.cap: one for one in tried}.values()))
 
     def _load(self) -> int | None:
         try:
