@@ -14,10 +14,10 @@ from lightning_parstrat._version import __version__
 if TYPE_CHECKING:
     from lightning_parstrat.strategies.ddp import TunedDDPStrategy
     from lightning_parstrat.strategies.gradients.grad_norm_monitor import GradNormMonitor
-    from lightning_parstrat.strategies.zero1 import ZeRO1Strategy
+    from lightning_parstrat.strategies.zero1 import ZeRO1Strategy, ZeRO2Strategy
     from lightning_parstrat.strategies.zero3 import ZeRO3Strategy
 
-__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy", "__version__"]
+__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

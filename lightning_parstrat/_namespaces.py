@@ -15,6 +15,7 @@ PUBLIC = {
     "GradNormMonitor": "strategies.gradients.grad_norm_monitor",
     "TunedDDPStrategy": "strategies.ddp",
     "ZeRO1Strategy": "strategies.zero1",
+    "ZeRO2Strategy": "strategies.zero1",
     "ZeRO3Strategy": "strategies.zero3",
 }
 """The public classes, and the module of each within our two packages."""

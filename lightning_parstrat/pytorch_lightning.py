@@ -31,11 +31,14 @@ if TYPE_CHECKING:
     class ZeRO1Strategy(zero1.ZeRO1Strategy, strategies.DDPStrategy):  # type: ignore[misc]
         """The same as :class:`lightning_parstrat.ZeRO1Strategy`."""
 
+    class ZeRO2Strategy(zero1.ZeRO2Strategy, strategies.DDPStrategy):  # type: ignore[misc]
+        """The same as :class:`lightning_parstrat.ZeRO2Strategy`."""
+
     class ZeRO3Strategy(zero3.ZeRO3Strategy, strategies.DDPStrategy):  # type: ignore[misc]
         """The same as :class:`lightning_parstrat.ZeRO3Strategy`."""
 
 
-__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy"]
+__all__ = ["GradNormMonitor", "TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"]
 
 # A package without a folder, so that no other finder can find a module in it and execute it with original names.
 __path__: list[str] = []

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy
 
-OURS = (TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy)
+OURS = (TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy)
 
 
 class Mine(ZeRO1Strategy):

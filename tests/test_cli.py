@@ -11,7 +11,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy
 from lightning_parstrat.core.wording import counted
 from tests.scripts import run_python
 
@@ -131,7 +131,7 @@ def test_sizes_of_buckets_may_be_given_in_all_ways(parse: Parse) -> None:
 
 
 REFUSED: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
-    ({"class_path": "lightning_parstrat.ZeRO2Strategy"}, (), ("ZeRO2Strategy",)),
+    ({"class_path": "lightning_parstrat.ZeRO4Strategy"}, (), ("ZeRO4Strategy",)),
     (class_path(bucket_cap_mb="large"), (), ("'large'",)),
     (class_path(), ("--trainer.strategy.init_args.partition=rows",), ("rows", "auto", "element", "parameter")),
     (class_path(reduce_dtype="fp8"), (), ("fp8", "bf16")),
@@ -153,10 +153,10 @@ def test_help_lists_the_strategies_and_none_of_their_base_classes(
     with pytest.raises(SystemExit):
         parse("ddp", "--help")
     listed = re.findall(r"lightning_parstrat[\w.]*\.(\w+Strategy)\b", "".join(capsys.readouterr().out.split()))
-    assert sorted(set(listed)) == ["TunedDDPStrategy", "ZeRO1Strategy", "ZeRO3Strategy"]
+    assert sorted(set(listed)) == ["TunedDDPStrategy", "ZeRO1Strategy", "ZeRO2Strategy", "ZeRO3Strategy"]
 
 
-@pytest.mark.parametrize("strategy", [ZeRO1Strategy, TunedDDPStrategy])
+@pytest.mark.parametrize("strategy", [ZeRO1Strategy, ZeRO2Strategy, TunedDDPStrategy])
 def test_help_has_a_sentence_for_every_argument(
     strategy: type[Any], parse: Parse, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +172,8 @@ def test_help_has_a_sentence_for_every_argument(
         if name != "self" and parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     }
     assert len(own) >= 8
+    # `ZeRO2Strategy` has a value for it already.
+    assert ("shard_gradients" in said) == (own.pop("shard_gradients", None) is not None and strategy is ZeRO1Strategy)
     for name, parameter in own.items():
         # Option, what it takes, a sentence, type and default.
         default = "(None|null|NoneType)" if parameter.default is None else ".*?"

@@ -39,6 +39,9 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 COMMON = {"distributed": ("durable_files", "torch_compat"), "strategies": ("lightning_compat", "parts")}
 """Files of a floor that all of its rooms may import, and that import none of them."""
 
+ON_DEMAND = {"errors.py": "distributed"}
+"""The package's own files that importing the package does not import, each with the floor that it belongs to."""
+
 
 class Import(NamedTuple):
     line: int
@@ -88,6 +91,8 @@ def breaches(package: Path) -> list[str]:
             if "/" in name:
                 reason = _reason_from_floor(floor, imported, package.name)
                 reason = reason or _reason_from_room(name, imported, package.name)
+            elif name in ON_DEMAND:
+                reason = _reason_from_floor(ON_DEMAND[name], imported, package.name)
             else:
                 reason = _reason_from_root(imported)
             if reason:
@@ -155,6 +160,7 @@ BREACHES = [
     ("distributed/comm/a.py", "from ..engine import engine", "comm may import"),
     ("distributed/cellar/a.py", "from ..comm import x", "cellar is not one of the rooms"),
     ("distributed/durable_files.py", "from .comm import x", "durable_files is there for all rooms"),
+    ("errors.py", "from .strategies import ddp", "strategies lies above distributed"),
     ("attic/a.py", "import math", "attic is not one of the floors"),
     ("_autoload.py", "try:\n    import lightning\nexcept ImportError: pass", "only the standard library"),
 ]
@@ -162,6 +168,7 @@ POINTING_DOWN = [
     ("core/a.py", "import math, torch\nfrom . import layout\nfrom lightning_parstrat import _version"),
     ("distributed/gradients/a.py", "from ..engine.optimizer import x\nfrom ..comm import y\nfrom . import b"),
     ("strategies/checkpoint/a.py", "from ..launch.faults import x\nfrom ..lightning_compat import unwrapped"),
+    ("errors.py", "from .distributed.comm import x"),
     ("_autoload.py", "import sys\ndef f():\n    from lightning_parstrat.strategies.registry import g"),
 ]
 

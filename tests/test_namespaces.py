@@ -45,7 +45,7 @@ for top in {TOPS[other_than(lightning)]}:
 from {lightning} import Trainer
 for name, cls in (
     ("zero1_custom", "ZeRO1Strategy"), ("ddp_tuned", "TunedDDPStrategy"), ("ddp_zero1", "ZeRO1Strategy"),
-    ("zero2_custom", "ZeRO1Strategy"), ("ddp_zero2", "ZeRO1Strategy"),
+    ("zero2_custom", "ZeRO2Strategy"), ("ddp_zero2", "ZeRO2Strategy"),
     ("zero3_custom", "ZeRO3Strategy"), ("ddp_zero3", "ZeRO3Strategy"),
 ):
     strategy = Trainer(strategy=name, accelerator="cpu", devices=1, {QUIET}).strategy
@@ -193,7 +193,7 @@ for (writer, loader), format in itertools.product((namespaces, namespaces[::-1])
 
 
 @pytest.mark.parametrize("lightning", OURS)
-@pytest.mark.parametrize("name", ["ZeRO1Strategy", "TunedDDPStrategy", "ZeRO3Strategy"])
+@pytest.mark.parametrize("name", ["ZeRO1Strategy", "TunedDDPStrategy", "ZeRO2Strategy", "ZeRO3Strategy"])
 def test_the_wrong_trainer_refuses_and_says_what_to_write(lightning: str, name: str) -> None:
     packages = {"lightning.pytorch": lightning_parstrat, "pytorch_lightning": other_package}
     trainers = {"lightning.pytorch": Trainer, "pytorch_lightning": pytorch_lightning.Trainer}

@@ -9,15 +9,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
 import lightning_parstrat
-from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy, _autoload
+from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy, _autoload
 from lightning_parstrat.strategies.registry import register_strategies
 from tests.scripts import run_script
 
 LAUNCHERS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 UNUSED = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
-CLASSES = {"ddp_tuned": TunedDDPStrategy, "zero1_custom": ZeRO1Strategy, "ddp_zero1": ZeRO1Strategy}
-CLASSES |= {"zero2_custom": ZeRO1Strategy, "ddp_zero2": ZeRO1Strategy}
-CLASSES |= {"zero3_custom": ZeRO3Strategy, "ddp_zero3": ZeRO3Strategy}
+CLASSES: dict[str, type] = {"ddp_tuned": TunedDDPStrategy}
+for number, cls in enumerate((ZeRO1Strategy, ZeRO2Strategy, ZeRO3Strategy), 1):
+    CLASSES |= dict.fromkeys((f"zero{number}_custom", f"zero{number}", f"ddp_zero{number}"), cls)
 NAMES = [f"{name}{launcher}{unused}" for name, launcher, unused in product(CLASSES, LAUNCHERS, UNUSED)]
 OURS_OFF = {"LIGHTNING_PARSTRAT_AUTOLOAD": "0"}
 TORCHS_OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}

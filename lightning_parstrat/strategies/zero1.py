@@ -374,3 +374,14 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
 def _trained(optimizers: list[Optimizer]) -> list[Optimizer]:
     return [one for one in map(unwrapped, optimizers) if not stands_for_none(one)]
+
+
+class ZeRO2Strategy(ZeRO1Strategy):
+    """:class:`ZeRO1Strategy` with ``shard_gradients=True`` (ZeRO stage 2).
+
+    Args:
+        **kwargs: Arguments of :class:`ZeRO1Strategy`, except ``shard_gradients``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(shard_gradients=True, **kwargs)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_parstrat import TunedDDPStrategy
 from lightning_parstrat.distributed.ddp import trained_parameters
-from lightning_parstrat.distributed.ddp.trained_parameters import DifferentParametersError
+from lightning_parstrat.errors import DifferentParametersError
 from tests.comparing import worst
 from tests.pool import RankPool
 from tests.slow import slow_unless

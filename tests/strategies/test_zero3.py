@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parstrat import ZeRO3Strategy
-from lightning_parstrat.distributed.fsdp.sharded_module import DifferentModulesError
+from lightning_parstrat.errors import DifferentModulesError
 from tests.comparing import assert_same, distance
 from tests.pool import RankPool
 from tests.slow import slow_unless

@@ -21,6 +21,10 @@ from lightning_parstrat.distributed.torch_compat import multiply_all, norm_all
 _WIDE = (torch.float32, torch.float64)
 
 
+class NonfiniteGradientError(RuntimeError):
+    """Gradients became NaN or infinite on some rank. All ranks raise it."""
+
+
 class StepGradients(NamedTuple):
     """The gradients that this rank is about to step with.
 

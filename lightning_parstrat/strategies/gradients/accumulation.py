@@ -20,11 +20,11 @@ from lightning_parstrat.core.policy import GradientPolicy
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.engine.reducer import GradientScale
 from lightning_parstrat.distributed.engine.stepping import needs_closure
+from lightning_parstrat.distributed.gradients.clipping import NonfiniteGradientError
 from lightning_parstrat.distributed.gradients.loss_weights import LossWeights
 from lightning_parstrat.strategies.gradients.clipping import (
     GradientClipper,
     GradientNorm,
-    NonfiniteGradientError,
     StepSkipped,
 )
 from lightning_parstrat.strategies.gradients.precision import WindowHooks, enabled_scaler, equip_precision

@@ -45,10 +45,6 @@ class StepSkipped(Exception):
     """Ends an optimizer's step before it has changed anything. All ranks raise it together."""
 
 
-class NonfiniteGradientError(RuntimeError):
-    """Gradients became NaN or infinite on some rank. All ranks raise it."""
-
-
 class GradientClipper:
     """Measures and clips gradients by the policy. Creating it is collective.
 

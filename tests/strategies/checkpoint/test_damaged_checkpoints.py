@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from lightning_parstrat.distributed.checkpoint.folder import CheckpointDamagedError
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.durable_files import put_in_place
+from lightning_parstrat.errors import CheckpointDamagedError
 from lightning_parstrat.strategies.checkpoint.checkpoint_io import CHECKPOINT_KEY, DurableCheckpointIO
 from tests.pool import RankPool
 from tests.strategies import zoo

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_parstrat.strategies.gradients.clipping import NonfiniteGradientError
+from lightning_parstrat.errors import NonfiniteGradientError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch

@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from lightning_parstrat.distributed.gradients.loss_weights import InconsistentWeightsError
+from lightning_parstrat.errors import InconsistentWeightsError
 from tests.comparing import distance, worst
 from tests.pool import RankPool
 from tests.strategies.gradients import big_batch
