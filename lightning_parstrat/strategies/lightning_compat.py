@@ -50,7 +50,7 @@ Used through this file: what for | what happens without it.
     lightning.pytorch.loops.fit_loop._FitLoop._combined_loader
         the training's loaders | a training fails at its begin
     lightning.pytorch.loops.fit_loop._FitLoop._data_fetcher
-        knows how many batches it has fetched ahead | a training fails at its begin
+        knows how many batches it has fetched | a training fails at its begin
     lightning.pytorch.loops.training_epoch_loop._TrainingEpochLoop._on_before_fetch
         the moment before a batch is fetched, when loaders with own states are asked for it | a checkpoint within an
         epoch has the state of a later batch

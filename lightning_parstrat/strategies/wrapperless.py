@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from lightning_parstrat.core.argument_names import refuse
 from lightning_parstrat.distributed.comm.agreement import extremes_over_ranks
-from lightning_parstrat.distributed.comm.backends import make_collectives
 from lightning_parstrat.distributed.comm.module_states import broadcast_buffers
 from lightning_parstrat.strategies.data.even import make_even, users_own
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation
@@ -117,8 +116,7 @@ class EvenBatches(Part):
         """Returns the stand-in for a training loader. Collective."""
         if self._ranks.world_size == 1 or not self._trainer.training:
             return dataloader
-        control = make_collectives(self._ranks.groups.control, torch.device("cpu"))
-        return make_even(dataloader, control, _allows_empty(self._module))
+        return make_even(dataloader, self._ranks.control, _allows_empty(self._module))
 
     @override
     def teardown(self) -> None:

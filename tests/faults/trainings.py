@@ -186,10 +186,8 @@ PLACES_THAT_ALLOCATE: dict[str, Callable[[Trainer, Any], Any]] = {
     "training_step": lambda trainer, module: _fails(module.layers[0], "forward"),
     # Of the first layer: the last one's gradients have left.
     "backward": lambda trainer, module: module.layers[0].weight.register_hook(_out_of_memory),
-    "packing gradients": lambda trainer, module: _fails(trainer.strategy._engine.reducer.buckets[-1], "pack_gradients"),
     "clipping": lambda trainer, module: _fails(trainer.precision_plugin, "clip_gradients"),
     "optimizer's step": lambda trainer, module: module.optimizers().optimizer.register_step_pre_hook(_out_of_memory),
-    "gathering parameters": lambda trainer, module: _fails(trainer.strategy._engine.buckets[0], "parameters_to_send"),
     "parameters' arrival": lambda trainer, module: _fails(trainer.strategy._engine.buckets[0], "finish_gather"),
 }
 """Where a step allocates: what has a rank run out of memory there, once."""

@@ -113,13 +113,14 @@ SAVED = {"enable_checkpointing": True}
 PLACES = ("training_step", "backward", "on_after_backward", "configure_gradient_clipping", "step", "after the step")
 # They differ in what Lightning does, not in what the ranks do: by turns, and each at one world size.
 ERRORS: tuple[tuple[type[BaseException], int], ...] = ((KeyError, 2), (KeyboardInterrupt, 3))
-NO_COPY = "cannot be copied or pickled"
 GOES_ON = "ddp_tuned"
 """Torch's DDP, whose data go on with the next sample in mid-epoch as those of ``zero1_custom`` do."""
 CASES = {
     # Averages of weights.
     "weight averaging of buffers": Case(lambda _: [WeightAveraging()], zoo.BatchNormalised),
-    "weight averaging, fit twice": Case(lambda _: [WeightAveraging()], zoo.Convolutional, script=fit_twice),
+    "weight averaging, an optimizer in the module": Case(
+        lambda _: [WeightAveraging()], KeepsOptimizer, script=fit_twice
+    ),
     "weight averaging, resumed": Case(
         lambda folder: [WeightAveraging(), ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)],
         zoo.BatchNormalised,
@@ -132,10 +133,7 @@ CASES = {
         zoo.BatchNormalised,
         trainer={"accumulate_grad_batches": 2, "val_check_interval": 2},
     ),
-    "average made by hand": Case(lambda _: [HandMadeAverage()]),
-    "average made by hand, an optimizer in the module": Case(
-        lambda _: [HandMadeAverage()], KeepsOptimizer, zero1_custom=NO_COPY, late=NO_COPY
-    ),
+    "average made by hand": Case(lambda _: [HandMadeAverage()], KeepsOptimizer),
     "stochastic weight averaging, batch norm": Case(
         lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=2, annealing_epochs=1)],
         zoo.BatchNormalised,
@@ -147,8 +145,8 @@ CASES = {
         zoo.BatchNormalised,
         trainer={"max_epochs": 3, "check_val_every_n_epoch": 2},
     ),
-    "stochastic weight averaging, fit twice": Case(
-        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=1)], script=fit_twice
+    "stochastic weight averaging, an optimizer in the module": Case(
+        lambda _: [StochasticWeightAveraging(0.02, swa_epoch_start=1)], KeepsOptimizer, script=fit_twice
     ),
     # What trains, for how long, how fast.
     # DDP itself never reduces what was frozen when it was created: the oracle is one process on the whole batch.
@@ -221,9 +219,12 @@ CASES = {
     "no optimizer": Case(module=WithoutOptimizer),
     "fit on with the same trainer": Case(module=zoo.ScheduledTransformer, script=fit_on_with_the_same_trainer),
     # Copies of the module made in training.
-    "deep copies on one rank": Case(lambda _: [CopiesOnOneRank(copy.deepcopy)], look=parameters_of_copies),
+    "deep copies on one rank": Case(
+        lambda _: [CopiesOnOneRank(copy.deepcopy)], KeepsOptimizer, look=parameters_of_copies
+    ),
     "pickled on one rank": Case(
         lambda _: [CopiesOnOneRank(saved_and_loaded)],
+        KeepsOptimizer,
         look=parameters_of_copies,
         # A class that was made by `fully_shard` has no name that pickle could find.
         zero3="Can't pickle",

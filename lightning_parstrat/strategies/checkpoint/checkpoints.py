@@ -206,8 +206,8 @@ class Checkpoints(Part):
         # By the number of the save, ranks that load compare whether they read the same checkpoint.
         own = {"format": FORMAT, "save": uuid.uuid4().int >> 65, **own_job(), **self._entries()}
         if can_be_resumed(checkpoint):
-            checkpoint, due = self._resume.set_back(checkpoint)
-            own.update({RESUME: resumes}, **due)
+            checkpoint = self._resume.set_back(checkpoint)
+            own[RESUME] = resumes
         return {**checkpoint, CHECKPOINT_KEY: own}
 
     @property

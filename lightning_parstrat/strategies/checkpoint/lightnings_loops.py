@@ -68,21 +68,18 @@ def validate_or_pass_over(trainer: Trainer, is_due: bool | None) -> None:
     Args:
         trainer: The Trainer, whose loops have been restored.
         is_due: Whether a validation comes next. None if the checkpoint does not have it, and Lightning decides.
+            :func:`decide_on_validation_again` undoes it.
     """
-    loop = trainer.fit_loop.epoch_loop
-    # Left by an earlier training of this Trainer, if Lightning has not called it.
-    vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
-    if is_due is None:
-        return
     if is_due:
         validate_first(trainer)
-        return
+    elif is_due is not None:
+        # On the instance, not on the class, so that other Trainers of this process are unchanged.
+        trainer.fit_loop.epoch_loop.val_loop.increment_progress_to_evaluation_end = lambda: None
 
-    def pass_over_nothing() -> None:
-        vars(loop.val_loop).pop("increment_progress_to_evaluation_end", None)
 
-    # On the instance, not on the class, and once, so that other Trainers of this process are unchanged.
-    loop.val_loop.increment_progress_to_evaluation_end = pass_over_nothing
+def decide_on_validation_again(trainer: Trainer) -> None:
+    """Undoes :func:`validate_or_pass_over`."""
+    vars(trainer.fit_loop.epoch_loop.val_loop).pop("increment_progress_to_evaluation_end", None)
 
 
 def complete_last_batch(checkpoint: dict[str, Any]) -> None:

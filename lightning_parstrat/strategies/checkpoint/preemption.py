@@ -55,22 +55,17 @@ def signal_to_requeue_at(trainer: Trainer) -> signal.Signals | None:
     return signal.SIGUSR1 if "SLURM_JOB_ID" in os.environ and SLURMEnvironment.detect() else None
 
 
-def job_number() -> str:
-    """This job's number as ``scontrol`` takes it. In a job array it has two parts."""
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    number = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    if not re.fullmatch(r"\d+(_\d+)?", number):
-        raise AssertionError(f"Slurm gave the job an invalid number: {number!r}")
-    return number
+def job_number() -> str | None:
+    """This job's number as ``scontrol`` takes it. In a job array it has two parts. None outside of Slurm."""
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID") if "SLURM_ARRAY_JOB_ID" in os.environ else ("SLURM_JOB_ID",)
+    number = "_".join(os.environ.get(name, "") for name in names)
+    return number if re.fullmatch(r"\d+(_\d+)?", number) else None
 
 
 def own_job() -> dict[str, Any]:
     """The entry of a checkpoint about the job that saves it. Empty outside of Slurm."""
-    try:
-        return {"slurm_job": job_number()} if "SLURM_JOB_ID" in os.environ else {}
-    except (KeyError, AssertionError):
-        # The user has set these variables, not Slurm.
-        return {}
+    number = job_number()
+    return {} if number is None else {"slurm_job": number}
 
 
 def check_job(own: Mapping[str, Any], path: str | Path) -> None:
@@ -85,11 +80,8 @@ def check_job(own: Mapping[str, Any], path: str | Path) -> None:
     Raises:
         MisconfigurationException: Another job saved it.
     """
-    job = own.get("slurm_job")
-    mine = own_job().get("slurm_job")
-    if None in (job, mine) or job == mine:
-        return
-    if re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
+    job, mine = own.get("slurm_job"), job_number()
+    if None not in (job, mine) and job != mine and re.fullmatch(r"hpc_ckpt_\d+\.ckpt", Path(path).name):
         raise MisconfigurationException(
             f"{path} was saved by job {job} when it was preempted, and this is job {mine}. Give each job a"
             " `default_root_dir` of its own. To resume from it on purpose, copy the file under another name and pass"
@@ -324,7 +316,7 @@ def _save_last(trainer: Trainer) -> list[str]:
 def _refusal_to_requeue() -> str | None:
     try:
         done = subprocess.run(
-            ["scontrol", "requeue", job_number()], capture_output=True, text=True, timeout=60, check=False
+            ["scontrol", "requeue", str(job_number())], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

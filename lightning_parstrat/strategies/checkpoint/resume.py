@@ -20,6 +20,7 @@ from lightning_parstrat.distributed.comm.agreement import any_rank, gather_objec
 from lightning_parstrat.distributed.comm.collectives import Collectives
 from lightning_parstrat.strategies.checkpoint.lightnings_loops import (
     complete_last_batch,
+    decide_on_validation_again,
     epoch_is_over,
     set_back,
     validate_or_pass_over,
@@ -38,8 +39,8 @@ from lightning_parstrat.strategies.lightning_compat import (
 )
 from lightning_parstrat.strategies.parts import Part
 
-VALIDATION_IS_DUE = "validation_is_due"
-"""The key of whether a resumed training validates before it trains, among this package's entries of a checkpoint."""
+_NOTHING = {"ranks": (), "within_epoch": False, "validation_is_due": None}
+"""The entry of a checkpoint that another strategy has saved: Lightning decides whether a validation is due."""
 
 
 class _Point(NamedTuple):
@@ -73,6 +74,8 @@ class Resume(Part):
         self._ranks, self._positions = ranks, LoaderPositions()
         self._loaded: Mapping[str, Any] = {}
         self._loaded_is_due: bool | None = None
+        # Whether a validation comes first when training begins. Afterwards Lightning knows it.
+        self._is_due: bool | None = None
         self._has_resumed = self._trains = False
         self._has_iterators = self._epoch_has_ended = False
         self._point: _Point | None = None
@@ -94,11 +97,11 @@ class Resume(Part):
             entries: This package's entries in it.
         """
         rank, ranks = self._strategy.global_rank, self._strategy.world_size
-        trainer, is_due = trainer_of(self._strategy.lightning_module), entries.get(VALIDATION_IS_DUE)
-        self._loaded_is_due = is_due and trainer is not None and trainer.enable_validation
+        trainer = trainer_of(self._strategy.lightning_module)
+        saved: Mapping[str, Any] = entries.get(RESUME, _NOTHING)
+        self._loaded_is_due = saved["validation_is_due"] and trainer is not None and trainer.enable_validation
         if self._loaded_is_due:
             complete_last_batch(checkpoint)
-        saved: Mapping[str, Any] = entries.get(RESUME, {"ranks": (), "within_epoch": False})
         of_ranks, as_many = saved["ranks"], len(saved["ranks"]) == ranks
         self._loaded = {"rng": of_ranks[rank]["rng"], "within_epoch": saved["within_epoch"]} if as_many else {}
         if of_ranks and not as_many:
@@ -128,10 +131,7 @@ class Resume(Part):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Makes the training's loaders know their places, and resume at those of a checkpoint."""
         if self._trainer.training:
-            control = self._ranks.control if self._ranks.have_joined else None
-            self._positions.follow(
-                dataloader, self._trainer, lambda fails: any_rank(fails, control) if control else fails
-            )
+            self._positions.follow(dataloader, self._trainer, lambda fails: any_rank(fails, self._ranks.control))
         return dataloader
 
     def begin(self) -> None:
@@ -147,9 +147,9 @@ class Resume(Part):
             self._has_resumed = True
             self._positions.begin_training(trainer)
             self._has_iterators, self._point = not ends_epoch_first(trainer), None
-            if not trainer.fit_loop.epoch_loop.restarting:
-                self._loaded_is_due = None
-            validate_or_pass_over(trainer, self._loaded_is_due)
+            is_due = self._loaded_is_due if trainer.fit_loop.epoch_loop.restarting else None
+            validate_or_pass_over(trainer, is_due)
+            self._is_due = bool(is_due)
             before_fetches(trainer, self._before_fetch)
 
     @override
@@ -166,11 +166,11 @@ class Resume(Part):
         # Lightning has made a training's first iterators already. It makes those of a later epoch after this.
         loop = trainer.fit_loop
         self._has_iterators = trainer.current_epoch == 0 or loop.is_resuming or loop.epoch_loop.restarting
-        self._loaded_is_due, self._point = None, None
+        self._is_due, self._point = None, None
         self._positions.begin_epoch()
 
     def _before_fetch(self, trainer: Trainer) -> None:
-        self._has_iterators, self._epoch_has_ended, self._loaded_is_due = True, False, None
+        self._has_iterators, self._epoch_has_ended, self._is_due = True, False, None
         self._positions.note(trainer)
         if self._point is None or self._point.trained == _trained(trainer):
             # Random numbers are kept only where they are needed: if loaders may draw some, and for a window.
@@ -186,7 +186,7 @@ class Resume(Part):
     def end_epoch(self) -> None:
         """Call when an epoch ends, before other callbacks save."""
         self._positions.end_epoch(self._trainer)
-        self._epoch_has_ended, self._has_iterators, self._loaded_is_due = True, False, None
+        self._epoch_has_ended, self._has_iterators, self._is_due = True, False, None
 
     @override
     def on_train_end(self) -> None:
@@ -209,6 +209,7 @@ class Resume(Part):
         trainer = trainer_of(self._strategy.lightning_module)
         if trainer is not None:
             give_back_loop(trainer.fit_loop.epoch_loop)
+            decide_on_validation_again(trainer)
         self._loaded = {}
         self._positions.release()
 
@@ -216,20 +217,20 @@ class Resume(Part):
 
     def _now(self) -> _Point:
         trainer = self._trainer
-        is_due = (self._loaded_is_due or validation_is_due(trainer)) and not trainer.validating
+        is_due = validation_is_due(trainer) if self._is_due is None else self._is_due
         places = list(self._positions.places(trainer, self._has_iterators))
-        return _Point(rng_state(), places, self._has_iterators, _trained(trainer), bool(is_due))
+        return _Point(rng_state(), places, self._has_iterators, _trained(trainer), is_due and not trainer.validating)
 
     def _point_of_save(self) -> _Point:
         """The point that a checkpoint saved now is set back to. It is this moment, if training can resume here."""
         return self._now() if self._point is None else self._point
 
-    def set_back(self, checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The checkpoint set back to a point at which training can resume, and an entry about that point."""
+    def set_back(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint set back to a point at which training can resume."""
         point, trainer = self._point_of_save(), self._trainer
         states = states_in(as_saved(point.places))
         loops = set_back(checkpoint["loops"], trainer, states, _trained(trainer) - point.trained, self._epoch_has_ended)
-        return {**checkpoint, "loops": loops}, {VALIDATION_IS_DUE: point.validation_is_due}
+        return {**checkpoint, "loops": loops}
 
     def gather(self, control: Collectives | None, can_resume: bool) -> dict[str, Any]:
         """The entry of each rank's random numbers and loaders' places. Without ``control``, of this rank alone.
@@ -245,7 +246,11 @@ class Resume(Part):
             self._positions.warn_of_lost(self._trainer, point.places)
         own = {"rng": point.rng, "loaders": as_saved(point.places) if can_resume else []}
         of_ranks = [own] if control is None else gather_object(own, control.group)
-        return {"ranks": of_ranks, "within_epoch": point.within_epoch}
+        return {
+            "ranks": of_ranks,
+            "within_epoch": point.within_epoch,
+            "validation_is_due": point.validation_is_due,
+        }
 
     def gather_alone(self, can_resume: bool) -> dict[str, Any]:
         """The result of :meth:`gather` for this rank alone, with empty places for other ranks. Not collective."""

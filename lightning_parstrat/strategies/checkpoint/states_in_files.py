@@ -11,7 +11,7 @@ RESUME = "resume"
 """The key of the ranks' states for a resume, among this package's entries of a checkpoint.
 
 ``ranks`` has the state of each rank, or their number if the states are in files. ``within_epoch`` says whether the
-epoch's iterators had been made.
+epoch's iterators had been made, and ``validation_is_due`` whether a resumed training validates before it trains.
 """
 
 

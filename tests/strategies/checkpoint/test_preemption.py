@@ -164,65 +164,6 @@ def test_what_another_job_saved_for_itself_is_refused() -> None:
     check_job({"slurm_job": "6"}, "somewhere/hpc_ckpt_1.ckpt")
 
 
-class Counting(zoo.MLP):
-    """Counts what belongs to a batch and to an epoch, some of it in hooks that come last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches = self.validations = self.epochs = 0
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.batches += 1
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.validations += 1
-
-    def on_train_epoch_end(self) -> None:
-        self.epochs += 1
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["counted"] = (self.batches, self.validations, self.epochs)
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.batches, self.validations, self.epochs = checkpoint["counted"]
-
-
-def count_over_two_runs(folder: str, told_at: int) -> tuple[int, int, int, int]:
-    """Two epochs of five batches, told to go before some batch of the first, and resumed."""
-    preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0
-    path = f"{Path(folder).parent}/bin:{os.environ['PATH']}"
-    Path(folder).mkdir(exist_ok=True)
-    rank = dist.get_rank()
-    with environment(**IN_JOB, PATH=path):
-        for run in range(2):
-            told = ToldToGo(folder, signal.SIGUSR1, rank=0, batch=told_at if run == 0 else -1)
-            arguments = {"max_epochs": 2, "default_root_dir": folder, "num_sanity_val_steps": 0}
-            trainer = make_trainer(zero1(), callbacks=[told], **arguments)
-            module = Counting()
-            data = (zoo.loader(40, 4, rank=rank, world_size=2), zoo.loader(8, 4))
-            saved = list(Path(folder).glob("hpc_ckpt_*.ckpt"))
-            dist.barrier()
-            try:
-                trainer.fit(module, *data, ckpt_path=str(saved[0]) if saved else None, weights_only=False)
-            except SystemExit:
-                continue
-    assert list(Path(folder).glob("hpc_ckpt_1.ckpt"))
-    return module.batches, module.validations, module.epochs, trainer.global_step
-
-
-def count_each(folder: str) -> list[tuple[int, int, int, int]]:
-    return [count_over_two_runs(f"{folder}/{told_at}", told_at) for told_at in (0, 2, 3, 4)]
-
-
-def test_nothing_that_belongs_to_a_batch_or_an_epoch_is_lost(pool: RankPool, tmp_path: Path) -> None:
-    scontrol = tmp_path / "bin/scontrol"
-    scontrol.parent.mkdir()
-    scontrol.write_text("#!/bin/bash\nexit 0\n")
-    scontrol.chmod(stat.S_IRWXU)
-    # Told before batch 3, they agree before batch 4, and save there; told before 4, after the epoch's end.
-    assert pool.run(2, count_each, str(tmp_path)) == [[(10, 4, 2, 10)] * 4] * 2
-
-
 def terminate(folder: str, saves: bool, **variables: str) -> tuple[list[str], int]:
     """What is said at the end of a training that is told to go, and the step that one resumed as it says begins at."""
     preemption._SECONDS_UNTIL_SLURM_ENDS_THE_RUN = 0.0

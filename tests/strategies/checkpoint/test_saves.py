@@ -12,8 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_parstrat.cli.main import main
 from lightning_parstrat.core.tensor_trees import replace_leaves
@@ -236,23 +235,3 @@ def saved_at_home(home: str, path: str, form: str) -> bool:
 def test_paths_as_lightning_writes_them(pool: RankPool, tmp_path: Path, form: str, path: str) -> None:
     assert all(pool.run(2, saved_at_home, str(tmp_path), path.format(home=tmp_path), form))
     assert [one.name for one in tmp_path.iterdir()] == ["a.ckpt"]
-
-
-class CutByColumns(zoo.MLP):
-    def configure_model(self) -> None:
-        if not isinstance(self.net[2].weight, DTensor):
-            fully_shard(self.net[0], shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
-
-
-def cut_otherwise(folder: str) -> str:
-    trainer = make_trainer(make("zero3", "sharded"), default_root_dir=folder)
-    try:
-        trainer.fit(CutByColumns(), zoo.loader(12, 2))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def test_what_a_user_has_cut_otherwise_is_refused_before_training(pool: RankPool, tmp_path: Path) -> None:
-    for error in pool.run(3, cut_otherwise, str(tmp_path)):
-        assert "'net.0.weight' was cut otherwise" in error
