@@ -98,32 +98,7 @@ def test_unfrozen_layers_stay_in_step_where_gradients_of_all_ranks_count(tmp_pat
         assert found["ddp"]["between_ranks"] > 0.01
 
 
-@pytest.fixture(scope="module")
-def can_have_two_nodes() -> None:
-    """Skips with what the program itself says to be missing."""
-    ran = run_python([*TWO_NODES, "--", "true"], ROOT)
-    if ran.returncode == 2 and ran.stderr.startswith("two_nodes: "):
-        pytest.skip(ran.stderr.strip())
-    assert ran.returncode == 0, ran.stderr
-
-
 def test_two_nodes_says_what_is_missing(tmp_path: Path) -> None:
     ran = run_python([*TWO_NODES, "--", "true"], ROOT, {"PATH": str(tmp_path)})
     assert ran.returncode == 2
     assert ran.stderr.startswith("two_nodes: ")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("can_have_two_nodes")
-def test_two_nodes_time_steps_on_a_link_of_the_rate_that_was_asked_for(tmp_path: Path) -> None:
-    options = [*TINY, "--strategies", "zero1_custom", "single_process"]
-    result = run_benchmark("two_nodes --rate 20mbit --", options, tmp_path)
-    times = result["step_time"]["zero1_custom"]
-    assert "20mbit" in result["label"] and result["limits"]["bits_per_second"] == 20e6
-    assert times["node_bytes_sent_per_optimizer_step"] > 0.9 * result["limits"]["parameter_bytes"]
-    # What is left in the link's queue when the clock stops can make one of the two halves look free.
-    assert times["median"] > result["limits"]["seconds_on_the_wire_per_half"]
-    # They fail with any of their ranks, and show what it said.
-    script = "echo I am $RANK of $WORLD_SIZE, $LOCAL_RANK on $GROUP_RANK; test $RANK != 3"
-    ran = run_python([*TWO_NODES, "--ranks-per-node", "2", "--", "sh", "-c", script], ROOT)
-    assert ran.returncode == 1 and "I am 0 of 4, 0 on 0" in ran.stdout and "I am 3 of 4, 1 on 1" in ran.stderr

@@ -108,14 +108,12 @@ def _process_group(purpose: _Purpose, backend: str | None = None) -> dist.Proces
     known = made[purpose]() if purpose in made else None
     if known is not None:
         return known
-    with connections_on_demand(dist.get_world_size()):
-        # A group of some ranks is made by these alone.
-        group: dist.ProcessGroup = dist.new_group(
-            purpose.members,
-            timeout=purpose.timeout,
-            backend=backend,
-            use_local_synchronization=purpose.members is not None,
-        )
+    connect_on_demand(dist.get_world_size())
+    # A group of some ranks is made by these alone.
+    is_local = purpose.members is not None
+    group: dist.ProcessGroup = dist.new_group(
+        purpose.members, timeout=purpose.timeout, backend=backend, use_local_synchronization=is_local
+    )
     made[purpose] = weakref.ref(group)
     return group
 
@@ -181,9 +179,8 @@ def abort_nccl() -> bool:
 _SECONDS_TO_ABORT = 10.0
 
 
-@contextmanager
-def connections_on_demand(world_size: int) -> Iterator[None]:
-    """Within it, large groups of Gloo's connect two ranks when they first have something to send to each other.
+def connect_on_demand(world_size: int) -> None:
+    """From now on, large groups of Gloo's connect two ranks when they first have something to send to each other.
 
     By default, each group connects every rank with every other one at once. With a few groups of hundreds of ranks,
     that is more than the files that a process may have open. With few ranks it is not, and a connected rank learns at
@@ -192,17 +189,10 @@ def connections_on_demand(world_size: int) -> Iterator[None]:
     Args:
         world_size: Number of ranks.
     """
-    if _CONNECT_ON_DEMAND in os.environ or world_size <= _LARGEST_FULL_MESH:
-        yield
-        return
-    os.environ[_CONNECT_ON_DEMAND] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(_CONNECT_ON_DEMAND, None)
+    if world_size > _LARGEST_FULL_MESH:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
-_CONNECT_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"
 _LARGEST_FULL_MESH = 16
 
 

@@ -30,7 +30,7 @@ from lightning_parstrat.distributed.comm.process_groups import (
     ProcessGroups,
     abort_nccl,
     checkpoint_group,
-    connections_on_demand,
+    connect_on_demand,
     control_group,
     default_backend,
     process_groups,
@@ -149,8 +149,8 @@ class Ranks(Part):
         strategy, device = self._strategy, self._strategy.root_device
         allow_open_files(files_needed(self.world_size, device.type == "cpu"))
         connect_started(strategy, strategy.process_group_backend or default_backend(device), self._timeout)
-        with connections_on_demand(self.world_size):
-            by_lightning()
+        connect_on_demand(self.world_size)
+        by_lightning()
         joined = size_of_group()
         if joined != self.world_size:
             raise MisconfigurationException(
@@ -186,8 +186,6 @@ class Ranks(Part):
         if among_ranks and isinstance(exception, Exception) and nccl_backends():
             # Lightning logs it later, when it has moved everything to the host.
             log.error(f"{self.flag}, rank {self.rank}: the training ends by this exception:", exc_info=exception)
-        if self._waits is not None:
-            self._waits.explain(exception)
         missing: list[int] = []
         if among_ranks and is_of_a_collective(exception):
             missing = self.liveness.missing("exception")

@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm import process_groups
-from lightning_parstrat.distributed.comm.liveness import ends_collectives, is_of_a_collective, names_of, store_under
+from lightning_parstrat.distributed.comm.liveness import names_of, store_under
 from lightning_parstrat.strategies.lightning_compat import current_hook, trainer_of
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class _Still:
 
     def __init__(self, point: tuple[object, ...]) -> None:
         self.point, self.seconds = point, 0.0
-        self.lines, self.line = 0, ""
+        self.lines = 0
         self.looks: bool | None = None
 
 
@@ -136,14 +136,6 @@ class Waits:
             self._ended = how
             self._stopping.set()
             self._thread.join(_SECONDS_TO_ANSWER)
-
-    def explain(self, error: BaseException) -> None:
-        """Adds to a collective's error which ranks this rank waits for. Not collective. It takes up to 2.5 seconds."""
-        # Python 3.10 has no notes.
-        if (is_of_a_collective(error) or ends_collectives(error)) and hasattr(error, "add_note"):
-            where = self._where()._replace(waits=True)
-            if said := self._still.line or self._line(where, self._ask(self._read)):
-                error.add_note(said)
 
     def _run(self) -> None:
         # The store ends with the process that serves it. Then there is nothing to publish to, or to read.
@@ -205,7 +197,6 @@ class Waits:
             still.lines, still.looks = still.lines + 1, None
             # The training may have continued meanwhile.
             if line and self._where().point == still.point and not self._stopping.is_set():
-                still.line = line
                 log.warning(line)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:

@@ -51,18 +51,6 @@ def test_those_that_do_not_come_are_missing(
     assert pool.run(3, missing, request.node.name, when) == expected
 
 
-def called_several_times(name: str) -> list[list[int]]:
-    found = [Liveness(f"{name} {attempt}").missing("test", LONG) for attempt in range(2)]
-    liveness = Liveness(name)
-    if dist.get_rank() == 0:
-        liveness.missing("alone", timedelta(seconds=0.5))
-    return [*found, liveness.missing("test", LONG), liveness.missing("test", LONG)]
-
-
-def test_calls_of_different_occasions_are_not_mixed_up(pool: RankPool) -> None:
-    assert pool.run(2, called_several_times, "several") == [[[], [], [], []]] * 2
-
-
 def test_errors_of_collectives_are_known() -> None:
     for error, expected in (
         (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:35512"), True),

@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_parstrat.core.policy import ShardingPolicy
-from lightning_parstrat.distributed.comm.backends import make_collectives
-from lightning_parstrat.distributed.comm.collectives import doubling_steps
-from lightning_parstrat.distributed.comm.control_messages import ControlMessages
 from lightning_parstrat.distributed.comm.open_files import allow_open_files, files_needed, most_open_files
 from lightning_parstrat.distributed.comm.process_groups import (
     ProcessGroups,
     checkpoint_group,
-    connections_on_demand,
+    connect_on_demand,
     process_groups,
     subgroup,
 )
@@ -54,38 +51,15 @@ def groups_connected_on_demand(seconds: int) -> ProcessGroups:
         return process_groups(timedelta(seconds=seconds))
 
 
-def sockets_of_new_groups(seconds: int) -> tuple[int, int]:
-    """How many more sockets this rank has after the groups were made, and after three control messages."""
-    before = sockets()
-    groups = groups_connected_on_demand(seconds)
-    connected = sockets()
-    # By the default group, which is connected: else the first message of a rank ahead would be counted.
-    dist.barrier()
-    messages = ControlMessages(make_collectives(groups.control, torch.device("cpu")))
-    for _ in range(3):
-        messages.launch().wait()
-    return connected - before, sockets() - connected
-
-
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_ranks_are_connected_at_their_first_message(pool: RankPool, world_size: int) -> None:
-    # Several: which of two ranks waits for the other to be connected depends on where they listen.
-    for seconds in (61, 81, 82):
-        for rank, (new, used) in enumerate(pool.run(world_size, sockets_of_new_groups, seconds)):
-            # Each group listens; in a full mesh it has a connection to each other rank, too.
-            assert new == 3
-            assert 0 < used <= len(doubling_steps(rank, world_size))
-
-
-def test_the_environment_of_the_user_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
-    for ranks, within in ((1024, "1"), (4, None)):
-        with connections_on_demand(ranks):
-            assert os.environ.get("TORCH_GLOO_LAZY_INIT") == within
-        assert "TORCH_GLOO_LAZY_INIT" not in os.environ
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
-    with connections_on_demand(1024):
-        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
+@patch.dict(os.environ)
+def test_large_worlds_connect_on_demand_and_the_users_setting_is_kept() -> None:
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    for ranks, expected in ((4, None), (1024, "1")):
+        connect_on_demand(ranks)
+        assert os.environ.get("TORCH_GLOO_LAZY_INIT") == expected
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
+    connect_on_demand(1024)
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "0"
 
 
 def sockets_of_first_step() -> int:
