@@ -30,7 +30,7 @@ The exit code is 1 if a check fails.
 _PACKAGES = ("torch", "lightning", "pytorch-lightning", "torchmetrics", "lightning-parstrat")
 _FLAGS = ("ddp_tuned", "zero1_custom", "zero2_custom", "zero3_custom")
 # The program does not mention this package, because torch's plugin mechanism must register the flags.
-_TELL_FLAGS = """
+_PRINT_FLAGS = """
 try:
     from lightning.pytorch.strategies import StrategyRegistry
 except ImportError:
@@ -148,13 +148,13 @@ def _check_versions(ranks: list[dict[str, Any]]) -> Check:
 
 
 def _check_flags() -> Check:
-    told = subprocess.run([sys.executable, "-c", _TELL_FLAGS], capture_output=True, text=True, check=False)
-    missing = [flag for flag in _FLAGS if flag not in told.stdout.split()]
+    ran = subprocess.run([sys.executable, "-c", _PRINT_FLAGS], capture_output=True, text=True, check=False)
+    missing = [flag for flag in _FLAGS if flag not in ran.stdout.split()]
     if not missing:
         return Check("flags", f"{', '.join(_FLAGS)}")
     switched = [name for name in _SWITCHES if os.environ.get(name) == "0"]
     mend = f"unset {' and '.join(switched)}" if switched else "install lightning-parstrat for this python"
-    error = told.stderr.strip().splitlines()[-1:]
+    error = ran.stderr.strip().splitlines()[-1:]
     return Check("flags", f"not registered: {', '.join(error or missing)}", f"{mend}, or `import lightning_parstrat`")
 
 

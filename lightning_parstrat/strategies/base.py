@@ -38,9 +38,9 @@ from lightning_parstrat.strategies.data.even import users_own
 from lightning_parstrat.strategies.evaluation import ExactEvaluation
 from lightning_parstrat.strategies.gradients.accumulation import Accumulation, GradientHooks
 from lightning_parstrat.strategies.gradients.clipping import GradientNorm
-from lightning_parstrat.strategies.launch.elastic import StartedLauncher, believe_started, started_ranks
+from lightning_parstrat.strategies.launch.elastic import adopt_started, started_ranks
 from lightning_parstrat.strategies.launch.ranks import Ranks
-from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher, lacks_inner_io
+from lightning_parstrat.strategies.lightning_compat import lacks_inner_io
 from lightning_parstrat.strategies.parts import Part
 
 
@@ -235,10 +235,8 @@ class ComposedStrategy(DDPStrategy):
         """
         started = started_ranks(self.cluster_environment)
         if started is not None:
-            believe_started(self, started)
+            adopt_started(self, started)
         super()._configure_launcher()
-        if started is not None and isinstance(self._launcher, SubprocessScriptLauncher):
-            self._launcher = StartedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     @override

@@ -203,8 +203,8 @@ class _AskedForEachBatch(StandIn):
     def _next(self, batches: Iterator[Any], number: int) -> Any:
         batch = next(batches, _NO_BATCH)
         with watching("the agreement on the next batch that is evaluated"):
-            somebody_has, nobody_lacks = extremes_over_ranks(int(batch is not _NO_BATCH), self._control)
-        if somebody_has and not nobody_lacks:
+            some_have, all_have = extremes_over_ranks(int(batch is not _NO_BATCH), self._control)
+        if some_have and not all_have:
             had = counted(number, "batch", "batches")
             _refuse(f"After {had} of a {self._prefix}_dataloader a rank has none left, while another one has")
         return batch

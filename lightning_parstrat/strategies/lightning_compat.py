@@ -44,7 +44,7 @@ Used through this file: what for | what happens without it.
         the moment before the results of a loader are combined over ranks | zero3_custom combines results of ranks that
         have called different modules, or hangs
     lightning.pytorch.strategies.launchers._SubprocessScriptLauncher
-        is the base class of our launcher under torchrun | strategies cannot be imported
+        whether processes come back with weights, as forked and spawned ones do | strategies cannot be imported
     lightning.fabric.utilities.distributed._DatasetSamplerWrapper._sampler
         the user's sampler within Lightning's distributed one, whose generator is saved | training does not begin
     lightning.pytorch.loops.fit_loop._FitLoop._combined_loader
@@ -406,10 +406,6 @@ def leave_out_sigterm_broadcast(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
 
 
-SubprocessScriptLauncher = _SubprocessScriptLauncher
-"""Starts the script again for every rank, unless a launcher outside has started the ranks. A base class."""
-
-
 def returns_weights(strategy: Strategy) -> bool:
     """Whether ranks were forked or spawned by a process that takes rank 0's ``state_dict`` when a training ends."""
-    return strategy.launcher is not None and not isinstance(strategy.launcher, SubprocessScriptLauncher)
+    return strategy.launcher is not None and not isinstance(strategy.launcher, _SubprocessScriptLauncher)

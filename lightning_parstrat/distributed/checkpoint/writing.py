@@ -70,7 +70,7 @@ def save_sharded(
 
     skeleton = io.BytesIO()
     outline = from_first_rank(
-        lambda: _prepare(checkpoint, path, skeleton), group, lambda said: _not_saved(path, f"rank 0: {said}")
+        lambda: _prepare(checkpoint, path, skeleton), group, lambda failure: _not_saved(path, f"rank 0: {failure}")
     )
     rank, tensors = dist.get_rank(group), pieces.tensors(outline.sources)
     own_pieces = list(pieces.of_rank(tensors, rank))
@@ -112,12 +112,12 @@ def _complete(path: Path, save: Callable[[], Any], temporary: Path | None) -> No
         if failures is None:
             raise
         # The first four: a full disk fails on every rank, with the same words.
-        said = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(failures.items())[:4])
-        raise _not_saved(path, said) from error
+        why = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(failures.items())[:4])
+        raise _not_saved(path, why) from error
 
 
-def _not_saved(path: Path, said: str) -> CheckpointNotSavedError:
-    return CheckpointNotSavedError(f"{path} was not saved: {said}. Checkpoints that were saved before are unchanged.")
+def _not_saved(path: Path, why: str) -> CheckpointNotSavedError:
+    return CheckpointNotSavedError(f"{path} was not saved: {why}. Checkpoints that were saved before are unchanged.")
 
 
 def _prepare(checkpoint: Any, path: Path, skeleton: io.BytesIO) -> Outline:

@@ -6,23 +6,18 @@ fewer ranks, it would split the data among ranks that do not exist. And torch wo
 """
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from typing_extensions import override
 
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agent_store import connect_agent_store, join_over_store
 from lightning_parstrat.distributed.comm.process_groups import is_initialized
-from lightning_parstrat.strategies.lightning_compat import SubprocessScriptLauncher
 
 _NODES, _LOCAL_RANKS = "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"
 _AGENT_HAS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -42,9 +37,9 @@ def started_ranks(environment: ClusterEnvironment | None) -> StartedRanks | None
     Args:
         environment: The strategy's cluster environment, detected or the user's own.
     """
-    goes_by_torchelastic = isinstance(environment, TorchElasticEnvironment) and TorchElasticEnvironment.detect()
+    uses_torchelastic = isinstance(environment, TorchElasticEnvironment) and TorchElasticEnvironment.detect()
     # Programs that set torchelastic's variables themselves, for Lightning to detect, do not set these two.
-    if not goes_by_torchelastic or not {_NODES, _LOCAL_RANKS} <= os.environ.keys():
+    if not uses_torchelastic or not {_NODES, _LOCAL_RANKS} <= os.environ.keys():
         return None
     return StartedRanks(
         ranks=environment.world_size(), nodes=int(os.environ[_NODES]), on_this_node=int(os.environ[_LOCAL_RANKS])
@@ -74,7 +69,7 @@ def connect_started(strategy: DDPStrategy, backend: str, timeout: timedelta | No
     join_over_store(store, backend, rank, ranks, device, timeout)
 
 
-def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
+def adopt_started(strategy: DDPStrategy, started: StartedRanks) -> None:
     """Gives the strategy the number of ranks that were started, instead of the Trainer's number. Not collective.
 
     Raises:
@@ -87,30 +82,21 @@ def believe_started(strategy: DDPStrategy, started: StartedRanks) -> None:
             f" {counted(len(devices), 'device')} for them (`devices`), and each rank needs its own. Start at most"
             f" {len(devices)} by `--nproc-per-node`, or give the Trainer `devices={started.on_this_node}`."
         )
-    told = strategy.num_nodes * strategy.num_processes
-    if told != started.ranks:
+    asked = strategy.num_nodes * strategy.num_processes
+    if asked != started.ranks:
         rank_zero_warn(
-            f"The Trainer asks for {counted(told, 'rank')} (num_nodes={strategy.num_nodes} times"
+            f"The Trainer asks for {counted(asked, 'rank')} (num_nodes={strategy.num_nodes} times"
             f" {counted(strategy.num_processes, 'device')}), but torchrun has started {started.ranks}, and that number"
-            f" counts: a global batch is that of {counted(started.ranks, 'rank')} instead of {told}, and the number of"
+            f" counts: a global batch is that of {counted(started.ranks, 'rank')} instead of {asked}, and the number of"
             " steps in an epoch changes with it."
         )
     strategy.num_nodes = started.nodes
     strategy.parallel_devices = devices[: started.on_this_node]
+    environment = strategy.cluster_environment
+    # Nodes may have different numbers of ranks. A check of the user's own environment applies.
+    if type(environment).validate_settings is TorchElasticEnvironment.validate_settings:
+        vars(environment)["validate_settings"] = _allow
 
 
-class StartedLauncher(SubprocessScriptLauncher):
-    """Calls the function in the processes that torchelastic has started, without a check of their number."""
-
-    @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls it without Lightning's check of the number of ranks. A check of the user's own environment applies."""
-        environment = self.cluster_environment
-        if type(environment).validate_settings is not TorchElasticEnvironment.validate_settings:
-            environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        # The same as in Lightning. torchrun sets the variable if it starts several ranks on a node.
-        if "OMP_NUM_THREADS" not in os.environ:
-            threads = max(1, torch.get_num_threads() // self.num_processes)
-            torch.set_num_threads(threads)
-            os.environ["OMP_NUM_THREADS"] = str(threads)
-        return function(*args, **kwargs)
+def _allow(num_devices: int, num_nodes: int) -> None:
+    """Replaces Lightning's check that each node has as many ranks as the first."""

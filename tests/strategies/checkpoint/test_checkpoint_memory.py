@@ -45,7 +45,7 @@ class Large(LightningModule):
 
 
 def batches() -> Any:
-    return DataLoader(TensorDataset(torch.randn(8, 8)), batch_size=2)
+    return DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=2)
 
 
 def status(field: str) -> int:
