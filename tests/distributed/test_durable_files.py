@@ -39,9 +39,16 @@ def content(path: Path) -> str:
     return (path / "__0_0.distcp" if path.is_dir() else path).read_text()
 
 
+@pytest.fixture(params=["exchanged", "renamed twice"])
+def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "renamed twice":
+        # As on file systems that cannot exchange two names.
+        monkeypatch.setattr(durable_files, "_exchange", lambda one, other: False)
+
+
 @pytest.mark.parametrize("before", ["nothing", "file", "folder", "link"])
 @pytest.mark.parametrize("new", ["file", "folder"])
-def test_the_new_one_takes_the_place_of_the_old(tmp_path: Path, before: str, new: str) -> None:
+def test_the_new_one_takes_the_place_of_the_old(exchange: None, tmp_path: Path, before: str, new: str) -> None:
     path, temporary = tmp_path / "last.ckpt", tmp_path / "new"
     make(path, before, "old")
     make(temporary, new, "new")
@@ -60,6 +67,7 @@ def test_a_crash_between_two_renames_is_recovered_from(
     path, temporary = tmp_path / "last.ckpt", tmp_path / "new"
     make(path, "folder", "old")
     make(temporary, kind, "new")
+    monkeypatch.setattr(durable_files, "_exchange", lambda one, other: False)
     rename = os.rename
 
     def crash(*paths: Path) -> None:
@@ -81,7 +89,7 @@ def test_a_crash_between_two_renames_is_recovered_from(
 @pytest.mark.parametrize("kind", ["file", "folder"])
 @pytest.mark.parametrize("before", ["nothing", "file", "folder"])
 def test_the_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, kind: str
+    exchange: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, kind: str
 ) -> None:
     make(tmp_path / "a.ckpt", before, "old")
     steps: list[str] = []
@@ -91,7 +99,7 @@ def test_the_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
         monkeypatch.setattr(owner, name, lambda *args: (steps.append(said(*args)), original(*args))[1])
 
     note(os, "fsync", lambda descriptor: f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-    for owner, name in ((os, "replace"), (os, "rename")):
+    for owner, name in ((os, "replace"), (os, "rename"), (durable_files, "_exchange")):
         note(owner, name, lambda *_: "rename")
     note(durable_files, "remove", lambda path: "remove" if path.exists() else "look")
     with written_durably(tmp_path / "a.ckpt") as temporary:

@@ -75,8 +75,14 @@ def _after_rename(kills: KillsAt) -> None:
 
 
 def _between_renames(kills: KillsAt) -> None:
-    """When no folder has the name."""
+    """On a file system that cannot exchange two names."""
+    durable_files._exchange = lambda one, other: False
     _after(os, "rename", kills)
+
+
+def _after_exchange(kills: KillsAt) -> None:
+    """When the new folder has its name, and the old one is still there."""
+    _after(durable_files, "_exchange", kills)
 
 
 def _mid_removal(kills: KillsAt) -> None:
@@ -105,6 +111,7 @@ SAVING: dict[str, Callable[[KillsAt], None]] = {
     "before rename": _before_rename,
     "after rename": _after_rename,
     "between renames": _between_renames,
+    "after exchange": _after_exchange,
     "mid-removal": _mid_removal,
     "between ranks": _between_ranks,
 }
@@ -122,10 +129,10 @@ LOADING: dict[str, Callable[[KillsAt], None]] = {
 
 POINTS = {**SAVING, **LOADING}
 
-OF_FOLDERS = ("between renames", "reading")
+OF_FOLDERS = ("between renames", "after exchange", "reading")
 """Points that a checkpoint in a single file does not pass."""
 
-OF_RANK_0 = ("before rename", "after rename", "between renames", "mid-removal")
+OF_RANK_0 = ("before rename", "after rename", "between renames", "after exchange", "mid-removal")
 """Points that only rank 0 passes."""
 
 
