@@ -247,7 +247,7 @@ def check_exchanges(pool: RankPool, names: Sequence[str], seeds: Sequence[int], 
             assert_same(found[name, seed], sums[holder][name, seed])
 
 
-@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2, 3), marks=pytest.mark.slow)], ids=["one", "more"])
+@pytest.mark.parametrize("seeds", [(0,), pytest.param((1, 2), marks=pytest.mark.slow)], ids=["one", "more"])
 @pytest.mark.parametrize("world_size", range(1, 7))
 def test_sums_and_gathers_are_right_and_sent_as_counted(
     pool: RankPool, world_size: int, seeds: tuple[int, ...]
