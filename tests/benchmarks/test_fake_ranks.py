@@ -96,8 +96,8 @@ def test_a_save_and_a_load(save: str, tmp_path: Path) -> None:
     counted = by_rank(counted_by(tmp_path, *asked))
     for (size, rank), counters in counted.items():
         saved = counters[f"{save} save"]
-        # All come, and agree on what there is of the state and whether training can go on from it; then whether the file
-        # was written. Of a folder torch agrees on that, by collectives.
+        # All come, and agree on what there is of the state and whether training can go on from it; then whether the
+        # file was written. Of a folder torch agrees on that, by collectives.
         agreements = 3 if save == "sharded" else 4
         # A rank describes its state in two messages. In a full save, it sends rank 0 a message of each bucket, and its
         # random numbers in two.
