@@ -5,7 +5,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -44,7 +43,6 @@ from lightning_parstrat.strategies.report import BF16_SAVES_NOTHING
 from lightning_parstrat.strategies.wrapperless import Buffers, EvenBatches, WrapperlessDDPStrategy
 
 _HOOKS_BEFORE_BACKWARD = ("backward", "on_before_backward", "on_before_zero_grad", "optimizer_zero_grad")
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
 
 
 class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
@@ -164,22 +162,12 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._make_collectives(),
             self.root_device,
             lambda: self._ranks.messages,
-            wrap=self._policy.wrap or (),
-            min_num_params=self._policy.min_num_params,
+            self._policy,
             by_child=not module.automatic_optimization,
-            reshard_after_forward=self._policy.reshard_after_forward,
-            gather_dtype=_DTYPES[self._gather_dtype],
-            gathers_as_autocast=self._policy.gather_dtype == "auto",
-            reduce_dtype=_DTYPES[self._policy.reduce_dtype],
+            autocasts=self.precision_plugin.precision == "bf16-mixed",
         )
         for copy in averaged_copies(module.trainer):
             shard_copy(copy, module)
-
-    @property
-    def _gather_dtype(self) -> Literal["bf16"] | None:
-        if self._policy.gather_dtype != "auto":
-            return self._policy.gather_dtype
-        return "bf16" if self.precision_plugin.precision == "bf16-mixed" else None
 
     def _make_collectives(self) -> Collectives:
         """Creates the collectives that send gradients. Collective on GPUs."""
@@ -224,11 +212,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Begins a backward. Gradients accumulate in shards, or whole on every rank (``shard_gradients=False``)."""
+        """Begins a backward."""
         super().pre_backward(closure_loss)
         if self._sharded is not None:
-            keeps_whole = self._accumulation.accumulates and not self._policy.shard_gradients
-            self._sharded.begin_backward(keeps_whole=keeps_whole and self.world_size > 1)
+            self._sharded.begin_backward(self._accumulation.accumulates)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:

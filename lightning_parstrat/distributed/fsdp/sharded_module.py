@@ -12,7 +12,7 @@ beginning to its end. They are gathered for that long.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, cast
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parstrat.core.digests import digest
+from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.core.tensor_trees import leaves
 from lightning_parstrat.distributed.comm.agreement import all_have_same
 from lightning_parstrat.distributed.comm.collectives import Collectives, real_view
@@ -79,16 +80,10 @@ class ShardedModule:
         collectives: Carry gradients. FSDP2 gathers parameters by their process group.
         device: The device on which the module is to train.
         messages: Combine over ranks which parameters were used. Every backward that sends has one message.
-        wrap: See :func:`~lightning_parstrat.distributed.fsdp.units.find_units`.
-        min_num_params: As ``wrap``.
+        policy: How to shard, gather and reduce. Gradients in fp64 are summed in that.
         by_child: Whether training calls children of the root instead of one of :data:`STEPS`, as in manual
             optimization. Then the root itself has no parameters that are gathered.
-        reshard_after_forward: Whether units free their parameters between forward and backward.
-        gather_dtype: The dtype in which parameters are gathered and used. None for their own. Autocast decides the
-            dtype of the computation, as under DDP.
-        gathers_as_autocast: Whether ``gather_dtype`` applies only to parameters that autocast would round anyway.
-        reduce_dtype: The dtype in which gradients are sent. None for their own. They are summed in fp32, or in fp64 if
-            that is their own.
+        autocasts: Whether autocast rounds to bf16.
 
     Raises:
         ValueError: The module cannot be sharded. Or a part of it replays a captured graph. Or the group sends from host
@@ -101,14 +96,10 @@ class ShardedModule:
         collectives: Collectives,
         device: torch.device,
         messages: Callable[[], ControlMessages],
+        policy: FullShardingPolicy,
         *,
-        wrap: Sequence[str] = (),
-        min_num_params: int = 0,
-        by_child: bool = False,
-        reshard_after_forward: bool = True,
-        gather_dtype: torch.dtype | None = None,
-        gathers_as_autocast: bool = False,
-        reduce_dtype: torch.dtype | None = None,
+        by_child: bool,
+        autocasts: bool,
     ) -> None:
         if replays_captured_graphs(module):
             raise ValueError(
@@ -119,18 +110,10 @@ class ShardedModule:
         self.module = module
         self._group = collectives.group
         self._messages = messages
-        self._reshards_after_forward = reshard_after_forward
+        self._policy = policy
         is_new = not is_sharded_module(module)
         if is_new:
-            shard(
-                module,
-                self._group,
-                device,
-                wrap=wrap,
-                min_num_params=min_num_params,
-                by_child=by_child,
-                reshard_after_forward=reshard_after_forward,
-            )
+            shard(module, self._group, device, policy, by_child)
         self.units = [part for part in self._parts if part is not module]
         self.unit_called = ""
         """The name of the unit that this rank has called last. Between steps, empty."""
@@ -142,8 +125,8 @@ class ShardedModule:
         self._evaluation_digest = 0
         self._before_gradients: Callable[[], None] | None = None
         # An earlier training may have had another precision.
-        self._choose_gather_dtypes(gather_dtype, gathers_as_autocast)
-        self._choose_reduce_scatter(collectives, device, reduce_dtype)
+        self._choose_gather_dtypes(autocasts)
+        self._choose_reduce_scatter(collectives, device)
         self.leaves = self._find_leaves()
         if is_new:
             let_whole_states_be_loaded(module)
@@ -170,20 +153,22 @@ class ShardedModule:
         # An exception may have ended an earlier training while gradients accumulated.
         root.set_requires_gradient_sync(True)
 
-    def _choose_gather_dtypes(self, gather_dtype: torch.dtype | None, gathers_as_autocast: bool) -> None:
+    def _choose_gather_dtypes(self, autocasts: bool) -> None:
         self._free()
-        rounded = rounded_by_autocast(self.module)
+        narrow: set[Tensor] = set()
+        if self._policy.gather_dtype == "bf16":
+            narrow = {parameter for parameter in self.module.parameters() if parameter.dtype == torch.float32}
+        elif self._policy.gather_dtype == "auto" and autocasts:
+            narrow = rounded_by_autocast(self.module)
         for part in self._parts:
             for parameter, fsdp_param in fsdp_params_of(part):
-                is_narrow = parameter in rounded if gathers_as_autocast else parameter.dtype == torch.float32
-                gather_in(fsdp_param, gather_dtype if is_narrow else None)
+                gather_in(fsdp_param, torch.bfloat16 if parameter in narrow else None)
 
-    def _choose_reduce_scatter(
-        self, collectives: Collectives, device: torch.device, reduce_dtype: torch.dtype | None
-    ) -> None:
+    def _choose_reduce_scatter(self, collectives: Collectives, device: torch.device) -> None:
         if collectives.world_size == 1:
             return
         collectives.connect(device)
+        reduce_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[self._policy.reduce_dtype]
         for part in self._parts:
             own = next((shard.dtype for shard, _ in fsdp_params_of(part)), None)
             travels_in = reduce_dtype if own == torch.float32 or reduce_dtype == torch.float32 else own
@@ -328,7 +313,7 @@ class ShardedModule:
         cast(FSDPModule, self.module).unshard()
         for number in self._evaluated:
             self.units[number].unshard()
-            if self._reshards_after_forward:
+            if self._policy.reshard_after_forward:
                 self.units[number].reshard()
         self._end_evaluation_step()
 
@@ -360,13 +345,14 @@ class ShardedModule:
 
     # Training steps.
 
-    def begin_backward(self, keeps_whole: bool) -> None:
+    def begin_backward(self, accumulates: bool) -> None:
         """Call before every backward whose gradients :meth:`end_backward` is to complete.
 
         If it runs through gradients, it is collective: all ranks gather the parameters from which they were computed.
 
         Args:
-            keeps_whole: Whether its gradients stay unreduced, and whole on every rank, until a later backward.
+            accumulates: Whether a later backward ends the window. Gradients accumulate in shards, or stay unreduced
+                and whole on every rank, as the policy says.
         """
         if self._is_stuck:
             raise RuntimeError(
@@ -377,6 +363,7 @@ class ShardedModule:
             # Tasks of a backward that was not announced.
             self._graph_tasks.clear()
         self._backwards += 1
+        keeps_whole = accumulates and not self._policy.shard_gradients and dist.get_world_size(self._group) > 1
         if keeps_whole != self._keeps_whole:
             self._keeps_whole = keeps_whole
             cast(FSDPModule, self.module).set_requires_gradient_sync(not keeps_whole)

@@ -4,7 +4,7 @@ So a module on the meta device is never on a device as a whole.
 """
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_parstrat.core.policy import FullShardingPolicy
 from lightning_parstrat.core.wording import listed
 from lightning_parstrat.distributed.comm.module_states import broadcast_tensors
 from lightning_parstrat.distributed.fsdp.held_parameters import refuse_uses
@@ -33,11 +34,8 @@ def shard(
     module: nn.Module,
     group: dist.ProcessGroup,
     device: torch.device,
-    *,
-    wrap: Sequence[str],
-    min_num_params: int,
+    policy: FullShardingPolicy,
     by_child: bool,
-    reshard_after_forward: bool,
 ) -> None:
     """Shards a module in place, for good. Its class becomes a subclass of FSDP2's. Collective.
 
@@ -45,13 +43,11 @@ def shard(
         module: On the host, on the device or on the meta device, which may differ by rank.
         group: Gathers the parameters.
         device: The device on which the module is to train.
-        wrap: See :func:`~lightning_parstrat.distributed.fsdp.units.find_units`.
-        min_num_params: As ``wrap``.
+        policy: Which modules are units, and whether they free their parameters between forward and backward.
         by_child: Whether training calls children of the root. Then no parameters of the root itself are gathered.
-        reshard_after_forward: Whether units free their parameters between forward and backward.
 
     Raises:
-        ValueError: A parameter that rank 0 has on the meta device cannot be made. Or ``wrap`` names no class of a
+        ValueError: A parameter that rank 0 has on the meta device cannot be made. Or the policy names no class of a
             module. Or a part of the module is sharded already.
     """
     before = dict(module.named_parameters())
@@ -62,7 +58,7 @@ def shard(
                 " that has trained. Leave these calls out, as zero3_custom shards the module. Or make the module anew,"
                 " and load weights into it before the training."
             )
-    units = find_units(module, wrap, min_num_params, by_child)
+    units = find_units(module, policy.wrap or (), policy.min_num_params, by_child)
     whole = whole_parameters(module, units)
     if by_child:
         inside = {parameter for unit in units for parameter in unit.parameters()}
@@ -72,11 +68,11 @@ def shard(
     names = {part: name for name, part in module.named_modules()}
     own = set(vars(module))
     # None: the root's parameters stay gathered from forward to backward, which follow each other at once.
-    for part, reshards in [*((unit, reshard_after_forward) for unit in units), (module, None)]:
+    for part, reshards in [*((unit, policy.reshard_after_forward) for unit in units), (module, None)]:
         _make_on_device(part, whole, to_reset, group, device)
-        policy = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
+        precision = MixedPrecisionPolicy(reduce_dtype=_summed_in(part, whole), cast_forward_inputs=False)
         ignored = cast(Any, whole)
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=policy, ignored_params=ignored)
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshards, mp_policy=precision, ignored_params=ignored)
         for _, fsdp_param in fsdp_params_of(part):
             gather_in(fsdp_param, None)
         # Now, as this frees the memory of what was sharded.
