@@ -184,7 +184,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         """Creates the optimizers. Collective.
 
         Raises:
-            ValueError: An optimizer cannot step sharded parameters, or has got the parameters before the sharding.
+            ValueError: An optimizer cannot step sharded parameters.
         """
         super().setup_optimizers(trainer)
         prepare_optimizers(
