@@ -63,7 +63,6 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
     except checkpoint_io.MisconfigurationException as error:
         raise UsageError(str(error)) from error
     own = checkpoint.get(checkpoint_io.CHECKPOINT_KEY, {})
-    with_random_numbers = states_in_files.ranks_of(own)
     files = sorted(one for one in path.iterdir() if one.is_file()) if sharded else [path]
     return {
         "path": str(path),
@@ -72,8 +71,7 @@ def _found(path: Path, trusted: bool) -> dict[str, Any]:
         "lightning": checkpoint["pytorch-lightning_version"],
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
-        # Only some strategies keep plans, and all keep random numbers.
-        "ranks": with_random_numbers or own.get("planned_for", {}).get("world_size"),
+        "ranks": states_in_files.ranks_of(own),
         "buckets": len(own.get("bucket_plan", [])) or None,
         "slurm_job": own.get("slurm_job"),
         "keys": list(checkpoint),

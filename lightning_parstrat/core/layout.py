@@ -155,11 +155,6 @@ class BucketLayout(NamedTuple):
         """Elements in the bucket, padding included."""
         return self.bounds[-1]
 
-    @property
-    def padding(self) -> int:
-        """Elements that belong to no parameter."""
-        return self.numel - sum(slot.numel for slot in self.slots)
-
     def shard_numel(self, rank: int) -> int:
         """Elements that ``rank`` owns, padding included."""
         return self.bounds[rank + 1] - self.bounds[rank]
@@ -178,24 +173,19 @@ class BucketLayout(NamedTuple):
         return tuple(shard_slice for shard_slice in slices if shard_slice is not None)
 
 
-def plan_buckets(
-    parameters: Sequence[ParameterSpec], policy: LayoutPolicy, groups: Sequence[Sequence[int]] | None = None
-) -> tuple[BucketLayout, ...]:
+def plan_buckets(parameters: Sequence[ParameterSpec], policy: LayoutPolicy) -> tuple[BucketLayout, ...]:
     """Assigns every parameter a slot in a bucket, and so every element an owner.
 
     Args:
         parameters: In the order in which their gradients are expected to become ready.
         policy: How to lay them out.
-        groups: Positions of the parameters that share a bucket, in the order of the buckets. By default, as many as fit
-            under the cap. See :func:`group_as_named`.
 
     Returns:
-        The buckets in the order of their reductions. That is the order of ``groups``, or the order in which their last
-        gradients are expected. The time is linear in the number of parameters, and independent of the world size. With
-        ``"parameter"``, multiply by the logarithm of the world size, and add one number per rank and bucket.
+        The buckets in the order of their reductions, in which their last gradients are expected. The time is linear in
+        the number of parameters, and independent of the world size. With ``"parameter"``, multiply by the logarithm of
+        the world size, and add one number per rank and bucket.
     """
-    if groups is None:
-        groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
+    groups = sorted(group_by_cap(parameters, policy.bucket_cap_bytes), key=lambda members: members[-1])
     if policy.partition == "element":
         return tuple(_cut_anywhere([(index, parameters[index]) for index in members], policy) for members in groups)
     owners = _choose_owners(parameters, policy.world_size)
@@ -208,31 +198,6 @@ def fingerprint(parameters: Sequence[ParameterSpec], buckets: Sequence[BucketLay
     """A number that differs (but for chance) between ranks whose parameters or plans differ."""
     names = [(spec.name, spec.shape, spec.dtype) for spec in parameters]
     return digest((names, tuple(buckets)))
-
-
-def group_as_named(parameters: Sequence[ParameterSpec], plan: Sequence[Sequence[str]]) -> list[list[int]] | None:
-    """The grouping of an earlier plan.
-
-    Args:
-        parameters: In any order.
-        plan: Names of parameters per bucket, in the order of the buckets.
-
-    Returns:
-        Positions in ``parameters`` per bucket. If the plan is of other parameters, or joins parameters that may not
-        share a bucket, None.
-    """
-    positions = {spec.name: index for index, spec in enumerate(parameters)}
-    # A name that occurs twice does not identify a parameter.
-    if len(positions) != len(parameters):
-        return None
-    # Names without a parameter are skipped: the parameter may have been frozen since.
-    groups = [[positions[name] for name in bucket if name in positions] for bucket in plan]
-    groups = [bucket for bucket in groups if bucket]
-    if sorted(index for bucket in groups for index in bucket) != list(range(len(parameters))):
-        return None
-    if any(len({parameters[index].group for index in bucket}) > 1 for bucket in groups):
-        return None
-    return groups
 
 
 _SMALL = 32

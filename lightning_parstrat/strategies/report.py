@@ -9,9 +9,12 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_parstrat.core.layout import owned_bytes, parameter_bytes
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.collectives import Traffic
-from lightning_parstrat.distributed.engine.summary import ShardingSummary
+from lightning_parstrat.distributed.engine.engine import ShardedDataParallel
+from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
+from lightning_parstrat.distributed.engine.stepping import sharding_of
 
 _STEPS_THAT_SETTLE = 3
 """The first steps allocate and plan buckets. They do not count."""
@@ -27,24 +30,26 @@ BF16_SAVES_NOTHING = (
 )
 
 
-def describe(flag: str, summary: ShardingSummary, observers: Sequence[str]) -> str:
+def describe(flag: str, engine: ShardedDataParallel, observers: Sequence[str]) -> str:
     """The line for the start of a fit. It names sharded state, unsharded state with reasons, and readers of gradients.
 
     Args:
         flag: The strategy's name.
-        summary: The sharding.
+        engine: The sharding.
         observers: Code that may read gradients. Empty if gradients are hidden.
 
     Returns:
         The line. Empty if there is nothing to train.
     """
-    parts = [_sharded(summary)] if summary.parameters else []
-    parts += [
-        f"{one.optimizer} is not sharded, as {one.reason}: every rank keeps all of its state, as under `ddp`."
-        f" {one.remedy}".rstrip()
-        for one in summary.replicated
-    ]
-    if summary.parameters and observers:
+    parameters = sum(slot.place.numel for slot in engine.slots.values())
+    parts = [_sharded(engine, parameters)] if parameters else []
+    for optimizer, decision in zip(engine.optimizers, engine.decisions, strict=True):
+        if decision.partition is None:
+            parts.append(
+                f"{type(optimizer).__name__} is not sharded, as {decision.reason}: every rank keeps all of its state,"
+                f" as under `ddp`. {decision.remedy}".rstrip()
+            )
+    if parameters and observers:
         parts.append(
             f"Gradients are gathered in every step, as {named(observers)} may read them"
             " (`expose_gradients=False` saves that if not)."
@@ -57,22 +62,38 @@ def named(observers: Sequence[str]) -> str:
     return ", ".join(observers[:2]) + (" and others" if len(observers) > 2 else "")
 
 
-def _sharded(summary: ShardingSummary) -> str:
-    groups = f" in {summary.copies} shard groups" if summary.copies > 1 else ""
-    line = f"{_count(summary.parameters)} over {counted(summary.world_size, 'rank')}{groups}"
-    if summary.state_bytes is None:
-        share = summary.owned_bytes / max(summary.parameter_bytes, 1)
+def _sharded(engine: ShardedDataParallel, parameters: int) -> str:
+    collectives, place = engine.reducer.collectives, engine.reducer.collectives.place
+    groups = f" in {place.copies} shard groups" if place.copies > 1 else ""
+    line = f"{_count(parameters)} over {counted(collectives.world_size, 'rank')}{groups}"
+    state = _state_bytes(engine)
+    if state is None:
+        layouts = [bucket.layout for bucket in engine.buckets]
+        share = owned_bytes(layouts, place.shard) / max(parameter_bytes(layouts), 1)
         line = f"{line}, optimizer state of {share:.0%} of them on this one"
-    elif not any(summary.state_bytes):
+    elif not any(state):
         # For example SGD without momentum.
         line = f"{line}, no optimizer state to shard"
     else:
-        unsharded, own = summary.state_bytes
-        instead = f" instead of {_size(unsharded)}" if summary.world_size > summary.copies else ""
-        line = f"{line}, optimizer state {_size(own)} per rank{instead}"
-    return (
-        f"{line}, fp32 master weights {_size(summary.master_bytes)} per rank." if summary.master_bytes else f"{line}."
-    )
+        instead = f" instead of {_size(state[0])}" if collectives.world_size > place.copies else ""
+        line = f"{line}, optimizer state {_size(state[1])} per rank{instead}"
+    masters = sum(0 if bucket.master is None else bucket.master.nbytes for bucket in engine.buckets)
+    return f"{line}, fp32 master weights {_size(masters)} per rank." if masters else f"{line}."
+
+
+def _state_bytes(engine: ShardedDataParallel) -> tuple[float, float] | None:
+    """Bytes of optimizer state, unsharded and on this rank. If an optimizer's is unknown before its step, None."""
+    unsharded = own = 0.0
+    for optimizer in engine.sharded_optimizers:
+        ratio = state_bytes_per_parameter_byte(optimizer)
+        if ratio is None:
+            return None
+        for bucket in sharding_of(optimizer).buckets:
+            # An optimizer keeps its state in the dtype that it steps.
+            layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
+            unsharded += ratio * parameter_bytes(layouts)
+            own += ratio * owned_bytes(layouts, bucket.place.shard)
+    return unsharded, own
 
 
 class _Step(NamedTuple):

@@ -179,7 +179,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             self._policy,
             self._ranks.groups,
             node,
-            self._kept_plan(),
+            [name for bucket in self._checkpoints.loaded_entries.get("bucket_plan", ()) for name in bucket],
             self._ranks.messages,
         )
         if self._engine.policy.reduce_dtype != self._policy.reduce_dtype:
@@ -233,12 +233,12 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         exposed = self._engine.expose_gradients(bool(observers) if choice == "auto" else choice)
         if self._policy.shard_gradients:
             self._decide_on_accumulation(observers if choice == "auto" and exposed else [])
-        summary = self._engine.summary()
-        line = describe(self.flag, summary, observers if choice == "auto" and exposed else ())
+        line = describe(self.flag, self._engine, observers if choice == "auto" and exposed else ())
         # A tuner runs a short training before the training, and would log the same line twice.
         if line and line != self._announced:
             self._announced = line
-            (rank_zero_warn if summary.replicated else rank_zero_info)(line)
+            is_whole = any(decision.partition is None for decision in self._engine.decisions)
+            (rank_zero_warn if is_whole else rank_zero_info)(line)
 
     def _decide_on_accumulation(self, observers: list[str]) -> None:
         """Lets micro-batches be reduced one by one, unless code may read accumulated gradients."""
@@ -250,7 +250,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         between += [] if module.automatic_optimization else ["manual optimization"]
         sharded = self._engine.accumulate_in_shards(not between)
         # Without such code on this rank, `expose_gradients=True` or another rank's callback is the reason.
-        unknown = "whoever expose_gradients=True is for" if self._policy.expose_gradients is True else "another rank"
+        unknown = "what expose_gradients=True is for" if self._policy.expose_gradients is True else "another rank"
         self._kept_whole_for = [] if sharded else list(dict.fromkeys(between)) or [unknown]
 
     @contextmanager
@@ -345,26 +345,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     @override
     def _entries(self) -> dict[str, Any]:
         """Adds the plan of the buckets: a resumed training sums gradients in the same order."""
-        plan = {} if self._engine is None else {"bucket_plan": self._engine.plan, "planned_for": self._planned_for()}
+        plan = {} if self._engine is None else {"bucket_plan": self._engine.plan}
         return {**super()._entries(), **plan}
-
-    def _planned_for(self) -> dict[str, Any]:
-        policy = self._policy
-        # The default is left out: plans without the key, which older versions have saved, stay valid.
-        grouped = {} if policy.shard_group == "all" else {"shard_group": policy.shard_group}
-        return {
-            "world_size": self.world_size,
-            "bucket_cap_mb": policy.bucket_cap_mb,
-            **grouped,
-        }
-
-    def _kept_plan(self) -> list[list[str]]:
-        """The buckets of the checkpoint that was loaded.
-
-        A plan for another world size or other arguments is not used: the current arguments count.
-        """
-        loaded = self._checkpoints.loaded_entries
-        return loaded["bucket_plan"] if loaded.get("planned_for") == self._planned_for() else []
 
     def _close_engine(self) -> None:
         engine, self._engine = self._engine, None

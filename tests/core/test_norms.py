@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_parstrat.core.norms import accumulation_dtype, clip_coefficient, partial_norm, total_norm
+from lightning_parstrat.core.norms import accumulation_dtype, partial_norm, total_norm
 from lightning_parstrat.distributed.gradients.clipping import norms_of
 
 CPU = torch.device("cpu")
@@ -60,23 +60,6 @@ def test_partial_norms_of_a_split_combine_to_the_norm_of_the_whole(
     )
 
 
-def test_gradients_of_several_dtypes_are_one_whole() -> None:
-    tensors = [random_tensors([(5, 3)], dtype, seed)[0] for seed, dtype in enumerate(TOLERANCE)]
-    whole = torch.cat([tensor.to(torch.complex128).reshape(-1) for tensor in tensors])
-    for norm_type in NORM_TYPES:
-        found = norm_over([tensors[:1], tensors[1:]], norm_type)
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found, torch.linalg.vector_norm(whole, norm_type), rtol=1e-6, atol=0)
-
-
-def test_a_rank_that_owns_nothing_contributes_zero() -> None:
-    nothing: list[list[Tensor]] = [[], [torch.empty(0)], [torch.empty(3, 0), torch.empty(0)]]
-    for gradients, dtype, norm_type in product(nothing, (torch.float32, torch.float64), NORM_TYPES):
-        contribution = partial(gradients, norm_type, dtype)
-        assert contribution.tolist() == ([0.0, 0.0] if math.isinf(norm_type) else [0.0])
-        assert total_norm(contribution, norm_type, dtype).dtype == dtype
-
-
 def test_a_maximum_over_ranks_that_passes_over_nan_still_finds_it() -> None:
     bad = partial([torch.tensor([1.0, math.nan])], math.inf, torch.float32)
     good = partial([torch.tensor([2.0])], math.inf, torch.float32)
@@ -89,31 +72,6 @@ def test_a_norm_type_that_is_not_positive_is_refused() -> None:
     for norm_type in (0, -1.0, -math.inf, math.nan):
         with pytest.raises(ValueError, match=rf"norm_type: {norm_type}\. Must be > 0, or inf"):
             partial_norm([torch.ones(())], norm_type, CPU)
-
-
-def clips_as_torch(tensors: list[Tensor], shards: list[list[Tensor]], norm_type: float, max_norm: float) -> Tensor:
-    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        parameter.grad = tensor.clone()
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    found = norm_over(shards, norm_type)
-    torch.testing.assert_close(found, norm, rtol=1e-5, atol=0, equal_nan=True)
-    coefficient = clip_coefficient(found, max_norm)
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        torch.testing.assert_close(tensor * coefficient, parameter.grad, rtol=1e-5, atol=0, equal_nan=True)
-    return found
-
-
-def test_clipping_shards_equals_torchs_clipping_of_the_whole() -> None:
-    for norm_type, max_norm, scale in product(NORM_TYPES, (0.0, 1e-3, 1.0, 1e4), (0.0, 1e-8, 1.0, 1e5)):
-        tensors = [scale * tensor for tensor in random_tensors([(7, 5), (3,), ()], torch.float32, 0)]
-        clips_as_torch(tensors, [tensors[:1], tensors[1:], []], norm_type, max_norm)
-
-
-def test_a_nonfinite_element_on_one_rank_shows_in_norm_and_coefficient_as_torchs() -> None:
-    for norm_type, value in product(NORM_TYPES, (math.inf, -math.inf, math.nan)):
-        tensors = [torch.ones(4), torch.tensor([1.0, value, 2.0])]
-        assert not clips_as_torch(tensors, [tensors[:1], tensors[1:], []], norm_type, 1.0).isfinite()
 
 
 def test_neither_16_bits_nor_powers_overflow_or_swallow_small_terms() -> None:
@@ -134,10 +92,3 @@ def test_accumulation_dtype() -> None:
     assert accumulation_dtype(()) == accumulation_dtype((single,)) == accumulation_dtype((torch.complex64,)) == single
     assert accumulation_dtype((torch.bfloat16, torch.float16)) == single
     assert accumulation_dtype((torch.bfloat16, double)) == accumulation_dtype((torch.complex128, single)) == double
-
-
-def test_the_coefficient_never_enlarges_and_is_the_ratio_beyond_the_limit() -> None:
-    norms = torch.tensor([0.0, 0.5, 1.0, 2.0, 1e6], dtype=torch.float64)
-    coefficients = clip_coefficient(norms, 1.0)
-    assert coefficients.tolist() == pytest.approx([1.0, 1.0, 1.0, 0.5, 1e-6], rel=1e-5)
-    assert coefficients.max() <= 1.0

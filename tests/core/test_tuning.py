@@ -20,13 +20,6 @@ def test_sizes_are_those_that_lead_to_other_buckets() -> None:
         assert sizes_to_try(nbytes) == expected
 
 
-@given(st.integers(1, 2**40))
-def test_never_more_than_five_and_one_bucket_at_most_once(nbytes: int) -> None:
-    sizes = sizes_to_try(nbytes)
-    assert len(sizes) <= 5 and sizes == sorted(set(sizes))
-    assert sum(size >= nbytes for size in sizes) <= (nbytes > MIB)
-
-
 def test_the_fastest_is_the_largest_of_equal_ones_and_never_the_default() -> None:
     tried = [Tried(None, 0.5), Tried(10, 1.0), Tried(20, 0.9), Tried(30, 0.9), Tried(40, 1.1)]
     assert fastest(tried) == Tried(30, 0.9)

@@ -155,11 +155,11 @@ FAULTS = (
         ("tests/distributed/comm/test_carriers.py::test_sums_and_gathers_are_right_and_sent_as_counted",),
     ),
     Fault(
-        "the plan of other parameters is taken up",
-        "core/layout.py",
-        "if sorted(index for bucket in groups for index in bucket) != list(range(len(parameters))):",
-        "if not groups:",
-        ("tests/distributed/engine/test_plans.py::test_a_kept_plan_is_taken_up_where_it_fits",),
+        "a resumed training sends its buckets in another order",
+        "distributed/engine/planning.py",
+        "in_turn = dict.fromkeys([*order, *reversed(self._names.values())])",
+        "in_turn = dict.fromkeys(reversed(self._names.values()))",
+        ("tests/distributed/engine/test_plans.py::test_a_known_order_of_gradients_is_followed",),
     ),
     Fault(
         "buckets of matrices wait for those of all other parameters",

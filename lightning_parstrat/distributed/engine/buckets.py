@@ -13,7 +13,6 @@ from enum import Enum
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_parstrat.core.layout import BucketLayout, ShardSlice, Slot
 from lightning_parstrat.core.shard_groups import ShardPlace
@@ -65,7 +64,7 @@ class ParameterSlot:
     @property
     def has_master_weights(self) -> bool:
         """Whether this rank steps a copy of the parameter that is kept in fp32."""
-        return self.shard is not None and self.bucket.has_master_weights
+        return self.shard is not None and self.bucket.master is not None
 
     def view_into(self, flat: Tensor) -> Tensor:
         """This parameter's place in a buffer of the bucket's length, in the parameter's shape and strides."""
@@ -95,11 +94,6 @@ class ParameterSlot:
             raise AssertionError("a part of a parameter was asked for on a rank that owns nothing of it")
         part = self.storage_order(unsharded)[self.shard_slice.elements]
         return part.as_strided(self.shard.shape, self.strides) if self.shard_slice.numel == self.place.numel else part
-
-    def elements_of(self, shard: int) -> slice:
-        """Which of the parameter's elements are in a shard, in storage order. There may be none."""
-        shard_slice = self.bucket.layout.slice_of(self.place, shard)
-        return slice(0, 0) if shard_slice is None else shard_slice.elements
 
 
 class ShownMean(Enum):
@@ -141,6 +135,8 @@ class GradientBucket:
         self.device = first.device
         self.reduce_dtype = reduce_dtype or first.dtype
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
+        self.master: Tensor | None = None
+        """The copy of the shard that this rank steps instead of the parameters."""
         self.shard_gradient: Tensor | None = None
         self.unsharded_gradient: Tensor | None = None
         self.is_partial = False
@@ -154,18 +150,13 @@ class GradientBucket:
     @property
     def shard_dtype(self) -> torch.dtype:
         """The dtype of the shard's gradient, and so of its optimizer state."""
-        return self.dtype
+        return self.dtype if self.master is None else self.master.dtype
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which micro-batches are added up. A 16-bit sum would lose many small numbers."""
         narrow = self.shard_dtype in (torch.float16, torch.bfloat16)
         return torch.float32 if narrow else self.shard_dtype
-
-    @property
-    def has_master_weights(self) -> bool:
-        """Whether this rank steps a copy of its shard, not the parameters themselves."""
-        return False
 
     def shard_of(self, unsharded: Tensor) -> Tensor:
         """This rank's part of a buffer of the bucket's length: 1-D, a view."""
@@ -226,10 +217,24 @@ class GradientBucket:
         return self.shard_of(unsharded), unsharded
 
     def attach_exposed_gradients(self) -> None:
-        """Takes over users' changes to ``param.grad``. Here ``param.grad`` already holds the gradients."""
+        """Makes each owned shard's ``.grad`` its part of ``param.grad``, with the user's changes."""
+        for slot in self.slots:
+            if slot.shard is not None:
+                gradient = slot.parameter.grad
+                slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
 
     def attach_gradients(self) -> None:
-        """Gives the reduced gradient to the owners of shards. Here there are none."""
+        """Makes each owned shard's ``.grad`` a view of the reduced gradient.
+
+        If no rank had a gradient, ``.grad`` is None. It is also None while micro-batches are being added up.
+        """
+        for slot in self.slots:
+            if slot.shard is None:
+                continue
+            if self.shard_gradient is None or self.is_partial or not slot.used:
+                slot.shard.grad = None
+            else:
+                slot.shard.grad = slot.view_into_shard(self.shard_gradient)
 
     @torch.no_grad()
     def end_partial_sum(self, factor: float) -> None:
@@ -295,22 +300,13 @@ class ParameterBucket(GradientBucket):
         self._left_behind: set[int] = set()
         self._has_rebound = False
         self._move_in(self.slots)
-        self.master = None if master_dtype is None else self.shard.to(master_dtype, copy=True)
+        if master_dtype is not None:
+            self.master = self.shard.to(master_dtype, copy=True)
         stepped = self.shard if self.master is None else self.master
         for slot in self.slots:
             if slot.shard_slice is not None:
                 slot.shard = nn.Parameter(slot.view_into_shard(stepped))
         self._own_users = self._users_of_buffer(self.slots)
-
-    @property
-    @override
-    def shard_dtype(self) -> torch.dtype:
-        return self.dtype if self.master is None else self.master.dtype
-
-    @property
-    @override
-    def has_master_weights(self) -> bool:
-        return self.master is not None
 
     @property
     def shard(self) -> Tensor:
@@ -467,28 +463,6 @@ class ParameterBucket(GradientBucket):
 
     def _rounded(self, master: Tensor) -> Tensor:
         return master.to(self.gather_dtype).to(self.dtype)
-
-    @override
-    def attach_exposed_gradients(self) -> None:
-        """Makes each owned shard's ``.grad`` its part of ``param.grad``, with the user's changes."""
-        for slot in self.slots:
-            if slot.shard is not None:
-                gradient = slot.parameter.grad
-                slot.shard.grad = None if gradient is None else slot.part_of(gradient).to(self.shard_dtype)
-
-    @override
-    def attach_gradients(self) -> None:
-        """Makes each owned shard's ``.grad`` a view of the reduced gradient.
-
-        If no rank had a gradient, ``.grad`` is None. It is also None while micro-batches are being added up.
-        """
-        for slot in self.slots:
-            if slot.shard is None:
-                continue
-            if self.shard_gradient is None or self.is_partial or not slot.used:
-                slot.shard.grad = None
-            else:
-                slot.shard.grad = slot.view_into_shard(self.shard_gradient)
 
 
 def take_where_changed(wide: Tensor, narrow: Tensor, rounded: Tensor | None = None) -> None:

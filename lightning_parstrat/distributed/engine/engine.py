@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parstrat.core.layout import Partition, owned_bytes, parameter_bytes, parts_of
+from lightning_parstrat.core.layout import Partition, parts_of
 from lightning_parstrat.core.policy import ShardingPolicy
 from lightning_parstrat.core.shard_groups import ShardGroups
 from lightning_parstrat.core.topology import Node
@@ -42,7 +42,6 @@ from lightning_parstrat.distributed.engine.shardability import (
 from lightning_parstrat.distributed.engine.shown_gradients import full_gradients
 from lightning_parstrat.distributed.engine.state import grouped_parameters, shard_existing_state
 from lightning_parstrat.distributed.engine.stepping import OptimizerSharding, shard_optimizer, sharding_of, unshard
-from lightning_parstrat.distributed.engine.summary import Replicated, ShardingSummary, state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.torch_compat import (
     is_compiled,
     is_compiled_as_a_whole,
@@ -67,7 +66,8 @@ class ShardedDataParallel:
         policy: How to bucket and partition.
         groups: The process groups.
         node: This rank's node. By default, the name of its host.
-        plan: The plan of an earlier training of the same module, see :meth:`plan`.
+        order: Names of parameters in the order in which an earlier training of the module has sent gradients. If it is
+            empty, buckets may follow the first backward.
         messages: Carry flags of gradients. By default, separate messages.
 
     Raises:
@@ -81,7 +81,7 @@ class ShardedDataParallel:
         policy: ShardingPolicy,
         groups: ProcessGroups,
         node: Node | None = None,
-        plan: Sequence[Sequence[str]] = (),
+        order: Sequence[str] = (),
         messages: ControlMessages | None = None,
     ) -> None:
         self.module = module
@@ -111,8 +111,7 @@ class ShardedDataParallel:
             make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)
         )
         self.gatherer.overlaps = policy.overlap_param_gather and not is_compiled_as_a_whole(module)
-        self._kept_plan = plan
-        self._order: Sequence[Tensor] = ()
+        self._order = order
         self._first_backward: GradientOrder | None = None
         self.decisions = _agree(control, [decide_sharding(o, policy.partition) for o in self.optimizers])
         self.sharded_optimizers = [
@@ -163,11 +162,11 @@ class ShardedDataParallel:
         return self._planner().names(self.buckets)
 
     def follow_first_backward(self) -> None:
-        """Lets buckets follow the order of gradients in the next backward. No effect if a plan is kept.
+        """Lets buckets follow the order of gradients in the next backward. No effect if an order is given.
 
         In that backward, gradients stay in ``param.grad``, and are sent when it has ended.
         """
-        if not self._kept_plan and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1:
+        if not self._order and len(self.buckets) > 1 and self.reducer.collectives.world_size > 1:
             self._first_backward = GradientOrder(self.module, self.reducer.control.group)
 
     def prepare_backward(self, loss: Tensor, scale: GradientScale | None = None) -> None:
@@ -211,7 +210,9 @@ class ShardedDataParallel:
         is_bound = is_compiled(self.module) or any(one.state for one in self.optimizers)
         if fits or any_rank(is_bound, self.reducer.control):
             return
-        self._order, storages = order, self._storages()
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
+        storages = self._storages()
+        self._order = [names[parameter] for parameter in order]
         for bucket in self.buckets:
             bucket.move_out(storages)
         self.reducer.dissolve_buckets(self.reducer.buckets)
@@ -246,25 +247,6 @@ class ShardedDataParallel:
         self.reducer.shards_accumulation = not kept_whole
         return self.reducer.shards_accumulation
 
-    def summary(self) -> ShardingSummary:
-        """The sharding as this rank sees it."""
-        layouts = [bucket.layout for bucket in self.buckets]
-        collectives, shard = self.reducer.collectives, self.reducer.collectives.place.shard
-        return ShardingSummary(
-            parameters=sum(slot.numel for layout in layouts for slot in layout.slots),
-            parameter_bytes=parameter_bytes(layouts),
-            owned_bytes=owned_bytes(layouts, shard),
-            world_size=collectives.world_size,
-            copies=collectives.place.copies,
-            state_bytes=self._state_bytes(shard),
-            master_bytes=sum(0 if bucket.master is None else bucket.master.nbytes for bucket in self.buckets),
-            replicated=tuple(
-                Replicated(type(optimizer).__name__, decision.reason, decision.remedy)
-                for optimizer, decision in zip(self.optimizers, self.decisions, strict=True)
-                if decision.partition is None
-            ),
-        )
-
     @property
     def traffic(self) -> Traffic:
         """The traffic and waits of this rank so far, gradients and parameters together."""
@@ -295,20 +277,6 @@ class ShardedDataParallel:
 
     def _storages(self) -> set[int]:
         return {address for bucket in self.buckets for address in bucket.storages}
-
-    def _state_bytes(self, shard: int) -> tuple[int, int] | None:
-        """Bytes of optimizer state, unsharded and on this rank. If an optimizer's is unknown before its step, None."""
-        unsharded = own = 0.0
-        for optimizer in self.sharded_optimizers:
-            ratio = state_bytes_per_parameter_byte(optimizer)
-            if ratio is None:
-                return None
-            for bucket in sharding_of(optimizer).buckets:
-                # An optimizer keeps its state in the dtype that it steps.
-                layouts = [bucket.layout._replace(itemsize=bucket.shard_dtype.itemsize)]
-                unsharded += ratio * parameter_bytes(layouts)
-                own += ratio * owned_bytes(layouts, shard)
-        return round(unsharded), round(own)
 
     def _shard_optimizers(self) -> None:
         for optimizer in self.sharded_optimizers:
@@ -347,7 +315,7 @@ class ShardedDataParallel:
 
     def _planner(self) -> BucketPlanner:
         control, gradients = self.reducer.control, self.reducer.collectives
-        return BucketPlanner(self.module, self.policy, control, gradients, self._kept_plan, self._order)
+        return BucketPlanner(self.module, self.policy, control, gradients, self._order)
 
     @property
     def _partitions(self) -> dict[int, Partition]:

@@ -12,7 +12,6 @@ from lightning_parstrat.core.layout import (
     ParameterSpec,
     Partition,
     fingerprint,
-    group_as_named,
     plan_buckets,
 )
 from lightning_parstrat.core.policy import ShardingPolicy
@@ -33,9 +32,7 @@ class BucketPlanner:
         policy: How to bucket.
         control: Compares plans. Its group works on host memory.
         gradients: Will carry gradients to their shards.
-        kept: The plan of an earlier training, by the parameters' names. If the plan is empty or does not fit, a bucket
-            holds as many parameters as fit under the cap.
-        order: All parameters of the module in the order of their gradients. By default, the reverse of registration.
+        order: Names of parameters in the order of their gradients. All others follow, in the reverse of registration.
     """
 
     def __init__(
@@ -44,15 +41,14 @@ class BucketPlanner:
         policy: ShardingPolicy,
         control: Collectives,
         gradients: Collectives,
-        kept: Sequence[Sequence[str]] = (),
-        order: Sequence[Tensor] = (),
+        order: Sequence[str],
     ) -> None:
         self._policy = policy
         self._control = control
-        self._kept = kept
         self._shards, self._place = gradients.shard_count, gradients.place
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-        self._turn = {parameter: turn for turn, parameter in enumerate(order or reversed(list(self._names)))}
+        in_turn = dict.fromkeys([*order, *reversed(self._names.values())])
+        self._turn = {name: turn for turn, name in enumerate(in_turn)}
         self._device_type = next((parameter.device.type for parameter in self._names), "cpu")
 
     def sharded_buckets(
@@ -69,10 +65,7 @@ class BucketPlanner:
             first: The index of the first bucket.
         """
         ordered = self._in_order_of_gradients(owners)
-        kept = {name: number for number, bucket in enumerate(self._kept) for name in bucket}
-        if any(self._name(parameter) not in kept for parameter in ordered):
-            kept = {}
-        ready = {parameter: kept.get(self._name(parameter), number) for number, parameter in enumerate(ordered)}
+        ready = {parameter: number for number, parameter in enumerate(ordered)}
         uncut = {parameter for parameter in ordered if "parameter" in [partitions[one] for one in owners[parameter]]}
         specs: list[ParameterSpec] = []
         planned: list[tuple[int, BucketLayout, list[Tensor]]] = []
@@ -80,7 +73,7 @@ class BucketPlanner:
             parameters = [parameter for parameter in ordered if (parameter in uncut) == (partition == "parameter")]
             own = [self._spec(parameter, owners[parameter]) for parameter in parameters]
             specs += own
-            for layout in self._plan(own, partition, group_as_named(own, self._kept)):
+            for layout in self._plan(own, partition):
                 # The bucket is sent with its last gradient.
                 last = max(ready[parameters[slot.parameter]] for slot in layout.slots)
                 planned.append((last, layout, parameters))
@@ -109,18 +102,16 @@ class BucketPlanner:
 
     def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:
         # A parameter that the module does not have comes first.
-        return sorted(parameters, key=lambda parameter: self._turn.get(parameter, -1))
+        return sorted(parameters, key=lambda parameter: self._turn.get(self._name(parameter), -1))
 
-    def _plan(
-        self, specs: Sequence[ParameterSpec], partition: Partition, groups: list[list[int]] | None = None
-    ) -> tuple[BucketLayout, ...]:
+    def _plan(self, specs: Sequence[ParameterSpec], partition: Partition) -> tuple[BucketLayout, ...]:
         policy = LayoutPolicy(
             world_size=self._shards,
             bucket_cap_bytes=self._cap_bytes(),
             partition=partition,
             alignment_bytes=64 if self._device_type == "cpu" else 256,
         )
-        return plan_buckets(specs, policy, groups)
+        return plan_buckets(specs, policy)
 
     def _cap_bytes(self) -> int:
         # Frozen parameters send nothing, and may have a layout without a size.

@@ -7,7 +7,6 @@ Averaged gradients are in ``param.grad``.
 import copy
 import inspect
 import random
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.engine.stepping import (
     METHODS,
     ClosureEvaluatedAgainError,
-    OneEvaluation,
+    evaluated_once,
     needs_closure,
 )
 from lightning_parstrat.distributed.torch_compat import (
@@ -373,16 +372,11 @@ def _random_numbers_kept(optimizer: Optimizer) -> Iterator[None]:
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
     python = random.getstate()
-    # torch works without numpy.
-    numpy = sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
             yield
     finally:
         random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
 
 
 def _no_loss() -> Any:
@@ -397,7 +391,7 @@ def _step(twin: _Twin, phase: int, once: bool) -> None:
             probe.grad = gradients[phase][number].clone()
         # Not `optimizer.step`, which a scheduler may have wrapped.
         with without_step_hooks(optimizer):
-            evaluated: Callable[[], Any] = OneEvaluation(_no_loss, type(optimizer).__name__) if once else _no_loss
+            evaluated: Callable[[], Any] = evaluated_once(_no_loss, type(optimizer).__name__) if once else _no_loss
             type(optimizer).step(optimizer, closure=evaluated)
 
 

@@ -394,6 +394,19 @@ class StateByShard(defaultdict[Any, Any]):
         return super().pop(self._key(key), *default)
 
 
+class StateLeftOut(defaultdict[Any, Any]):
+    """``optimizer.state`` in a copy of a sharded optimizer. Reading it raises an error until a state is loaded."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuntimeError(
+            "This optimizer is a copy of a sharded one, without its state: each rank has a part of that. Call"
+            " `state_dict()` of the original on all ranks, and `load_state_dict()` of the copy with what it returns."
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = __iter__ = __len__ = _refuse
+    get = pop = setdefault = update = keys = values = items = _refuse  # type: ignore[assignment]
+
+
 def shard_existing_state(state: Mapping[Any, Any], slots: Mapping[Tensor, ParameterSlot]) -> StateByShard:
     """This rank's shards of state from before its parameter is sharded (Adagrad makes state at once)."""
     if isinstance(state, StateByShard) and not any(key in slots for key in state):

@@ -33,6 +33,7 @@ from lightning_parstrat.distributed.engine.state import (
     ELEMENTWISE_OPTIMIZERS,
     Shards,
     StateByShard,
+    StateLeftOut,
     gather_state_dict,
     own_state_dict,
 )
@@ -115,32 +116,19 @@ class ClosureEvaluatedAgainError(RuntimeError):
     """An optimizer called its closure a second time within one step."""
 
 
-class OneEvaluation:
-    """A closure that may be called once.
+def evaluated_once(closure: Callable[[], Any], optimizer: str) -> Callable[[], Any]:
+    """A closure that raises :class:`ClosureEvaluatedAgainError` if ``optimizer`` calls it a second time."""
+    left = [closure]
 
-    Args:
-        closure: The closure to evaluate.
-        optimizer: The optimizer's name, for the message.
-    """
-
-    def __init__(self, closure: Callable[[], Any], optimizer: str) -> None:
-        self._closure = closure
-        self._optimizer = optimizer
-        self._evaluated = False
-
-    def __call__(self) -> Any:
-        """Returns the closure's result.
-
-        Raises:
-            ClosureEvaluatedAgainError: The closure was called before.
-        """
-        if self._evaluated:
+    def evaluate() -> Any:
+        if not left:
             raise ClosureEvaluatedAgainError(
-                f"{self._optimizer} evaluates its closure more than once per step, which sharded optimizer state does"
-                " not allow. With partition='auto' every rank steps an optimizer that does so, as under `ddp`."
+                f"{optimizer} evaluates its closure more than once per step, which sharded optimizer state does not"
+                " allow. With partition='auto' every rank steps an optimizer that does so, as under `ddp`."
             )
-        self._evaluated = True
-        return self._closure()
+        return left.pop()()
+
+    return evaluate
 
 
 def is_sharded(optimizer: Optimizer) -> bool:
@@ -274,7 +262,7 @@ class OptimizerSharding:
             # Forward, backward, clipping and hooks are the user's: they see the full parameters.
             with torch.enable_grad():
                 loss = closure()
-            arguments["closure"] = OneEvaluation(lambda: loss, self.optimizer_class.__name__)
+            arguments["closure"] = evaluated_once(lambda: loss, self.optimizer_class.__name__)
         results = []
         with without_step_hooks(optimizer):
             for part in self._parts(self._make_ready(optimizer)):
@@ -395,7 +383,7 @@ def _of_class(optimizer: Optimizer, name: str) -> Any:
 def _steps_shards(self: Optimizer, closure: Callable[[], Any] | None, arguments: dict[str, Any]) -> Any:
     """Steps this rank's shards by the class's ``step``, and gathers the parameters. Collective.
 
-    The closure (forward, backward and clipping) is evaluated when the class calls it, on the full parameters.
+    The closure (forward, backward and clipping) is evaluated first, on the full parameters.
     """
     sharding = sharding_of(self)
     original = _of_class(self, "step")
@@ -452,26 +440,27 @@ def _load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _reduce_ex(self: Optimizer, protocol: Any) -> Any:
-    """Refuses copies and pickles, which would have this rank's part of the state."""
-    raise RuntimeError(
-        f"{type(self).__name__} is sharded, and cannot be copied or pickled: each rank has a part of its state. Make a"
-        " new one, and give it `state_dict()` of this one, called on all ranks."
-    )
+    """Makes copies and pickles ordinary optimizers without state: this rank has only a part of it."""
+    return _make_copy, (type(self), self.defaults, self.param_groups)
 
 
-_FOR_WRAPPERS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Callable[..., Any]] = {
     "zero_grad": _zero_grad,
     "add_param_group": _add_param_group,
     "state_dict": _state_dict,
     "load_state_dict": _load_state_dict,
-}
-_OTHERS: dict[str, Callable[..., Any]] = {
     "step": stepping_by(_steps_shards),
     "__reduce_ex__": _reduce_ex,
 }
-_METHODS = {**_FOR_WRAPPERS, **_OTHERS}
 METHODS: frozenset[str] = frozenset(_METHODS)
 """The methods that a sharded optimizer has on the instance."""
+
+
+def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
+    """Makes a wrapper that inherits the optimizer's class use the sharded optimizer's methods, except ``step``."""
+    if is_sharded(optimizer):
+        methods = sharding_of(optimizer).methods
+        vars(wrapper).update({name: methods[name] for name in METHODS - {"step", "__reduce_ex__"}})
 
 
 def shard_optimizer(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
@@ -482,18 +471,6 @@ def shard_optimizer(optimizer: Optimizer, sharding: OptimizerSharding) -> None:
         sharding: The optimizer's sharding. It finds its buckets later.
     """
     vars(optimizer)["_sharding"] = sharding
-    _bind_methods(optimizer)
-
-
-def lend_methods(optimizer: Optimizer, wrapper: Any) -> None:
-    """Makes a wrapper that inherits the optimizer's class use the sharded optimizer's methods, except ``step``."""
-    if is_sharded(optimizer):
-        methods = sharding_of(optimizer).methods
-        vars(wrapper).update({name: methods[name] for name in _FOR_WRAPPERS})
-
-
-def _bind_methods(optimizer: Optimizer) -> None:
-    sharding = sharding_of(optimizer)
     sharding.methods = {name: _bound(name, optimizer) for name in _METHODS}
     # Only a scheduler's wrapper can be there: an optimizer with a user's `step` is not sharded.
     sharding.wrapped_step = vars(optimizer).get("step")
@@ -512,6 +489,19 @@ def _bound(name: str, optimizer: Optimizer) -> types.MethodType:
         return _METHODS[name](self, *args, **kwargs) if is_sharded(self) else _of_class(self, name)(*args, **kwargs)
 
     return types.MethodType(method, optimizer)
+
+
+def _refuse_without_state(optimizer: Optimizer, *_: Any) -> None:
+    """A hook before the step of a copy. A copy of an optimizer without state would otherwise step silently."""
+    len(optimizer.state)
+
+
+def _make_copy(cls: type[Optimizer], defaults: dict[str, Any], groups: list[dict[str, Any]]) -> Optimizer:
+    optimizer: Optimizer = cls.__new__(cls)
+    optimizer.__setstate__({"defaults": defaults, "param_groups": groups, "state": {}})
+    optimizer.state = StateLeftOut()
+    optimizer.register_step_pre_hook(_refuse_without_state)
+    return optimizer
 
 
 def unshard(optimizer: Optimizer) -> dict[str, Any] | None:

@@ -175,7 +175,7 @@ class Accumulation(Part):
                 " weighed by it.",
             )
         if not self.accumulates:
-            self.scale = _Once(self._scale_of_window)
+            self.scale = functools.cache(self._scale_of_window)
         return factor
 
     def end_backward(self) -> None:
@@ -198,7 +198,7 @@ class Accumulation(Part):
         """
         waits = self.scale is None and not self.accumulates and self._has_backward
         if waits and self._module.automatic_optimization:
-            self.scale = _Once(self._scale_of_window)
+            self.scale = functools.cache(self._scale_of_window)
             self._hooks.reduce_local()
             self._hooks.end_backward(True)
         self._hooks.before_step()
@@ -326,16 +326,3 @@ class Accumulation(Part):
 def _weighed(factor: float | Tensor, gradient: Tensor) -> Tensor:
     # A factor on the device is fp32, and so would be its product with a 0-d gradient of 16 bits.
     return (gradient * factor).to(gradient.dtype)
-
-
-class _Once:
-    """Calls a function once, on first use. ``functools.cache`` would do the same, with 30 calls to set it up."""
-
-    def __init__(self, ask: GradientScale) -> None:
-        self._ask = ask
-        self._answer: float | None = None
-
-    def __call__(self) -> float:
-        if self._answer is None:
-            self._answer = self._ask()
-        return self._answer

@@ -76,16 +76,14 @@ class GradientClipper:
         # Measuring is collective: if one rank's callback needs the norm, all ranks take part.
         self._any_listens = any_rank(bool(listeners), control)
         self._measured: dict[Optimizer, GradientNorm] = {}
-        self._reusable: set[Optimizer] = set()
-        self._clipped: set[Optimizer] = set()
-        self._of_all: GradientNorm | None = None
+        """The norms of steps that are still to come."""
+        self._to_clip_by: dict[Optimizer, GradientNorm] = {}
+        """Those by which the optimizer may be clipped: nothing has changed its gradients since."""
 
     def begin_backward(self) -> None:
         """Forgets the measured norms, because new gradients are about to come."""
         self._measured.clear()
-        self._reusable.clear()
-        self._clipped.clear()
-        self._of_all = None
+        self._to_clip_by.clear()
 
     def measured_with(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers whose gradients are clipped together with those of ``optimizer``. Collective."""
@@ -120,9 +118,12 @@ class GradientClipper:
         if not self.looks_before_step:
             return
         if optimizer not in self._measured:
-            self._note(optimizer, self._measure(optimizer, step_gradients([optimizer])))
+            measured = self._measure(optimizer, step_gradients([optimizer]))
+            self._note(optimizer, measured)
             if clipping_follows:
-                self._reusable.add(optimizer)
+                self._to_clip_by[optimizer] = measured
+            else:
+                self._to_clip_by.clear()
         if self._policy.nonfinite_grads != "propagate" and self._is_nonfinite(optimizer, self._measured[optimizer]):
             raise StepSkipped
 
@@ -134,15 +135,7 @@ class GradientClipper:
         """
         optimizer = unwrapped(optimizer)
         gradients = step_gradients([optimizer])
-        if optimizer in self._reusable:
-            measured = self._measured[optimizer]
-        else:
-            if optimizer in self._clipped:
-                self._clipped.clear()
-                self._of_all = None
-            measured = self._measure(optimizer, gradients)
-        self._reusable.discard(optimizer)
-        self._clipped.add(optimizer)
+        measured = self._to_clip_by.pop(optimizer, None) or self._measure(optimizer, gradients)
         coefficient = scale_to_norm(gradients, measured.norm, max_norm)
         self._note(optimizer, replace(measured, coefficient=coefficient))
 
@@ -160,7 +153,7 @@ class GradientClipper:
     def skip_step(self, optimizer: Optimizer) -> None:
         """Forgets the norm without a call of the listeners, because ``optimizer`` will not step."""
         self._measured.pop(unwrapped(optimizer), None)
-        self._reusable.discard(unwrapped(optimizer))
+        self._to_clip_by.pop(unwrapped(optimizer), None)
 
     def note_skip_on_device(self, optimizer: Optimizer, skipped: Tensor) -> None:
         """Notes whether ``optimizer`` has skipped its step, a 0-d tensor of 1 or 0. Does not wait for the device."""
@@ -174,11 +167,12 @@ class GradientClipper:
         self._measured[optimizer] = self.latest = measured
 
     def _measure(self, optimizer: Optimizer, gradients: StepGradients) -> GradientNorm:
-        if self._policy.clip_scope == "optimizer":
-            return self._norm_of(gradients, self._p)
-        if self._of_all is None:
-            self._of_all = self._norm_of(step_gradients(self.measured_with(optimizer)), self._p)
-        return replace(self._of_all)
+        """Measures the gradients that are clipped together, once for all of their optimizers."""
+        together = self.measured_with(optimizer)
+        measured = self._norm_of(gradients if together == [optimizer] else step_gradients(together), self._p)
+        for other in together:
+            self._measured[other] = self._to_clip_by[other] = replace(measured)
+        return self._to_clip_by.pop(optimizer)
 
     def _norm_of(self, gradients: StepGradients, norm_type: float) -> GradientNorm:
         return GradientNorm(gradient_norm(gradients, norm_type), is_agreed=gradients.collectives is not None)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.layout import BucketLayout
+from lightning_parstrat.distributed.engine.state_size import state_bytes_per_parameter_byte
 from lightning_parstrat.distributed.engine.stepping import _worth_a_call, is_sharded
-from lightning_parstrat.distributed.engine.summary import state_bytes_per_parameter_byte
 from tests.comparing import assert_same
 from tests.distributed.engines import adafactor, adagrad, adamw, backward, make_engine, sgd, squared_error
 from tests.pool import RankPool
@@ -215,13 +215,18 @@ def in_the_middle(make: Callable[[Any], Optimizer], steps: int = 2) -> Pair:
 
 def copies() -> None:
     optimizer = in_the_middle(adamw).optimizer
-    for make_copy in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(RuntimeError, match=r"each rank has a part.*`state_dict\(\)` of this one"):
-            make_copy(optimizer)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(copied) is type(optimizer) and not is_sharded(copied)
+        for read in (copied.step, copied.state_dict, lambda one=copied: copy.deepcopy(one)):
+            with pytest.raises(RuntimeError, match="copy of a sharded one, without its state"):
+                read()
+        copied.load_state_dict(optimizer.state_dict())
+        assert_same(copied.state_dict(), optimizer.state_dict())
+        copied.step()
 
 
-def test_a_sharded_optimizer_is_not_copied(pool: RankPool) -> None:
-    pool.run(1, copies)
+def test_a_copy_needs_its_state(pool: RankPool) -> None:
+    pool.run(2, copies)
 
 
 def after_a_training(makers: list[Callable[[Any], Optimizer]]) -> None:

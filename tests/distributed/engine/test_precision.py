@@ -2,8 +2,6 @@
 
 import copy
 import io
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.engine.state import MASTER_WEIGHTS
-from tests.comparing import assert_same, distance
+from tests.comparing import assert_same
 from tests.distributed.engines import (
     adafactor,
     adagrad,
@@ -166,19 +164,6 @@ def test_trains_as_by_hand(pool: RankPool, world_size: int) -> None:
     pool.run(world_size, rows_train_as_by_hand, list(ROWS))
 
 
-def test_every_rounding_would_be_seen() -> None:
-    ends = {}
-    for name in ("narrow away", "narrow home", "masters of bf16", "no masters"):
-        for policy in (ROWS[name].policy, {}):
-            hand = ByHand(ROWS[name]._replace(policy=policy))
-            for number in range(4):
-                hand.step(10 * number, 2)
-            ends[name, bool(policy)] = hand.parameters
-    for name in ("narrow away", "narrow home"):
-        assert distance(ends[name, True], ends[name, False]) > 1e-4
-    assert distance(ends["no masters", True], ends["masters of bf16", False]) > 1e-3
-
-
 def small_updates(dtype: torch.dtype, policy: dict[str, Any]) -> tuple[float, float]:
     """After 64 steps, each a 32nd of what would change a weight of 1."""
     module = nn.Linear(7, 3, bias=False).to(dtype)
@@ -328,57 +313,6 @@ def test_saved_master_weights_keep_their_bits(pool: RankPool, source: int, targe
             assert_same(found, reference.masters, **CLOSE)
 
 
-NARROW = Row(adamw, BF16)
-
-
-def loaded_by_ours(saved: Saved) -> None:
-    module = perceptron(BF16)
-    module.load_state_dict(saved[0])
-    optimizer = adamw(module.parameters())
-    engine = make_engine(module, optimizer)
-    # State of another strategy: masters begin at the parameters.
-    optimizer.load_state_dict({key: value for key, value in read(saved[1]).items() if key != MASTER_WEIGHTS})
-    assert_same(masters_of(optimizer), [parameter.detach().float() for parameter in module.parameters()])
-    assert optimizer.state_dict()["state"][0]["exp_avg"].dtype == FP32
-    # Weights that are not what the loaded masters round to: someone has replaced them on purpose.
-    optimizer = torch.optim.SGD((module := perceptron(BF16)).parameters(), lr=0.1)
-    engine = make_engine(module, optimizer)
-    masters = read(saved[1])[MASTER_WEIGHTS]
-    optimizer.load_state_dict({**optimizer.state_dict(), MASTER_WEIGHTS: masters})
-    module.load_state_dict({**saved[0], "2.bias": saved[0]["2.bias"] + 1})
-    optimizer.zero_grad()
-    backward(engine, 0 * squared_error(module, 0))
-    optimizer.step()
-    for index, (master, name) in enumerate(zip(masters_of(optimizer), saved[0], strict=True)):
-        assert torch.equal(master, (saved[0][name] + 1).float() if name == "2.bias" else masters[index])
-
-
-def test_masters_begin_at_loaded_weights_that_differ_from_them(pool: RankPool) -> None:
-    saved = pool.run(2, save, NARROW, False)[0]
-    pool.run(2, loaded_by_ours, saved)
-    # Other strategies pass over them.
-    optimizer = adamw(perceptron(BF16).parameters())
-    optimizer.load_state_dict(read(saved[1]))
-    assert all(state["exp_avg"].dtype == BF16 for state in optimizer.state.values())
-
-
-def trained_again() -> None:
-    module, reference = perceptron(BF16), ByHand(NARROW)
-    optimizer = adamw(module.parameters())
-    for first in (0, 50):
-        engine = make_engine(module, optimizer, bucket_cap_mb=1e-6 if first else 1.0)
-        for number in range(first, first + 30, 10):
-            step(engine, module, optimizer, number)
-            reference.step(number, dist.get_world_size())
-        engine.close()
-        assert_same(masters_of(optimizer), reference.masters, **CLOSE)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_second_training_goes_on_with_the_masters_of_the_first(pool: RankPool, world_size: int) -> None:
-    pool.run(world_size, trained_again)
-
-
 def sums_that_overflow() -> list[float]:
     module = nn.Linear(16, 16, bias=False).half()
     engine = make_engine(module, torch.optim.SGD(module.parameters(), lr=1e-6), master_weights=False)
@@ -392,32 +326,3 @@ def test_a_mean_in_float16_is_found_where_the_sum_is_too_large(pool: RankPool) -
     # 40,000 fits, and twice as much does not.
     for gradients in pool.run(2, sums_that_overflow):
         assert gradients and set(gradients) == {40_000.0}
-
-
-def read_in_another_thread() -> bool:
-    """Whether a thread that reads a parameter while another one brings its bucket home sees what was gathered."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    engine = make_engine(module, optimizer, bucket_cap_mb=1.0, gather_dtype="bf16")
-    (bucket,) = engine.buckets
-    taken, finish_gather = threading.Event(), bucket.finish_gather
-
-    def finish_gather_slowly(buffer: Tensor) -> None:
-        taken.set()
-        time.sleep(0.2)
-        finish_gather(buffer)
-
-    bucket.finish_gather = finish_gather_slowly  # type: ignore[method-assign]
-    backward(engine, module(torch.ones(2, 4)).sum())
-    optimizer.step()
-    thread = threading.Thread(target=lambda: module[0].weight.sum())
-    thread.start()
-    assert taken.wait(20)
-    meanwhile = [parameter.detach().clone() for parameter in module[1].parameters()]
-    thread.join()
-    return all(map(torch.equal, meanwhile, module[1].parameters()))
-
-
-def test_a_thread_that_reads_while_parameters_are_taken_home_waits_for_them(pool: RankPool) -> None:
-    assert pool.run(2, read_in_another_thread) == [True, True]

@@ -7,12 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils.checkpoint import checkpoint
 
 from lightning_parstrat.distributed.engine.gatherer import (
     InFlightParameter,
@@ -77,47 +75,28 @@ ONES = torch.ones(1, 4)
 # Each returns what it has read; a NaN in it was read too early.
 READS: dict[str, Callable[[nn.Linear], Any]] = {
     "forward": lambda m: m(ONES),
-    "functional": lambda m: F.linear(ONES, m.weight, m.bias),
     "matmul": lambda m: ONES @ m.weight.T,
     "the second argument": lambda m: torch.add(torch.zeros(4), m.bias),
     "a keyword": lambda m: F.linear(ONES, weight=m.weight),
     "in a list": lambda m: torch.stack(torch._foreach_norm([m.weight, m.bias])),
     "in a tuple in a list": lambda m: torch.cat((m.weight.reshape(-1), m.bias)),
-    "einsum": lambda m: torch.einsum("ij,kj->ik", ONES, m.weight),
     "penalty": lambda m: torch.stack([p.pow(2).sum() for p in m.parameters()]).sum(),
-    "norm": lambda m: nn.utils.get_total_norm(list(m.parameters())),
-    "vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
     "data": lambda m: m.weight.data,
     "detach": lambda m: m.weight.detach(),
-    "numpy": lambda m: torch.from_numpy(numpy.asarray(m.weight.detach())),
-    "tolist": lambda m: torch.tensor(m.weight.tolist()),
-    "item": lambda m: torch.tensor(m.weight[0, 0].item()),
-    "iteration": lambda m: next(iter(m.weight)),
-    "comparison": lambda m: torch.where(m.weight == NEW, 1.0, float("nan")),
     "clone": lambda m: m.weight.clone(),
-    "to": lambda m: m.weight.to(torch.float64),
     "storage": lambda m: torch.tensor(m.weight.untyped_storage().tolist()[:4]).float() / 1.0,
     "state dict": lambda m: m.state_dict()["weight"],
     "deepcopy": lambda m: copy.deepcopy(m).weight,
     "copy of a parameter": lambda m: copy.deepcopy(m.weight),
     "pickle": lambda m: pickle.loads(pickle.dumps(m)).weight,
     "torch.save": lambda m: saved(m.weight),
-    "saved state dict": lambda m: saved(m.state_dict())["weight"],
-    "convert": lambda m: m.double().weight,
     "operator": lambda m: torch.ops.aten.sum(m.weight),
-    "overload": lambda m: torch.ops.aten.mean.default(m.weight),
     "custom function": lambda m: Scale.apply(ONES, m.weight),
     "functional call": lambda m: torch.func.functional_call(m, dict(m.named_parameters()), (ONES,)),
     "vmap": lambda m: torch.vmap(lambda x: m.weight @ x)(ONES),
-    "jacobian": lambda m: torch.func.jacrev(lambda x: m.weight @ x)(ONES[0]),
-    "checkpoint": lambda m: checkpoint(m, ONES, use_reentrant=False),
     "autocast": lambda m: _under_autocast(m),
     "no grad": lambda m: torch.no_grad()(lambda: m(ONES))(),
-    "inference": lambda m: torch.inference_mode()(lambda: m(ONES).clone())(),
-    "multiply in place": lambda m: torch.no_grad()(lambda: m.weight.mul_(1.0))(),
-    "copy into another": lambda m: torch.zeros(4, 4).copy_(m.weight.detach()),
     "an average": lambda m: torch.optim.swa_utils.AveragedModel(m).module.weight,
-    "moving average": lambda m: torch.zeros(4).lerp_(m.bias.detach(), 0.5),
     "another thread": lambda m: in_a_thread(lambda: m.weight.detach().clone()),
     "as a held reference": lambda m: list(m.parameters())[-1].sum(),
     "repr": lambda m: torch.tensor(float("nan") if "nan" in repr(m.weight) else 0.0),

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parstrat.core.policy import PartitionChoice
-from lightning_parstrat.distributed.engine.planning import trained_outside
 from lightning_parstrat.distributed.engine.shardability import (
     decide_sharding,
     replicated_parameters,
@@ -95,12 +94,6 @@ def by_its_position(optimizer: Own, parameter: Tensor) -> Tensor:
     return parameter.grad * (1 + position)
 
 
-def by_large_shapes(optimizer: Own, parameter: Tensor) -> Tensor:
-    if parameter.ndim == 2 and parameter.shape[1] < 20:
-        raise ValueError("too small")
-    return parameter.grad
-
-
 class RunningDistance(Own):
     """A number of its own that grows with what all parameters did before, as D-adaptation's estimate."""
 
@@ -109,13 +102,6 @@ class RunningDistance(Own):
     def direction(self, parameter: Tensor) -> Tensor:
         self.distance += parameter.grad.abs().sum().item()
         return parameter.grad * self.distance
-
-
-class NormOfAParameter(Own):
-    """LARS in outline: a parameter alone, but not an element."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        return parameter.grad / parameter.grad.norm()
 
 
 class Momentum(Own):
@@ -276,9 +262,6 @@ def untold(make: Callable[[], Any], words: str = "trying it on a copy failed") -
 ELEMENTWISE = ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 CASES: dict[str, Asked] = {
     **{name: by_element(torchs(getattr(torch.optim, name), lr=0.1)) for name in ELEMENTWISE},
-    "Adam in groups": by_element(lambda: in_groups(torch.optim.Adam)),
-    "Adam, fused": by_element(torchs(torch.optim.Adam, fused=True, amsgrad=True)),
-    "RMSprop, all of it": by_element(torchs(torch.optim.RMSprop, momentum=0.9, centered=True)),
     "AdamW, scheduled": by_element(lambda: scheduled(torch.optim.AdamW(parameters()))),
     "Adafactor": by_parameter(torchs(torch.optim.Adafactor)),
     "Adafactor, scheduled": by_parameter(lambda: scheduled(torch.optim.Adafactor(parameters()))),
@@ -288,14 +271,11 @@ CASES: dict[str, Asked] = {
     "a subclass": by_parameter(own(MyAdam)),
     "plain": by_parameter(own(Own)),
     "momentum": by_parameter(own(Momentum)),
-    "momentum in groups": by_parameter(lambda: in_groups(Momentum)),
     "unlike parameters": by_parameter(unlike_parameters),
-    "one parameter": by_parameter(lambda: Own(parameters()[:1])),
     # A rank that owns nothing would raise in training as well.
     "one parameter, and needs one": untold(lambda: GloballyScaled(parameters()[:1])),
     "uses the loss": by_parameter(own(NeedsTheLoss)),
     "nothing but an empty parameter": by_parameter(lambda: Own([nn.Parameter(torch.zeros(0))])),
-    "norm of a parameter": by_parameter(own(NormOfAParameter)),
     "loads its state": by_parameter(own(LoadsItsState)),
     "mixes what it loads": depends(own(MixesWhatItLoads)),
     "global norm": depends(own(GloballyScaled)),
@@ -306,8 +286,6 @@ CASES: dict[str, Asked] = {
     ),
     "norm of a group": depends(lambda: in_groups(partial(Moves, by=by_norm_of_its_group))),
     "running distance": depends(own(RunningDistance)),
-    # The other one comes first, or last.
-    "running distance over two": depends(lambda: RunningDistance(parameters()[:2])),
     "state by position": depends(moves(by_its_position)),
     "its own list": depends(own(KeepsItsOwnList)),
     "noise": depends(moves(lambda _, one: one.grad + torch.randn_like(one))),
@@ -336,7 +314,6 @@ CASES: dict[str, Asked] = {
     "never moves": untold(moves(lambda _, one: torch.zeros_like(one)), "moved nothing"),
     "moves when it has a second gradient": untold(own(LooksAhead), "moved nothing"),
     "uncopyable": untold(own(Uncopyable), "trying it on a copy failed (TypeError: cannot pickle 'generator' object)"),
-    "large shapes": untold(moves(by_large_shapes)),
 }
 
 
@@ -449,19 +426,6 @@ def shared(module: Any) -> None:
     module.other = nn.Parameter(module.first.weight.data)
 
 
-def partly_shared(module: Any) -> None:
-    """Three over one storage; the last has a part of its own, and one lies in the middle of another."""
-    storage = torch.zeros(100)
-    module.long, module.inner = nn.Parameter(storage[:80]), nn.Parameter(storage[10:20])
-    module.last, module.beside = nn.Parameter(storage[70:90].view(4, 5)), nn.Parameter(storage[90:])
-
-
-def interleaved(module: Any) -> None:
-    """Every other element each, of the same memory: neither is dense, and both could be moved."""
-    storage = torch.zeros(20)
-    module.even, module.odd = nn.Parameter(storage[::2]), nn.Parameter(storage[1::2])
-
-
 def adjacent(module: Any) -> None:
     """One storage, as a user's own flat buffer, but no element twice."""
     storage = torch.zeros(20)
@@ -489,10 +453,7 @@ def test_parameters_that_cannot_move_are_kept_whole() -> None:
         (str, set()),
         (adjacent, set()),
         (shared, {"first.weight", "other"}),
-        (partly_shared, {"long", "inner", "last"}),
         (lambda module: module.register_buffer("view", module.second.bias.data[2:3]), {"second.bias"}),
-        # Their extents overlap though their elements do not: told apart by extents alone, which is safe.
-        (interleaved, {"even", "odd"}),
         (ignored, {"second.bias"}),
         (integers, {"counts", "flags"}),
     ):
@@ -502,29 +463,3 @@ def test_parameters_that_cannot_move_are_kept_whole() -> None:
 
 def names_of(module: nn.Module, parameters: set[Tensor]) -> set[str]:
     return {name for name, parameter in module.named_parameters() if parameter in parameters}
-
-
-def test_what_is_kept_whole_depends_on_the_optimizers() -> None:
-    module = plain_and(shared)
-    assert names_of(module, replicated_parameters(module, [sgd(module.first.parameters())])) == {"first.weight"}
-    for optimizers in ([sgd([module.frozen])], []):
-        assert replicated_parameters(module, optimizers) == set()
-    # A parameter outside of the module may share its memory; one in two optimizers is one.
-    module = Plain()
-    outside = nn.Parameter(module.first.bias.data)
-    both = [sgd(module.parameters()), sgd(module.first.parameters())]
-    assert replicated_parameters(module, both) == set()
-    assert replicated_parameters(module, [*both, sgd([outside])]) == {module.first.bias, outside}
-
-
-def test_what_is_trained_outside_of_sharded_optimizers() -> None:
-    # Which parameters get gradients without being sharded, where `first` alone is.
-    for change, names in (
-        (str, {"second.bias", "frozen", "empty"}),
-        (ignored, {"frozen", "empty"}),
-        (integers, {"second.bias", "frozen", "empty", "waves"}),
-        (shared, {"second.bias", "frozen", "empty", "other"}),
-    ):
-        module = plain_and(change)
-        found = trained_outside(module, dict.fromkeys(module.first.parameters(), (0,)))
-        assert names_of(module, set(found)) == names and len(found) == len(names)

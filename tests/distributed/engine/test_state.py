@@ -84,7 +84,7 @@ def kept_by_one_rank() -> Any:
     slot = engine.slots[first(optimizer, 0)]
     if dist.get_rank() == 1 and slot.shard is not None:
         optimizer.state[slot.shard]["own"] = torch.ones_like(slot.shard)
-    elements = slot.elements_of(1)
+    elements = slot.bucket.layout.slice_of(slot.place, 1).elements
     return gather_state_dict(optimizer, sharding_of(optimizer).shards)["state"], elements.start, elements.stop
 
 

@@ -19,7 +19,6 @@ from lightning_parstrat.distributed.gradients.loss_weights import (
     LossWeights,
     WindowWeight,
     _HostCopy,
-    _Look,
 )
 from tests.pool import RankPool
 
@@ -174,21 +173,3 @@ def test_gradients_without_weight_must_be_finite(pool: RankPool, world_size: int
             wrong = weight == 0 and math.isnan(gradient)
             assert message.startswith(f"rank {world_size - 1}: The gradients of a micro-batch") == wrong, case
             assert ("`mask.sum().clamp(min=1)`" in message) == wrong == bool(message), case
-
-
-def host_waits() -> list[int]:
-    """How often the host asks whether gradients are finite if all weights are positive, known to the host or not."""
-    found = []
-    for read in (LossWeights._read, lambda self, weight: OnDevice(weight, self)):
-        weighed, parameter = Weighed(), nn.Parameter(torch.ones(3))
-        with mock.patch.object(LossWeights, "_read", read), mock.patch.object(_Look, "is_finite") as asked:
-            for number in range(2):
-                weighed.weights.add(number, 3.0, lambda parameter=parameter: [parameter])
-                weighed.weights.end_backward()
-            weighed.total()
-        found.append(asked.call_count)
-    return found
-
-
-def test_the_host_does_not_wait_for_gradients_that_have_weight(pool: RankPool) -> None:
-    assert pool.run(2, host_waits) == [[0, 0]] * 2

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from tests.comparing import distance
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies.gradients.big_batch import Regression, Sample
-from tests.strategies.gradients.poison import adamw
 from tests.strategies.gradients.trainings import KINDS, fit, strategy
 
 BATCHES = 8
@@ -48,50 +45,6 @@ def test_a_warning_says_that_weights_have_no_effect_in_manual_optimization(pool:
             assert difference == 0.0
             assert len(texts) == (rank == 0)
             assert all("manual optimization" in one for one in texts)
-
-
-class Scales(Callback):
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.seen.append(trainer.precision_plugin.scaler.get_scale())
-
-
-class TimesWeights(Regression):
-    def __init__(self, times: float) -> None:
-        super().__init__(adamw, weighted=True)
-        self.times = times
-
-    def training_step(self, batch: Sample, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return {**output, "loss_weight": output["loss_weight"] * self.times}
-
-
-def weights_times(kind: str, accumulate: int, first_scale: float) -> list[tuple[list[Tensor], list[float]]]:
-    found = []
-    for times in (1.0, 65536.0, 2.0**-12):
-        module, scales = TimesWeights(times), Scales()
-        flags = {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.2, "max_epochs": 2}
-        fit(module, strategy(kind), 7, fp16=True, init_scale=first_scale, callbacks=[scales], **flags)
-        found.append((module.seen, scales.seen))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("kind", "accumulate", "first_scale"),
-    slow_unless(
-        lambda kind, *_: kind == "zero1", [("ddp_tuned", 1, 128.0), ("zero1", 3, 2.0**20), ("zero2", 3, 128.0)]
-    ),
-)
-def test_the_size_of_weights_changes_neither_steps_nor_loss_scales(
-    pool: RankPool, kind: str, accumulate: int, first_scale: float
-) -> None:
-    for plain, *others in pool.run(2, weights_times, kind, accumulate, first_scale):
-        assert len(set(plain[1])) > 1
-        for other in others:
-            assert other[1] == plain[1]
-            assert all(torch.equal(a, b) for a, b in zip(plain[0], other[0], strict=True))
 
 
 class LooksAtTheLoss(torch.optim.SGD):

@@ -222,24 +222,3 @@ def raise_with_16_mixed(kind: str) -> None:
 def test_raising_with_16_mixed_is_refused_before_training(pool: RankPool) -> None:
     for kind in KINDS[:2]:
         pool.run(2, raise_with_16_mixed, kind)
-
-
-def propagate(case: str, kinds: Sequence[str]) -> tuple[list[Any], list[float]]:
-    """How many NaNs there are after each step, first under ddp; and how far other elements are from those of ddp."""
-    flats = []
-    for chosen in (DDPStrategy(), *(strategy(kind, **reading_weights(kind)) for kind in kinds)):
-        taken = run(chosen, Poisoned((4,), only=TWO), **(NORM if case == "clipped" else {}))
-        flats.append([torch.cat([parameter.reshape(-1) for parameter in one.parameters]) for one in taken])
-        assert getattr(chosen, "skipped_steps", 0) == 0
-    finite = [[one.nan_to_num() for one in run] for run in flats]
-    return [[int(one.isnan().sum()) for one in run] for run in flats], [distance(one, finite[0]) for one in finite[1:]]
-
-
-@pytest.mark.parametrize(("case", "kinds"), by_pairs(["plain", "clipped"]))
-def test_nans_spread_as_under_ddp_by_default(pool: RankPool, case: str, kinds: tuple[str, ...]) -> None:
-    for (stock, *ours), apart in pool.run(2, propagate, case, kinds):
-        assert ours == [stock] * len(kinds)
-        assert 0 == stock[3] < stock[4]
-        # Clipped by a norm that is NaN, all are so at once.
-        assert stock[4] == stock[5] if case == "clipped" else stock[4] < stock[5]
-        assert worst(apart) <= 1e-6

@@ -85,32 +85,6 @@ class ByGradientLastSeen(zoo.MLP):
         return super().compute_loss(batch) * self.factor
 
 
-class ByModule(zoo.MLP):
-    """Zeroes by the module, accumulates over two batches, clips by hand."""
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        loss = self.compute_loss(batch) / 2
-        self.manual_backward(loss)
-        if batch_idx % 2:
-            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-            optimizer.step()
-            self.zero_grad()
-        return loss.detach()
-
-
-class OwnZeroing(zoo.MLP):
-    """A common idiom, which never asks the optimizer."""
-
-    def optimizer_zero_grad(self, *args: Any) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
-
-
 class Row(NamedTuple):
     """A training that somebody looks into, or changes.
 
@@ -138,7 +112,7 @@ ROWS = {
     "convolutional": Row(zoo.Convolutional, Watcher, 3),
     "by hand": Row(zoo.Adversarial, Watcher),
     "after the step": Row(zoo.MLP, LooksAfterTheStep),
-    **{module.__name__: Row(module) for module in (OwnZeroing, Noisy, OwnStep, ByGradientLastSeen, ByModule)},
+    **{module.__name__: Row(module) for module in (Noisy, OwnStep, ByGradientLastSeen)},
     "Replaces": Row(Replaces, None, 3),
 }
 

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
 from lightning_parstrat.errors import InconsistentWeightsError
 from tests.comparing import distance, worst
@@ -180,13 +178,6 @@ class ByTorch(Regression):
         clip_grad_norm_(self.parameters(), 0.2)
 
 
-class ByNormAndValue(Regression):
-    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        self.clip_gradients(optimizer, gradient_clip_val=0.2, gradient_clip_algorithm="norm")
-        self.clip_gradients(optimizer, gradient_clip_val=0.02, gradient_clip_algorithm="value")
-        self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
-
-
 class HalvesFirst(Regression):
     """Works on exposed gradients and on hidden ones; half of them is mostly less than the limit."""
 
@@ -209,12 +200,6 @@ class ClipsBeforeSteps(torch.optim.SGD):
         return super().step(closure)
 
 
-def truly_by_norm_and_value(parameters: list[Tensor]) -> None:
-    clip_grad_norm_(parameters, 0.2)
-    clip_grad_value_(parameters, 0.02)
-    clip_grad_norm_(parameters, 0.05)
-
-
 def truly_halved(parameters: list[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad.mul_(0.5)
@@ -227,20 +212,6 @@ def by_norm(parameters: list[Tensor]) -> None:
 
 def clipped_before(clip: Callable[[list[Tensor]], None]) -> dict[str, Any]:
     return {"optimizer": partial(ClipsBeforeSteps, clip)}
-
-
-class OwnPreBackward(Precision):
-    """Of a user, who sees no need to ask the base class."""
-
-    @override
-    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        return tensor
-
-
-class OwnPostBackward(Precision):
-    @override
-    def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        return tensor.detach()
 
 
 NORM: dict[str, Any] = {"gradient_clip_val": 0.2}
@@ -275,15 +246,12 @@ ROWS: dict[str, Row] = {
     "fused": Row({**BY_3, **NORM}, partial(Regression, fused), truth={"optimizer": adamw}),
     "by the module": Row({}, ByTheModule, truth=clipped_before(by_norm), norm="known"),
     "by torch": Row(BY_3, ByTorch, truth=clipped_before(by_norm)),
-    "by norm and value": Row(BY_3, ByNormAndValue, truth=clipped_before(truly_by_norm_and_value), norm="another"),
     "halved, then clipped": Row(
         {}, HalvesFirst, {"nonfinite_grads": "skip"}, truth=clipped_before(truly_halved), norm="another"
     ),
     "hooks look": Row(BY_3, Looks, truth={"optimizer": plain_sgd}),
     "hooks look, weighted": Row(BY_3, partial(Looks, weighted=True), weights=WEIGHTS, truth={"optimizer": plain_sgd}),
     "targets ignored": Row(BY_3, Ignoring, weights=WEIGHTS, truth={"loss_of": classified}),
-    "own pre_backward": Row(lambda: {**BY_3, "precision": OwnPreBackward()}, WEIGHTED, weights=WEIGHTS),
-    "own post_backward": Row(lambda: {**BY_3, "precision": OwnPostBackward()}, WEIGHTED, weights=WEIGHTS),
 }
 VISIBLE = ("ddp_tuned", "exposed")
 FOR = {"by torch": VISIBLE, "hooks look": VISIBLE, "hooks look, weighted": VISIBLE}

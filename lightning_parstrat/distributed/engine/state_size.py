@@ -1,7 +1,6 @@
-"""The numbers of a sharding, to show to the user."""
+"""How much state an optimizer will keep, before its first step."""
 
 import inspect
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,30 +8,6 @@ from torch.optim import Optimizer
 
 from lightning_parstrat.distributed.engine.state import ELEMENTWISE_OPTIMIZERS
 from lightning_parstrat.distributed.torch_compat import without_step_hooks
-
-
-class Replicated(NamedTuple):
-    """An optimizer that is not sharded: the reason, and what can be sharded instead."""
-
-    optimizer: str
-    reason: str
-    remedy: str
-
-
-class ShardingSummary(NamedTuple):
-    """The result of a sharding, for a line to the user."""
-
-    parameters: int
-    parameter_bytes: int
-    owned_bytes: int
-    world_size: int
-    copies: int
-    """How many groups of ranks hold all of the state."""
-    state_bytes: tuple[int, int] | None
-    """Optimizer state unsharded and on this rank. If it is unknown before the first step, None."""
-    master_bytes: int
-    """Master weights on this rank."""
-    replicated: tuple[Replicated, ...]
 
 
 def state_bytes_per_parameter_byte(optimizer: Optimizer) -> float | None:
