@@ -77,7 +77,7 @@ def cover(rows: Sequence[tuple[Any, ...]], together: int, begun: Iterable[tuple[
                 yield row
 
 
-RANKS = ((2, 2), (2, 3), (3, 2), (3, 1), (1, 2), (4, 3), (3, 4), (4, 1), (1, 4), (4, 4))
+RANKS = ((2, 2), (2, 3), (3, 2), (4, 1), (1, 4), (4, 4))
 TRAINED_AS_ONE_DEVICE = [name for name in MODULES if name != "normalised"]
 """Batches of several ranks are not normalised as one."""
 # Shuffled, so that rows that are taken one after the other differ in much.
@@ -93,14 +93,14 @@ random.Random(0).shuffle(POSSIBLE)
 QUICK = [
     Route("convolutional", "ddp", "full", "zero1", (2, 3)),
     Route("scheduled", "zero1", "sharded", "zero2", (3, 2)),
-    Route("gan", "zero2", "async", "zero3", (3, 4)),
+    Route("gan", "zero2", "async", "zero3", (3, 2)),
     Route("tied", "zero3", "sharded", "zero3 whole", (2, 3)),
     Route("frozen", "tuned", "sharded", "grouped", (4, 4)),
     Route("unfrozen", "single", "full", "zero3", (1, 4)),
     Route("adafactor", "grouped", "consolidated", "single", (4, 1)),
-    Route("unused", "zero3 whole", "async", "tuned", (4, 3)),
-    Route("convolutional", "zero3", "consolidated", "ddp", (1, 2)),
-    Route("tied", "zero3", "full", "zero1", (3, 1)),
+    Route("unused", "zero3 whole", "async", "tuned", (4, 1)),
+    Route("convolutional", "zero3", "consolidated", "ddp", (1, 4)),
+    Route("tied", "zero3", "full", "zero1", (3, 2)),
     Route("scheduled", "zero1", "full", "zero1", (2, 2)),
 ]
 ROUTES = [*QUICK, *cover(POSSIBLE, 2, begun=QUICK)]
@@ -168,8 +168,9 @@ FILES = [
     (module, strategy, (2, 3, 4, 1)[(number + turn) % 4])
     for number, module in enumerate(MODULES)
     for turn, strategy in enumerate(("zero1", "zero3", "tuned"))
+    if (number + turn) % 3 != 1
 ]
-QUICK_FILES = [("convolutional", "zero1"), ("scheduled", "zero3"), ("gan", "tuned"), ("tied", "zero1")]
+QUICK_FILES = [("convolutional", "zero1"), ("scheduled", "zero3"), ("tied", "tuned")]
 
 
 @pytest.mark.parametrize(
