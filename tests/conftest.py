@@ -9,25 +9,31 @@ from tests.held_time import HeldTime
 from tests.pool import RankError, RankPool
 
 LONG_FILES = (
-    "test_elastic.py",
-    "test_benchmarks.py",
+    "test_positions.py",
     "test_kills.py",
+    "test_routes.py",
     "test_exceptions.py",
-    "test_example_configs.py",
-    "test_launchers.py",
-    "test_callbacks.py",
     "test_parity.py",
-    "test_realistic_trainings.py",
+    "test_elastic.py",
+    "test_gpu_bench.py",
+    "test_benchmarks.py",
     "test_faults.py",
+    "test_callbacks.py",
+    "test_checkpoint_memory.py",
+    "test_moments.py",
+    "test_namespaces.py",
+    "test_waits_programs.py",
+    "test_realistic_trainings.py",
+    "test_launchers.py",
+    "test_fake_ranks.py",
     "test_dataloaders.py",
-    "test_nonfinite.py",
-    "test_ddp.py",
-    "test_wheel.py",
     "test_registration.py",
+    "test_example_configs.py",
+    "test_nonfinite.py",
+    "test_wheel.py",
     "test_examples.py",
-    "test_cli.py",
 )
-"""One worker would be left alone with them at the end."""
+"""The longest first: one worker would be left alone with them at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,7 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begins with what takes long. Within a file as many ranks follow each other, so that they stay joined."""
     files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-    items.sort(key=lambda item: (item.path.name not in LONG_FILES, files[item.path], _ranks(item)))
+    places = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: (places.get(item.path.name, len(places)), files[item.path], _ranks(item)))
 
 
 def _ranks(item: pytest.Item) -> int:

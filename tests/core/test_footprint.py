@@ -124,7 +124,7 @@ def measure(name: str, arguments: dict[str, Any], precision: str, accumulate: in
         trainer = make_trainer(
             make[name](**arguments),
             callbacks=[held],
-            limit_train_batches=10,
+            limit_train_batches=8,
             precision=precision,
             accumulate_grad_batches=accumulate,
         )

@@ -39,24 +39,6 @@ class WithoutOneLayer(RegisteredBackwards):
         return at != 2 + self.global_rank
 
 
-class BeginsByHand(RegisteredBackwards):
-    """The strategy hears of no backward before the second step, in which the optimizer has state."""
-
-    def build(self) -> None:
-        super().build()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss = self.compute_loss(batch)
-        if batch_idx == 0:
-            loss.backward()
-        else:
-            self.manual_backward(loss)
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-        return loss.detach()
-
-
 def planned(run: Run) -> list[str]:
     """The layers in the order in which their weights leave."""
     plan = run.trainer.strategy.plan_at_the_end
@@ -79,9 +61,7 @@ def keeps_plan(strategy: Any) -> Any:
 def distance_and_plan(
     module: type[zoo.Zoo], policy: dict[str, Any], arguments: dict[str, Any]
 ) -> tuple[float, list[str]]:
-    # A backward that Lightning is not asked for sends nothing under `ddp`.
-    alone = module is BeginsByHand
-    expected = train(module, None if alone else ddp(), whole_batch=alone, **arguments)
+    expected = train(module, ddp(), **arguments)
     found = train(module, keeps_plan(zero1(**policy)), **arguments)
     return largest_difference(found, expected), planned(found)
 
@@ -141,7 +121,6 @@ def test_buckets_stay_if_an_optimizer_has_state(pool: RankPool, tmp_path: Path) 
     for kept, without in pool.run(2, resumed_plans, str(tmp_path)):
         assert kept == BACKWARD
         assert without == BACKWARD[::-1]
-    for module in (HasState, BeginsByHand):
-        for distance, order in pool.run(2, distance_and_plan, module, {}, {}):
-            assert order == BACKWARD[::-1]
-            assert distance <= FP32
+    for distance, order in pool.run(2, distance_and_plan, HasState, {}, {}):
+        assert order == BACKWARD[::-1]
+        assert distance <= FP32

@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parstrat import TunedDDPStrategy, ZeRO1Strategy, ZeRO3Strategy
 from lightning_parstrat.distributed.comm.collectives import Traffic
@@ -19,7 +18,6 @@ from lightning_parstrat.strategies.report import StepMeter
 from tests.accounting import traffic_of
 from tests.held_time import HeldTime
 from tests.pool import RankPool
-from tests.slow import slow_unless
 from tests.strategies import odd, zoo
 from tests.strategies.late import delayed
 from tests.strategies.odd_optimizers import GloballyScaled
@@ -91,14 +89,6 @@ class Watched(zoo.MLP):
         self.norms = [parameter.grad.norm() for parameter in self.parameters()]
 
 
-class Boring(BoringModel):
-    def train_dataloader(self) -> Any:
-        return zoo.loader(200, 4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step(torch.nn.functional.pad(batch, (0, 20)), batch_idx)
-
-
 class Two(odd.SteppedTogether):
     """One optimizer is sharded, the other is not."""
 
@@ -123,19 +113,10 @@ def gathered(who: str) -> str:
 
 ORDINARY: dict[str, tuple[Callable[[], LightningModule], dict[str, Any], str]] = {
     "Adam": (lambda: zoo.MLP(torch.optim.Adam), {"callbacks": [EMAWeightAveraging()]}, STATE + r"\."),
-    "Lightning's boring model": (Boring, {}, r"no optimizer state to shard\."),
-    "accumulated, with a short window": (
-        zoo.ScheduledTransformer,
-        {"accumulate_grad_batches": 4, "precision": "bf16-mixed", "max_epochs": 3},
-        STATE + r"\.",
-    ),
     "gradients are looked at": (Watched, {}, STATE + r"\." + gathered(r"Watched\.on_before_optimizer_step")),
     "replicated": (lambda: zoo.MLP(GloballyScaled), {}, NOT_SHARDED),
     "one of two replicated": (Two, {}, STATE + r"\. " + NOT_SHARDED + gathered("manual optimization")),
 }
-
-
-QUICK = ("Adam", "one of two replicated")
 
 
 def lines_of_ours(name: str) -> dict[str, list[str]]:
@@ -143,12 +124,12 @@ def lines_of_ours(name: str) -> dict[str, list[str]]:
     lines_by_flag = {}
     for strategy in (ZeRO1Strategy(), TunedDDPStrategy()):
         with listening() as lines:
-            train(make, strategy, 200, **arguments)
+            train(make, strategy, 100, **arguments)
         lines_by_flag[strategy.flag] = [line for line in lines if any(ours in line for ours in OURS)]
     return lines_by_flag
 
 
-@pytest.mark.parametrize("name", slow_unless(lambda name: name in QUICK, ORDINARY))
+@pytest.mark.parametrize("name", ORDINARY)
 def test_an_ordinary_training_logs_two_lines_at_most(pool: RankPool, name: str) -> None:
     found, others = pool.run(2, lines_of_ours, name)
     assert others == {"zero1_custom": [], "ddp_tuned": []}
@@ -164,6 +145,8 @@ def test_a_training_of_one_rank_logs_no_more(pool: RankPool) -> None:
     first, *last = found["zero1_custom"]
     assert re.fullmatch(r"zero1_custom: 1\.0K parameters over 1 rank, optimizer state 8\.\d kB per rank\.", first)
     assert len(last) <= 1 and found["ddp_tuned"] == []
+    # No advice to gather block by block.
+    assert len(pool.run(1, lines_of_zero3, zoo.MLP, {})[0]) == 1
 
 
 def lines_of_zero3(module: Callable[[], LightningModule], arguments: dict[str, Any]) -> list[str]:
@@ -190,10 +173,6 @@ def test_a_warning_says_that_no_block_was_found(
     else:
         assert "all 1,025 elements are gathered for the whole step" in first and " units" not in first
         assert len(warned) == 1 and all(word in warned[0] for word in words), warned
-
-
-def test_one_rank_gets_no_advice_to_gather_block_by_block(pool: RankPool) -> None:
-    assert len(pool.run(1, lines_of_zero3, zoo.MLP, {})[0]) == 1
 
 
 def test_medians_are_of_whole_steps_and_leave_out_the_first(held_time: HeldTime) -> None:
