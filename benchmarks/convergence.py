@@ -47,9 +47,9 @@ COMPARISONS = {
     },
     "wire": {
         "fp32 on the wire": Way("zero1_custom", "bf16-mixed", "black"),
-        'reduce_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:blue", {"reduce_dtype": "bf16"}),
+        'comm_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:blue", {"comm_dtype": "bf16"}),
         'gather_dtype="bf16"': Way("zero1_custom", "bf16-mixed", "tab:orange", {"gather_dtype": "bf16"}),
-        "both": Way("zero1_custom", "bf16-mixed", "tab:green", {"reduce_dtype": "bf16", "gather_dtype": "bf16"}),
+        "both": Way("zero1_custom", "bf16-mixed", "tab:green", {"comm_dtype": "bf16", "gather_dtype": "bf16"}),
     },
 }
 

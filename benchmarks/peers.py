@@ -17,8 +17,8 @@ WITHIN_STEP = "zero1_custom(overlap_param_gather=False)"
 FORMATS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1_custom(full)": {},
-    "zero1_custom(sharded)": {"checkpoint_format": "sharded"},
-    "zero1_custom(async)": {"checkpoint_format": "sharded", "async_save": True},
+    "zero1_custom(sharded)": {"state_dict_type": "sharded"},
+    "zero1_custom(async)": {"state_dict_type": "sharded", "async_save": True},
 }
 """Ways to save, by what a strategy is given."""
 PEERS = (

@@ -175,7 +175,7 @@ def convergence(name: str, header: str, digits: int, labels: Mapping[str, str]) 
 
 WIRE = {
     "fp32 on the wire": "fp32",
-    'reduce_dtype="bf16"': '`reduce_dtype="bf16"`',
+    'reduce_dtype="bf16"': '`comm_dtype="bf16"`',
     'gather_dtype="bf16"': '`gather_dtype="bf16"`',
     "both": "both",
 }

@@ -98,7 +98,7 @@ def traffic_of(engine: ShardedDataParallel, micro_batches: int = 1) -> StepTraff
     widens = reducer.collectives.widens
     adds_up = reducer.shards_accumulation and micro_batches > 1
     sums = {bucket: bucket.sum_dtype if adds_up else bucket.shard_dtype for bucket in engine.buckets}
-    travel = {bucket: wide if widens else bucket.reduce_dtype for bucket, wide in sums.items()}
+    travel = {bucket: wide if widens else bucket.comm_dtype for bucket, wide in sums.items()}
     return step_traffic(
         [bucket.layout._replace(itemsize=dtype.itemsize) for bucket, dtype in travel.items()],
         reducer.collectives.rank,

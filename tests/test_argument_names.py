@@ -23,8 +23,8 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (ZeRO1Strategy, {"bucket_cap": 4}, "ZeRO1Strategy() .*'bucket_cap'. Did you mean 'bucket_cap_mb'?"),
     (ZeRO1Strategy, {"unlike_any": 2}, "got an unexpected keyword argument 'unlike_any'."),
     (TunedDDPStrategy, {"find_unused_parameter": True}, "TunedDDPStrategy() .*'find_unused_parameters'?"),
-    (ZeRO3Strategy, {"offload": 2, "wrapped": 3}, "'offload'..*'wrapped'. Did you mean 'wrap'?"),
-    (Mine, {"reduce_type": 2}, "Mine() .*Did you mean 'reduce_dtype'?"),
+    (ZeRO3Strategy, {"offload": 2, "auto_wrap": 3}, "'offload'..*'auto_wrap'. Did you mean 'auto_wrap_policy'?"),
+    (Mine, {"comm_type": 2}, "Mine() .*Did you mean 'comm_dtype'?"),
     (Mine, {"owned": 2}, "Mine() .*Did you mean 'own'?"),
 ]
 

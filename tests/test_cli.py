@@ -134,7 +134,7 @@ REFUSED: list[tuple[Any, tuple[str, ...], tuple[str, ...]]] = [
     ({"class_path": "lightning_parstrat.ZeRO4Strategy"}, (), ("ZeRO4Strategy",)),
     (class_path(bucket_cap_mb="large"), (), ("'large'",)),
     (class_path(), ("--trainer.strategy.init_args.partition=rows",), ("rows", "auto", "element", "parameter")),
-    (class_path(reduce_dtype="fp8"), (), ("fp8", "bf16")),
+    (class_path(comm_dtype="fp8"), (), ("fp8", "bf16")),
     (class_path(start_method="thread"), (), ("thread", "popen", "spawn", "fork", "forkserver")),
 ]
 
@@ -186,7 +186,7 @@ def test_help_has_a_sentence_for_every_argument(
     [
         "zero1_custom",
         "zero2_custom",
-        class_path(bucket_cap_mb=2.0, partition="parameter", max_inflight_buckets=3, reduce_dtype="bf16"),
+        class_path(bucket_cap_mb=2.0, partition="parameter", max_inflight_buckets=3, comm_dtype="bf16"),
     ],
 )
 def test_a_printed_configuration_can_be_given_again(

@@ -178,7 +178,7 @@ def train(package, ours, steps, resumed=None, saved=None, **arguments):
 namespaces = PAIRS
 for (writer, loader), format in itertools.product((namespaces, namespaces[::-1]), ("full", "sharded")):
     path = f"{writer[1]}-{format}.ckpt"
-    train(*writer, 1, saved=path, checkpoint_format=format)
+    train(*writer, 1, saved=path, state_dict_type=format)
     step, found = train(*loader, 2, resumed=path)
     expected_step, expected = train(*loader, 2)
     assert step == expected_step == 24, step

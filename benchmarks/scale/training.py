@@ -84,7 +84,7 @@ class _Phases(Callback):
 
 def play(arguments: Mapping[str, Any], save: Save | None, recorder: Recorder, rank: int, size: int) -> None:
     """Plays that rank of as many, with those arguments of the strategy; rank 0 goes on from what it saves."""
-    arguments = {"bucket_cap_mb": CAP_MB, "checkpoint_format": save or "full", **arguments}
+    arguments = {"bucket_cap_mb": CAP_MB, "state_dict_type": save or "full", **arguments}
     per_node = min(size, RANKS_PER_NODE)
     environment = rank_environment(rank // per_node, rank % per_node, size // per_node, per_node, "127.0.0.1", 0)
     with (

@@ -20,7 +20,7 @@ checkpoint_io, states_in_files = (
 )
 
 _DESCRIPTION = """
-Turns a folder that was saved with checkpoint_format="sharded" into an ordinary Lightning checkpoint. Runs on one
+Turns a folder that was saved with state_dict_type="sharded" into an ordinary Lightning checkpoint. Runs on one
 machine without a GPU, and needs twice the file's room on the disk, but little memory. The folder is not changed.
 
   lightning-parstrat consolidate checkpoints/last.ckpt last-full.ckpt

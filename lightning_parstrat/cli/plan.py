@@ -128,7 +128,7 @@ def _what_would_fit(training: Training) -> str:
     return (
         f"It fits under no strategy: even {least.strategy} holds {amount(least.peak)} at most, {amount(least.held)} of"
         " it between steps. If most of it is held between steps, take more ranks, or --precision bf16-true; else"
-        " smaller units (`wrap` of zero3_custom), or tensor parallelism if a single layer is too large."
+        " smaller units (`auto_wrap_policy` of zero3_custom), or tensor parallelism if a single layer is too large."
     )
 
 

@@ -121,7 +121,7 @@ def units_of(module: nn.Module, policy: FullShardingPolicy) -> tuple[int, int]:
         ValueError: No module is of a class that the policy names.
     """
     by_child = not getattr(module, "automatic_optimization", True)
-    found = find_units(module, policy.wrap or (), policy.min_num_params, by_child)
+    found = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
     taken: set[nn.Parameter] = set()
     sizes = [0]
     # Inner units come first. A unit that holds others stays gathered while inner units are gathered and freed.
@@ -138,7 +138,9 @@ def _full_sharding(strategy: Any) -> FullShardingPolicy:
     given: Any = {}
     if isinstance(strategy, Mapping) and str(strategy.get("class_path")).endswith("ZeRO3Strategy"):
         given = strategy.get("init_args") or {}
-    return FullShardingPolicy(wrap=given.get("wrap"), min_num_params=given.get("min_num_params", MIN_NUM_PARAMS))
+    return FullShardingPolicy(
+        auto_wrap_policy=given.get("auto_wrap_policy"), min_num_params=given.get("min_num_params", MIN_NUM_PARAMS)
+    )
 
 
 def _section(config: Any, name: str) -> Any:

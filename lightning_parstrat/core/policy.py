@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import nn
 
 from lightning_parstrat.core.accumulation import PartialWindow
 from lightning_parstrat.core.bucket_cap import default_bucket_cap
@@ -17,10 +18,11 @@ BucketCap = float | Literal["auto"]
 PartitionChoice = Literal["auto", "element", "parameter"]
 ExposeGradients = Literal["auto"] | bool
 MasterWeights = Literal["auto"] | bool
-WireDtype = Literal["bf16"] | None
+CommDtype = Literal["bf16"] | torch.dtype | None
 BoundInFlight = int | Literal["auto"] | None
 ClipScope = Literal["optimizer", "global"]
 NonfiniteGradients = Literal["propagate", "skip", "raise"]
+WrapPolicy = Sequence[str | type[nn.Module]] | set[type[nn.Module]] | None
 CheckpointFormat = Literal["full", "sharded"]
 
 
@@ -45,7 +47,7 @@ class ShardingPolicy:
         shard_group: Which ranks share a copy of the optimizer state: ``"all"``, those of a ``"node"``, or so many
             consecutive ranks. See :mod:`lightning_parstrat.core.shard_groups`.
         shard_gradients: Whether accumulated gradients are sharded between micro-batches, too.
-        reduce_dtype: The dtype in which fp32 gradients are sent to the owners of their shards. The owners sum in fp32.
+        comm_dtype: The dtype in which fp32 gradients are sent to the owners of their shards. The owners sum in fp32.
         gather_dtype: The dtype in which fp32 parameters are all-gathered. Each rank steps its shard in fp32.
 
     Raises:
@@ -60,8 +62,8 @@ class ShardingPolicy:
     max_inflight_buckets: BoundInFlight = "auto"
     shard_group: ShardGroupChoice = "all"
     shard_gradients: bool = False
-    reduce_dtype: WireDtype = None
-    gather_dtype: WireDtype = None
+    comm_dtype: CommDtype = None
+    gather_dtype: CommDtype = None
 
     def __post_init__(self) -> None:
         cap, bound, group = self.bucket_cap_mb, self.max_inflight_buckets, self.shard_group
@@ -76,8 +78,10 @@ class ShardingPolicy:
         check(self, "max_inflight_buckets", allowed, "a whole number >= 1, 'auto' or None")
         allowed = is_whole(group, 1) or group in ("all", "node")
         check(self, "shard_group", allowed, "'all', 'node', or a whole number of ranks >= 1, such as 8")
-        for name in ("reduce_dtype", "gather_dtype"):
-            check(self, name, getattr(self, name) in ("bf16", None), "'bf16', or None for the parameters' own dtype")
+        _name_dtypes(self, "comm_dtype", "gather_dtype")
+        for name in ("comm_dtype", "gather_dtype"):
+            allowed = getattr(self, name) in ("bf16", None)
+            check(self, name, allowed, "'bf16', torch.bfloat16, or None for the parameters' own dtype")
         if self.gather_dtype is not None and self.master_weights is False:
             raise ValueError(
                 f"gather_dtype={self.gather_dtype!r} rounds parameters in every step, so it needs the fp32 shards that"
@@ -124,7 +128,7 @@ class ShardingPolicy:
 
     def reduced_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of ``dtype`` are sent."""
-        return _narrowed(dtype, self.reduce_dtype)
+        return _narrowed(dtype, self.comm_dtype)
 
     def gathered_in(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which parameters of ``dtype`` are sent."""
@@ -136,34 +140,37 @@ class FullShardingPolicy:
     """How parameters are sharded, gathered and reduced by FSDP2.
 
     Args:
-        wrap: Names of classes whose modules are gathered one by one. None finds repeated blocks.
+        auto_wrap_policy: Classes whose modules are gathered one by one, or their names. None finds repeated blocks.
         min_num_params: The smallest number of parameters of a block that is found.
         reshard_after_forward: Whether parameters are freed between forward and backward.
         shard_gradients: Whether accumulated gradients are sharded between micro-batches.
-        reduce_dtype: The dtype in which gradients are sent. None keeps the gradients' dtype. They are summed in fp32.
-        gather_dtype: The dtype in which parameters are sent and used. None keeps the parameters' dtype. ``"auto"`` is
+        comm_dtype: The dtype in which gradients are sent. None keeps the gradients' dtype. They are summed in fp32.
+        param_dtype: The dtype in which parameters are sent and used. None keeps the parameters' dtype. ``"auto"`` is
             ``"bf16"`` for weights of layers that "bf16-mixed" would round anyway, and None for all others.
 
     Raises:
         ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
-    wrap: Sequence[str] | None = None
+    auto_wrap_policy: WrapPolicy = None
     min_num_params: int = 0
     reshard_after_forward: bool = True
     shard_gradients: bool = True
-    reduce_dtype: Literal["bf16", "fp32"] | None = None
-    gather_dtype: Literal["auto", "bf16"] | None = "auto"
+    comm_dtype: Literal["bf16", "fp32"] | torch.dtype | None = None
+    param_dtype: Literal["auto", "bf16"] | torch.dtype | None = "auto"
 
     def __post_init__(self) -> None:
-        is_list = isinstance(self.wrap, (list, tuple)) and all(isinstance(name, str) for name in self.wrap)
-        check(self, "wrap", self.wrap is None or is_list, "a list of names of classes, or None")
+        classes = self.auto_wrap_policy
+        allowed = classes is None or isinstance(classes, (list, tuple, set, frozenset))
+        allowed = allowed and all(isinstance(one, (str, type)) for one in classes or ())
+        check(self, "auto_wrap_policy", allowed, "a list or set of classes or their names, or None")
         check(self, "min_num_params", is_whole(self.min_num_params, 0), "a whole number >= 0")
         check_flags(self, "reshard_after_forward", "shard_gradients")
-        allowed = self.reduce_dtype in ("bf16", "fp32", None)
-        check(self, "reduce_dtype", allowed, "'bf16', 'fp32', or None for the gradients' own dtype")
-        allowed = self.gather_dtype in ("auto", "bf16", None)
-        check(self, "gather_dtype", allowed, "'auto', 'bf16', or None for the parameters' own dtype")
+        _name_dtypes(self, "comm_dtype", "param_dtype")
+        allowed = self.comm_dtype in ("bf16", "fp32", None)
+        check(self, "comm_dtype", allowed, "'bf16', 'fp32', or None for the gradients' own dtype")
+        allowed = self.param_dtype in ("auto", "bf16", None)
+        check(self, "param_dtype", allowed, "'auto', 'bf16', or None for the parameters' own dtype")
 
 
 _IN_FLIGHT_ON_GPU = 4
@@ -175,21 +182,34 @@ class WaitPolicy:
     """When a rank that waits for other ranks logs a warning.
 
     Args:
-        warn_after_seconds: Seconds without progress after which the rank warns, a positive number. None never warns.
+        stall_warning_seconds: Seconds without progress after which the rank warns, a positive number. None never warns.
 
     Raises:
         ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
-    warn_after_seconds: float | None = 15.0
+    stall_warning_seconds: float | None = 15.0
 
     def __post_init__(self) -> None:
-        after = self.warn_after_seconds
+        after = self.stall_warning_seconds
         allowed = after is None or (is_number(after) and after > 0)
-        check(self, "warn_after_seconds", allowed, "a positive number of seconds, such as 15, or None for no warning")
+        check(
+            self, "stall_warning_seconds", allowed, "a positive number of seconds, such as 15, or None for no warning"
+        )
 
 
-def _narrowed(dtype: torch.dtype, choice: WireDtype) -> torch.dtype:
+_DTYPE_NAMES: dict[object, str] = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def _name_dtypes(policy: object, *names: str) -> None:
+    """Replaces dtypes of torch by their names, if they have one here."""
+    for name in names:
+        value = getattr(policy, name)
+        if isinstance(value, torch.dtype):
+            object.__setattr__(policy, name, _DTYPE_NAMES.get(value, value))
+
+
+def _narrowed(dtype: torch.dtype, choice: CommDtype) -> torch.dtype:
     # Only fp32 is narrowed. 16-bit types would gain nothing, and a training in fp64 needs its digits.
     return torch.bfloat16 if choice == "bf16" and dtype == torch.float32 else dtype
 
@@ -231,7 +251,7 @@ class CheckpointPolicy:
     """The format of a checkpoint, and when it is written.
 
     Args:
-        checkpoint_format: ``"full"`` is one file that every strategy reads. ``"sharded"`` is a folder that all ranks
+        state_dict_type: ``"full"`` is one file that every strategy reads. ``"sharded"`` is a folder that all ranks
             write.
         async_save: Whether training continues while a sharded checkpoint is being written.
 
@@ -239,14 +259,14 @@ class CheckpointPolicy:
         ValueError: A value is not allowed. The message contains the allowed ones.
     """
 
-    checkpoint_format: CheckpointFormat = "full"
+    state_dict_type: CheckpointFormat = "full"
     async_save: bool = False
 
     def __post_init__(self) -> None:
-        check_choices(self, checkpoint_format=CheckpointFormat)
+        check_choices(self, state_dict_type=CheckpointFormat)
         check_flags(self, "async_save")
-        if self.async_save and self.checkpoint_format != "sharded":
+        if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(
-                "async_save=True needs checkpoint_format='sharded': a full checkpoint is gathered on one rank, for"
+                "async_save=True needs state_dict_type='sharded': a full checkpoint is gathered on one rank, for"
                 " which all have to wait. Set that, too."
             )

@@ -48,7 +48,7 @@ class ComposedStrategy(DDPStrategy):
     """DDP made of parts: exact accumulation and clipping, durable checkpoints, preemption, and missing ranks by name.
 
     Args:
-        checkpoint_format: The layout of a checkpoint: ``"full"`` or ``"sharded"``. ``"full"`` writes what ``ddp``
+        state_dict_type: The layout of a checkpoint: ``"full"`` or ``"sharded"``. ``"full"`` writes what ``ddp``
             would: one file, from rank 0, which any strategy reads. ``"sharded"`` writes a folder, each rank its part,
             without a gather. This package's strategies read the folder at any world size.
             ``lightning-parstrat consolidate`` turns it into a full checkpoint. All nodes must see the folder.
@@ -69,7 +69,7 @@ class ComposedStrategy(DDPStrategy):
         nonfinite_grads: What to do when gradients are NaN or infinite on any rank. ``"propagate"`` steps all the same.
             ``"skip"`` leaves parameters and optimizer state as they are, on all ranks. ``"raise"`` ends the training on
             all ranks. ``"skip"`` and ``"raise"`` make the host wait in every step.
-        warn_after_seconds: After how many seconds without progress a rank that waits for others logs one line. The
+        stall_warning_seconds: After how many seconds without progress a rank that waits for others logs one line. The
             line names the call or hook, and the missing ranks with the place that each has reached. ``None`` logs
             nothing before the ``timeout``.
         **kwargs: Arguments of the base class.
@@ -91,17 +91,17 @@ class ComposedStrategy(DDPStrategy):
 
     def __init__(
         self,
-        checkpoint_format: CheckpointFormat = "full",
+        state_dict_type: CheckpointFormat = "full",
         async_save: bool = False,
         exact_evaluation: bool = False,
         partial_window: PartialWindow = "exact",
         clip_scope: ClipScope = "optimizer",
         norm_type: float | Literal["inf"] = 2.0,
         nonfinite_grads: NonfiniteGradients = "propagate",
-        warn_after_seconds: float | None = 15.0,
+        stall_warning_seconds: float | None = 15.0,
         **kwargs: Any,
     ) -> None:
-        saving = CheckpointPolicy(checkpoint_format=checkpoint_format, async_save=async_save)
+        saving = CheckpointPolicy(state_dict_type=state_dict_type, async_save=async_save)
         gradients = GradientPolicy(
             partial_window=partial_window, clip_scope=clip_scope, norm_type=norm_type, nonfinite_grads=nonfinite_grads
         )
@@ -109,7 +109,7 @@ class ComposedStrategy(DDPStrategy):
             raise ValueError(f"Invalid exact_evaluation: {exact_evaluation!r}. Must be True or False.")
         super().__init__(**kwargs)
         hooks = GradientHooks(self._leaves, self._end_backward, self._reduce_local_gradients, self._before_step)
-        self._ranks = Ranks(self, self.flag, self._timeout, warn_after_seconds, self._module_called)
+        self._ranks = Ranks(self, self.flag, self._timeout, stall_warning_seconds, self._module_called)
         self._resume = Resume(self, self._ranks)
         self._checkpoints = Checkpoints(
             self, self._ranks, saving, self._make_training_state(), self._resume, self._entries

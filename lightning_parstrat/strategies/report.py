@@ -25,7 +25,7 @@ _FEWEST_STEPS = 20
 _STEPS_KEPT = 1000
 
 BF16_SAVES_NOTHING = (
-    "reduce_dtype='bf16' is left out. Between these ranks gradients are summed in fp32 around a ring, which sends as"
+    "comm_dtype='bf16' is left out. Between these ranks gradients are summed in fp32 around a ring, which sends as"
     " many bytes as without it."
 )
 

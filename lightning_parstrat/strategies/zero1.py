@@ -18,12 +18,12 @@ from typing_extensions import override
 from lightning_parstrat.core.policy import (
     BoundInFlight,
     BucketCap,
+    CommDtype,
     ExposeGradients,
     MasterWeights,
     PartitionChoice,
     ShardGroupChoice,
     ShardingPolicy,
-    WireDtype,
 )
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.distributed.comm.module_states import broadcast_module, check_same_module
@@ -71,7 +71,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             number (2 to 4) bounds that, at the price of waiting. Every rank then sends all expected buckets, also
             those of layers that no rank has used in a step. ``"auto"`` is 4 on GPUs, and no bound on CPUs. ``None`` is
             no bound.
-        reduce_dtype: The dtype in which fp32 gradients are sent. ``"bf16"`` halves their bytes on the network: each
+        comm_dtype: The dtype in which fp32 gradients are sent. ``"bf16"`` halves their bytes on the network: each
             gradient is rounded once, and the sum is taken in fp32. Off by default. Over Gloo, the sum of a node with
             several ranks is rounded before it is sent to other nodes.
         gather_dtype: The dtype in which fp32 parameters are sent. ``"bf16"`` halves their bytes on the network. It is
@@ -105,8 +105,8 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         master_weights: MasterWeights = "auto",
         overlap_param_gather: bool = True,
         max_inflight_buckets: BoundInFlight = "auto",
-        reduce_dtype: WireDtype = None,
-        gather_dtype: WireDtype = None,
+        comm_dtype: CommDtype = None,
+        gather_dtype: CommDtype = None,
         shard_group: ShardGroupChoice = "all",
         shard_gradients: bool = False,
         **kwargs: Any,
@@ -118,7 +118,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             master_weights=master_weights,
             overlap_param_gather=overlap_param_gather,
             max_inflight_buckets=max_inflight_buckets,
-            reduce_dtype=reduce_dtype,
+            comm_dtype=comm_dtype,
             gather_dtype=gather_dtype,
             shard_group=shard_group,
             shard_gradients=shard_gradients,
@@ -182,7 +182,7 @@ class ZeRO1Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             [name for bucket in self._checkpoints.loaded_entries.get("bucket_plan", ()) for name in bucket],
             self._ranks.messages,
         )
-        if self._engine.policy.reduce_dtype != self._policy.reduce_dtype:
+        if self._engine.policy.comm_dtype != self._policy.comm_dtype:
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         self._buffers.begin()
         if self._in_training:

@@ -54,7 +54,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     :class:`~torch.distributed.tensor.DTensor`. To read one, call ``full_tensor()`` on all ranks.
 
     Args:
-        wrap: Names of classes whose modules are a unit each, such as ``["Block"]``. By default units are found: modules
+        auto_wrap_policy: Names of classes whose modules are a unit each, such as ``["Block"]``. By default units are found: modules
             of one class that follow each other in a container. All other parameters are gathered for the whole of
             ``training_step``, which may read them freely.
         min_num_params: The smallest number of parameters of a unit that is found. Smaller modules stay with the rest.
@@ -63,10 +63,10 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         shard_gradients: Whether every micro-batch is reduce-scattered and accumulated in shards
             (``accumulate_grad_batches``). ``False`` sends gradients once in a step, and keeps them whole on every rank
             until then.
-        reduce_dtype: The dtype in which gradients are sent. They are summed in fp32. ``"bf16"`` sends half the bytes of
+        comm_dtype: The dtype in which gradients are sent. They are summed in fp32. ``"bf16"`` sends half the bytes of
             fp32 gradients. By default gradients are sent in their own dtype. ``"fp32"`` widens the gradients of
             "bf16-true" before they are sent.
-        gather_dtype: The dtype in which parameters are gathered and used. Each rank steps its shard in its own dtype.
+        param_dtype: The dtype in which parameters are gathered and used. Each rank steps its shard in its own dtype.
             Under "bf16-mixed", ``"auto"`` gathers the weights of linear and convolution layers in bf16, because
             autocast rounds them anyway. ``"bf16"`` gathers all fp32 parameters in bf16, for modules that compute in
             bf16. None gathers each in its own dtype.
@@ -82,21 +82,21 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def __init__(
         self,
-        wrap: Sequence[str] | None = None,
+        auto_wrap_policy: Sequence[str] | None = None,
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool = True,
         shard_gradients: bool = True,
-        reduce_dtype: Literal["bf16", "fp32"] | None = None,
-        gather_dtype: Literal["auto", "bf16"] | None = "auto",
+        comm_dtype: Literal["bf16", "fp32"] | None = None,
+        param_dtype: Literal["auto", "bf16"] | None = "auto",
         **kwargs: Any,
     ) -> None:
         self._policy = FullShardingPolicy(
-            wrap=wrap,
+            auto_wrap_policy=wrap,
             min_num_params=min_num_params,
             reshard_after_forward=reshard_after_forward,
             shard_gradients=shard_gradients,
-            reduce_dtype=reduce_dtype,
-            gather_dtype=gather_dtype,
+            comm_dtype=comm_dtype,
+            param_dtype=param_dtype,
         )
         self._sharded: ShardedModule | None = None
         self._steps: StepsOfAllRanks | None = None
@@ -175,7 +175,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         if self.root_device.type != "cpu" and self.world_size > 1:
             topology = topology_of_ranks(node, self._ranks.control)
         collectives = make_collectives(self._ranks.groups.gradients, self.root_device, topology)
-        if collectives.widens and self._policy.reduce_dtype == "bf16":
+        if collectives.widens and self._policy.comm_dtype == "bf16":
             rank_zero_warn(f"{self.flag}: {BF16_SAVES_NOTHING}")
         return collectives
 
@@ -206,7 +206,7 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
-                " `forward`, or have the block gathered with all else: by `wrap`, or a larger `min_num_params`."
+                " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger `min_num_params`."
             )
         return output
 
@@ -387,14 +387,14 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
         if whole:
             said.append(f"{counted(whole, 'element')} of what FSDP2 cannot shard stay whole on every rank")
         if narrow:
-            gather_dtype = self._policy.gather_dtype
-            said.append(f"{counted(narrow, 'element')} are gathered in bf16 (gather_dtype={gather_dtype!r})")
+            param_dtype = self._policy.param_dtype
+            said.append(f"{counted(narrow, 'element')} are gathered in bf16 (param_dtype={param_dtype!r})")
         rank_zero_info(f"{self.flag}: {'; '.join(said)}.")
         if not units and self.world_size > 1:
             rank_zero_warn(
                 f"{self.flag}: no block is gathered by itself (min_num_params={self._policy.min_num_params:,}), so"
                 " every rank holds all parameters and gradients within a step. Name the classes of your blocks, as in"
-                ' `wrap=["Block"]`, or set a smaller `min_num_params`.'
+                ' `auto_wrap_policy=["Block"]`, or set a smaller `min_num_params`.'
             )
 
     @override

@@ -218,7 +218,7 @@ def test_a_configurations_module(capsys: pytest.CaptureFixture[str], config: Any
 
 def test_units_are_those_of_the_configurations_strategy(capsys: pytest.CaptureFixture[str], config: Any) -> None:
     model = {"class_path": f"{__name__}.Planned", "init_args": {"width": 64}}
-    for init_args, units in (({}, 0), ({"wrap": ["Linear"]}, 10), ({"min_num_params": 10}, 10)):
+    for init_args, units in (({}, 0), ({"auto_wrap_policy": ["Linear"]}, 10), ({"min_num_params": 10}, 10)):
         strategy = {"class_path": "lightning_parstrat.ZeRO3Strategy", "init_args": init_args}
         result = plan(capsys, 0, "--world-size 4", *config(model, trainer={"strategy": strategy}))
         matrix, every = 64 * 64, 10 * 64 * 64
@@ -258,7 +258,11 @@ def test_wrong_input_is_refused(capsys: pytest.CaptureFixture[str], config: Any,
         ({"class_path": "lightning.pytorch.LightningModule"}, {}, "no trainable parameters"),
         (None, {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": -1.0}}}, "optimizer cannot be"),
         (None, {"trainer": {"precision": "transformer-engine"}}, "precision 'transformer-engine' is not known here"),
-        (None, {"trainer": {"strategy": {"class_path": "ZeRO3Strategy", "init_args": {"wrap": ["Other"]}}}}, "Other"),
+        (
+            None,
+            {"trainer": {"strategy": {"class_path": "ZeRO3Strategy", "init_args": {"auto_wrap_policy": ["Other"]}}}},
+            "Other",
+        ),
     ]
     for model, sections, said in modules:
         assert main(["plan", "--world-size", "2", *config(model, **sections)]) == 2

@@ -29,8 +29,8 @@ REFUSED: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
         "Must be one of ('auto', 'element', 'parameter').",
     ),
     *(
-        (ShardingPolicy, name, ("fp16", "bfloat16", True, torch.bfloat16, ""), "Must be 'bf16', or None")
-        for name in ("reduce_dtype", "gather_dtype")
+        (ShardingPolicy, name, ("fp16", "bfloat16", True, torch.float16, ""), "Must be 'bf16', torch.bfloat16, or")
+        for name in ("comm_dtype", "gather_dtype")
     ),
     (ShardingPolicy, "max_inflight_buckets", (0, -1, 1.5, True, "2", math.inf), ">= 1, 'auto' or None."),
     *((GradientPolicy, name, NO_CHOICES, f"Must be one of {allowed}.") for name, allowed in CHOICES.items()),
@@ -40,7 +40,7 @@ REFUSED: list[tuple[type[Any], str, tuple[Any, ...], str]] = [
         (0, 0.0, -1, -0.5, -math.inf, math.nan, True, False, "2", "-inf", None, [2.0], 2j),
         "Must be a positive number, such as 2.0, or inf.",
     ),
-    (WaitPolicy, "warn_after_seconds", (0, -1.0, math.nan, math.inf, True, "15", [15]), "or None for no warning."),
+    (WaitPolicy, "stall_warning_seconds", (0, -1.0, math.nan, math.inf, True, "15", [15]), "or None for no warning."),
 ]
 
 
@@ -73,9 +73,9 @@ def test_what_is_allowed() -> None:
         assert dataclasses.asdict(GradientPolicy(**{name: value})) == {**defaults, name: value}
     with pytest.raises(TypeError, match="positional"):
         GradientPolicy("exact")  # type: ignore[misc]
-    assert WaitPolicy().warn_after_seconds == 15.0
+    assert WaitPolicy().stall_warning_seconds == 15.0
     for value in (None, 1):
-        assert WaitPolicy(warn_after_seconds=value).warn_after_seconds == value
+        assert WaitPolicy(stall_warning_seconds=value).stall_warning_seconds == value
 
 
 def test_the_cap_is_in_mebibytes_and_at_least_a_byte() -> None:

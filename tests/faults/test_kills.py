@@ -38,8 +38,8 @@ def seeds(first: int, kills: int) -> list[int]:
 SECONDS = 120.0
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "full": {},
-    "sharded": {"checkpoint_format": "sharded"},
-    "async": {"checkpoint_format": "sharded", "async_save": True},
+    "sharded": {"state_dict_type": "sharded"},
+    "async": {"state_dict_type": "sharded", "async_save": True},
 }
 Samples = dict[int, list[int]]
 """Of one rank: on which it was trained, by the number of the batch."""

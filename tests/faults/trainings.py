@@ -34,7 +34,7 @@ STRATEGIES: dict[str, tuple[type[Any], dict[str, Any]]] = {
     "zero2_custom": (ZeRO1Strategy, {"shard_gradients": True, **SMALL_BUCKETS}),
     # Otherwise DDP makes its buckets after the first step, and sums that one in another order.
     "ddp_tuned": (TunedDDPStrategy, {"find_unused_parameters": True, **SMALL_BUCKETS}),
-    "zero3_custom": (ZeRO3Strategy, {"wrap": ["Linear"]}),
+    "zero3_custom": (ZeRO3Strategy, {"auto_wrap_policy": {nn.Linear}}),
 }
 MICRO_BATCHES = {"zero1_custom": 1, "zero2_custom": 2, "ddp_tuned": 1, "zero3_custom": 1}
 """Of a step."""

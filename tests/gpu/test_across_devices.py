@@ -16,7 +16,7 @@ from tests.slow import slow_unless
 from tests.strategies import zoo
 from tests.strategies.parity import make_trainer, zero1, zero3
 
-SHARDED = {"checkpoint_format": "sharded"}
+SHARDED = {"state_dict_type": "sharded"}
 NARROW = {"gather_dtype": "bf16"}
 
 

@@ -80,7 +80,7 @@ def save_every_step(strategy: str, width: int, folder: str) -> int:
     saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(
         Layers(width, 8),
-        STRATEGIES[strategy](checkpoint_format="sharded", async_save=True),
+        STRATEGIES[strategy](state_dict_type="sharded", async_save=True),
         6,
         callbacks=[keeps, saves],
         enable_checkpointing=True,

@@ -133,7 +133,7 @@ def third_party(optimizer: Callable[..., Optimizer], module: type[zoo.Zoo] = zoo
 
 ROOT, UNITS = {"min_num_params": 10**9}, {"min_num_params": 0}
 """All parameters are gathered for a whole step; or those of blocks by themselves."""
-STAY, ONE_BY_ONE = {"reshard_after_forward": False}, {"wrap": ["Linear"]}
+STAY, ONE_BY_ONE = {"reshard_after_forward": False}, {"auto_wrap_policy": ["Linear"]}
 AUTOCAST, WINDOW = {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}
 WHOLE = {"shard_gradients": False}
 
@@ -327,7 +327,7 @@ CASES = {
     "shards: written by data.mul_(), root": of_shards(for_shards.by_way(for_shards.Teaches, "by data.mul_()"), ROOT),
     "shards: written by foreach": of_shards(for_shards.by_way(for_shards.Teaches, "foreach"), ONE_BY_ONE),
     "shards: written in their own dtype": of_shards(
-        for_shards.Teaches, {**ROOT, "gather_dtype": None}, trainer=AUTOCAST
+        for_shards.Teaches, {**ROOT, "param_dtype": None}, trainer=AUTOCAST
     ),
     "shards: written by a block": of_shards(for_shards.Clamps, UNITS),
     # Losses that are made of gradients.
@@ -392,7 +392,9 @@ CASES = {
         for_shards.assigning("on_train_batch_end", then_saves=True), zero3=FORGETS
     ),
     "shards: a captured graph": of_shards(for_shards.captured, zero3="make_graphed_callables"),
-    "shards: no such class": of_shards(odd.Blocks, {"wrap": ["Nothing"]}, zero3="No module within Blocks is of such a"),
+    "shards: no such class": of_shards(
+        odd.Blocks, {"auto_wrap_policy": ["Nothing"]}, zero3="No module within Blocks is of such a"
+    ),
     "shards: an unknown optimizer of matrices": of_shards(
         odd.Blocks, optimizer=for_shards.Matrixwise, zero3="Matrixwise cannot step sharded parameters"
     ),

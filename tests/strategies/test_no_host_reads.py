@@ -133,7 +133,7 @@ CASES: dict[str, tuple[type[zoo.Zoo], dict[str, Any], dict[str, Any]]] = {
     "bf16-mixed, in bf16 on the wire": (
         zoo.MLP,
         {**CLIP, "precision": "bf16-mixed"},
-        {"reduce_dtype": "bf16", "gather_dtype": "bf16"},
+        {"comm_dtype": "bf16", "gather_dtype": "bf16"},
     ),
     "bf16-true, master weights": (Sixteen, {**CLIP, "precision": "bf16-true"}, {"master_weights": True}),
     "token weights": (Weighted, {**CLIP, "accumulate_grad_batches": 2}, {}),

@@ -6,6 +6,7 @@ With ``--device`` the trainings are those that a device may do otherwise than an
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.pool import RankPool
@@ -89,12 +90,12 @@ def test_every_tolerance_sees_gradients_that_are_doubled_or_halved(pool: RankPoo
 
 # What travels in 16 bits, by strategy: it must round, and do nothing else.
 WIRES: dict[str, tuple[str, dict[str, Any]]] = {
-    "reduced": ("zero1", {"reduce_dtype": "bf16"}),
+    "reduced": ("zero1", {"comm_dtype": torch.bfloat16}),
     "gathered": ("zero1", {"gather_dtype": "bf16"}),
     "gathered, whole parameters": ("zero1", {"gather_dtype": "bf16", "partition": "parameter"}),
-    "both": ("zero1", {"reduce_dtype": "bf16", "gather_dtype": "bf16"}),
-    "reduced, accumulated in shards": ("zero1", {"reduce_dtype": "bf16", "shard_gradients": True}),
-    "zero3, reduced": ("zero3", {"reduce_dtype": "bf16"}),
+    "both": ("zero1", {"comm_dtype": "bf16", "gather_dtype": "bf16"}),
+    "reduced, accumulated in shards": ("zero1", {"comm_dtype": "bf16", "shard_gradients": True}),
+    "zero3, reduced": ("zero3", {"comm_dtype": "bf16"}),
 }
 # What is late of zero3_custom takes the place of what narrows.
 PROMPT_AND_LATE = {"zero1": (zero1, late), "zero3": (zero3, zero3)}

@@ -158,9 +158,9 @@ def lines_of_zero3(module: Callable[[], LightningModule], arguments: dict[str, A
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, ["no block is gathered by itself", "min_num_params=100,000", 'wrap=["Block"]']),
+        ({}, ["no block is gathered by itself", "min_num_params=100,000", 'auto_wrap_policy=["Block"]']),
         ({"min_num_params": 0}, None),
-        ({"wrap": ["Linear"]}, None),
+        ({"auto_wrap_policy": ["Linear"]}, None),
     ],
 )
 def test_a_warning_says_that_no_block_was_found(

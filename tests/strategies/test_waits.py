@@ -134,7 +134,7 @@ def fit(strategy: str, where: str, folder: str, after: float | None = SOON) -> t
             accelerator="cpu",
             devices=2,
             plugins=[PoolEnvironment()],
-            strategy=STRATEGIES[strategy](warn_after_seconds=after),
+            strategy=STRATEGIES[strategy](stall_warning_seconds=after),
             max_steps=4,
             logger=False,
             enable_checkpointing=False,

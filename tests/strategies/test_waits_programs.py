@@ -48,7 +48,7 @@ class Model(BoringModel):
         raise ValueError("this rank alone")
 
 cls = {"zero1_custom": ZeRO1Strategy, "ddp_tuned": TunedDDPStrategy}["STRATEGY"]
-strategy = cls(warn_after_seconds=1.5, timeout=datetime.timedelta(seconds=30), process_group_backend="gloo")
+strategy = cls(stall_warning_seconds=1.5, timeout=datetime.timedelta(seconds=30), process_group_backend="gloo")
 trainer = Trainer(
     accelerator="cpu", devices=1, num_nodes=2, strategy=strategy, max_steps=5, logger=False,
     limit_val_batches=0, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

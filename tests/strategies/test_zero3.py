@@ -52,10 +52,10 @@ def test_norms_of_weights_are_logged_as_under_ddp(pool: RankPool) -> None:
 def count_graphs() -> list[tuple[int, int]]:
     """Of modules whose blocks are compiled: graphs that were made, and where a graph had to be broken."""
     found, counters = [], torch._dynamo.utils.counters
-    for module, wrap in ((odd.CompiledBlocks, None), (odd.WrappedBlocks, ["Block"])):
+    for module, auto_wrap_policy in ((odd.CompiledBlocks, None), (odd.WrappedBlocks, ["Block"])):
         torch._dynamo.reset()
         counters.clear()
-        train(lambda module=module: module(zoo.adamw), zero3(wrap=wrap), validate=True)
+        train(lambda module=module: module(zoo.adamw), zero3(auto_wrap_policy=wrap), validate=True)
         found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
     torch._dynamo.reset()
     return found
@@ -84,7 +84,7 @@ class Routes(Skips):
 
 
 def test_bad_arguments_are_refused() -> None:
-    for name, value in {"wrap": "Block", "min_num_params": -1, "gather_dtype": "fp16"}.items():
+    for name, value in {"auto_wrap_policy": "Block", "min_num_params": -1, "param_dtype": "fp16"}.items():
         with pytest.raises(ValueError, match=f"Invalid {name}: {value!r}"):
             ZeRO3Strategy(**{name: value})
 
@@ -197,12 +197,12 @@ class DrawsNothing(MadeAnew):
         return nn.Sequential(Seeded(FEATURES, 8), nn.BatchNorm1d(8), Seeded(8, 1))
 
 
-def go_on(folder: str, checkpoint_format: str) -> float:
+def go_on(folder: str, state_dict_type: str) -> float:
     """Of a checkpoint nothing of the weights that rank 0 had before may be left, nor on one rank the checkpoint's."""
     found = []
     for make in (Pretrained, DrawsNothing):
-        path, whole_path = f"{folder}/{make.__name__}-{checkpoint_format}.ckpt", f"{folder}/{make.__name__}-whole.ckpt"
-        run = train(make, zero3(checkpoint_format=checkpoint_format))
+        path, whole_path = f"{folder}/{make.__name__}-{state_dict_type}.ckpt", f"{folder}/{make.__name__}-whole.ckpt"
+        run = train(make, zero3(state_dict_type=state_dict_type))
         run.trainer.save_checkpoint(path)
         train(make, ddp()).trainer.save_checkpoint(whole_path)
         validated = make()
@@ -221,6 +221,6 @@ def resume(module: zoo.Zoo, strategy: Any, path: str) -> list[Tensor]:
     return [whole(parameter.detach()).clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("checkpoint_format", slow_unless(lambda one: one == "full", ["full", "sharded"]))
-def test_a_checkpoint_is_loaded_on_all_ranks(pool: RankPool, tmp_path: Path, checkpoint_format: str) -> None:
-    assert max(pool.run(2, go_on, str(tmp_path), checkpoint_format)) <= FP32
+@pytest.mark.parametrize("state_dict_type", slow_unless(lambda one: one == "full", ["full", "sharded"]))
+def test_a_checkpoint_is_loaded_on_all_ranks(pool: RankPool, tmp_path: Path, state_dict_type: str) -> None:
+    assert max(pool.run(2, go_on, str(tmp_path), state_dict_type)) <= FP32

@@ -52,10 +52,10 @@ def stepped(flag: str, arguments: dict[str, Any], large: float, precision: str) 
 # 257 is rounded to 256 in bf16. 256 + 1 + 1 is 258 in fp32, and 256 in bf16 by most orders.
 SUMS: list[tuple[str, dict[str, Any], float, str, float]] = [
     ("zero3_custom", {}, 257.0, "32-true", 259 / 3),
-    ("zero3_custom", {"reduce_dtype": "bf16"}, 257.0, "32-true", 258 / 3),
-    ("zero1_custom", {"reduce_dtype": "bf16"}, 257.0, "32-true", 258 / 3),
+    ("zero3_custom", {"comm_dtype": "bf16"}, 257.0, "32-true", 258 / 3),
+    ("zero1_custom", {"comm_dtype": "bf16"}, 257.0, "32-true", 258 / 3),
     ("zero3_custom", {}, 256.0, "bf16-true", 258 / 3),
-    ("zero3_custom", {"reduce_dtype": "fp32"}, 256.0, "bf16-true", 258 / 3),
+    ("zero3_custom", {"comm_dtype": "fp32"}, 256.0, "bf16-true", 258 / 3),
     ("zero3_custom", {"shard_gradients": False}, 256.0, "bf16-true", 258 / 3),
     ("zero1_custom", {}, 256.0, "bf16-true", 258 / 3),
 ]
@@ -99,13 +99,13 @@ IN_BF16 = "1025 elements are gathered in bf16"
 TRAVELS: list[tuple[dict[str, Any], str, set[torch.dtype], set[torch.dtype], float, float, str]] = [
     ({}, "32-true", WIDE, WIDE, 0, FP32, "zero3_custom"),
     # Autocast rounds the weights of linear layers, and their gradients, all the same.
-    ({}, "bf16-mixed", NARROW, WIDE, 0, FP32, f"{IN_BF16} (gather_dtype='auto')"),
-    ({"gather_dtype": "bf16"}, "bf16-mixed", NARROW, WIDE, 0, FP32, f"{IN_BF16} (gather_dtype='bf16')"),
-    ({"gather_dtype": None}, "bf16-mixed", WIDE, WIDE, 0, FP32, "zero3_custom"),
-    ({"reduce_dtype": "bf16"}, "bf16-mixed", NARROW, NARROW, 0, FP32, IN_BF16),
-    ({"reduce_dtype": "bf16"}, "32-true", WIDE, NARROW, 1e-6, 0.05, "zero3_custom"),
+    ({}, "bf16-mixed", NARROW, WIDE, 0, FP32, f"{IN_BF16} (param_dtype='auto')"),
+    ({"param_dtype": torch.bfloat16}, "bf16-mixed", NARROW, WIDE, 0, FP32, f"{IN_BF16} (param_dtype='bf16')"),
+    ({"param_dtype": None}, "bf16-mixed", WIDE, WIDE, 0, FP32, "zero3_custom"),
+    ({"comm_dtype": "bf16"}, "bf16-mixed", NARROW, NARROW, 0, FP32, IN_BF16),
+    ({"comm_dtype": "bf16"}, "32-true", WIDE, NARROW, 1e-6, 0.05, "zero3_custom"),
     ({}, "bf16-true", NARROW, NARROW, 0, FP32, "zero3_custom"),
-    ({"reduce_dtype": "fp32"}, "bf16-true", NARROW, WIDE, 0, FP32, "zero3_custom"),
+    ({"comm_dtype": "fp32"}, "bf16-true", NARROW, WIDE, 0, FP32, "zero3_custom"),
 ]
 
 
@@ -183,7 +183,7 @@ def train_between_nodes() -> list[tuple[str, list[float]]]:
             for module in (engine, zero3_module):
                 monkeypatch.setattr(module, "make_collectives", lambda group, *_: Widening(group))
             with pytest.warns() as warned:
-                values = stepped(flag, {"reduce_dtype": "bf16"}, 257.0, "32-true")
+                values = stepped(flag, {"comm_dtype": "bf16"}, 257.0, "32-true")
         found.append((" ".join(str(one.message) for one in warned), values))
     return found
 
@@ -191,6 +191,6 @@ def train_between_nodes() -> list[tuple[str, list[float]]]:
 def test_bf16_that_would_save_nothing_is_left_out_with_a_warning(pool: RankPool) -> None:
     for rank, found in enumerate(pool.run(ROWS, train_between_nodes)):
         for flag, (logged, values) in zip(MAKERS, found, strict=True):
-            assert rank > 0 or f"{flag}: reduce_dtype='bf16' is left out" in logged
+            assert rank > 0 or f"{flag}: comm_dtype='bf16' is left out" in logged
             # Nothing is rounded.
             assert values == pytest.approx([-259 / 3], rel=1e-6)

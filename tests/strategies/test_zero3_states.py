@@ -32,8 +32,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero1": zero1,
     "zero3": zero3,
     "zero3 at once": lambda: zero3(min_num_params=10**9),
-    "zero3 sharded": lambda: zero3(checkpoint_format="sharded"),
-    "zero3 async": lambda: zero3(checkpoint_format="sharded", async_save=True),
+    "zero3 sharded": lambda: zero3(state_dict_type="sharded"),
+    "zero3 async": lambda: zero3(state_dict_type="sharded", async_save=True),
 }
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -89,7 +89,7 @@ def evaluate_unevenly(make: Callable[[], Any], policy: dict[str, Any] | None) ->
     return [*found, weights_of(module)]
 
 
-NESTED = {"wrap": ["Linear", "Sequential"]}
+NESTED = {"auto_wrap_policy": ["Linear", "Sequential"]}
 UNEVEN: dict[str, tuple[type[Intricate], dict[str, Any], int]] = {
     "units in units": (Intricate, NESTED, 3),
     "units stay": (Intricate, {**NESTED, "reshard_after_forward": False}, 2),
@@ -189,7 +189,7 @@ class Holds(zoo.Zoo):
 
 def train_with_modules_in_hyperparameters(folder: str) -> list[Tensor]:
     for name, form in {"a": "full", "b": "sharded"}.items():
-        run = train(lambda: Holds(Net(), nn.MSELoss()), zero3(checkpoint_format=form))
+        run = train(lambda: Holds(Net(), nn.MSELoss()), zero3(state_dict_type=form))
         run.trainer.save_checkpoint(f"{folder}/{name}.ckpt")
     return run.parameters[-1]
 
@@ -374,7 +374,7 @@ class Called(zoo.MLP):
 
 def look(kind: str, inference_mode: bool, folder: str) -> list[Any]:
     looks = Looks()
-    strategy = zero3(gather_dtype="bf16", checkpoint_format=kind)
+    strategy = zero3(param_dtype="bf16", state_dict_type=kind)
     arguments = {"callbacks": [looks], "inference_mode": inference_mode, "default_root_dir": folder}
     run = train(Called, strategy, validate=True, precision="bf16-mixed", **arguments)
     fresh, found = Called(), [looks.seen, looks.shown]

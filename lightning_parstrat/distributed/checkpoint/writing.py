@@ -133,7 +133,7 @@ def _prepare(checkpoint: Any, path: Path, skeleton: io.BytesIO) -> Outline:
         elif leaf.tensor.device.type == "meta" or isinstance(leaf.tensor, DTensor):
             raise ValueError(
                 "In a sharded checkpoint, placeholders or shards stand for tensors until all ranks write them. A hook"
-                f" has changed {leaf.name}: leave it as it is, or use checkpoint_format='full'."
+                f" has changed {leaf.name}: leave it as it is, or use state_dict_type='full'."
             )
     # Into memory, and now. An object that cannot be pickled fails before gigabytes have been written. Training may
     # continue, and change the checkpoint's objects, before the file is written.

@@ -112,7 +112,7 @@ class GradientBucket:
         layout: The plan. Its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan, at least one of which is in this bucket.
         place: Which shard of the gradient belongs to this process.
-        reduce_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
+        comm_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
     """
 
     is_replicated = True
@@ -124,7 +124,7 @@ class GradientBucket:
         layout: BucketLayout,
         parameters: Sequence[Tensor],
         place: ShardPlace,
-        reduce_dtype: torch.dtype | None = None,
+        comm_dtype: torch.dtype | None = None,
     ) -> None:
         self.index = index
         self.layout = layout
@@ -133,7 +133,7 @@ class GradientBucket:
         first = parameters[layout.slots[0].parameter]
         self.dtype = first.dtype
         self.device = first.device
-        self.reduce_dtype = reduce_dtype or first.dtype
+        self.comm_dtype = comm_dtype or first.dtype
         self.slots = [ParameterSlot(parameters[place.parameter], self, place) for place in layout.slots]
         self.master: Tensor | None = None
         """The copy of the shard that this rank steps instead of the parameters."""
@@ -170,12 +170,12 @@ class GradientBucket:
             shown: What ``param.grad`` may hold of an earlier backward.
 
         Returns:
-            1-D, ``layout.numel`` elements of ``reduce_dtype``. Elements without a gradient are zero.
+            1-D, ``layout.numel`` elements of ``comm_dtype``. Elements without a gradient are zero.
 
         Raises:
             ValueError: A gradient is sparse.
         """
-        buffer = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.device)
+        buffer = torch.empty(self.numel, dtype=self.comm_dtype, device=self.device)
         places, gradients = [], []
         for slot in self.slots:
             earlier, slot.fresh = shown is not ShownMean.ABSENT and not slot.fresh, False
@@ -275,7 +275,7 @@ class ParameterBucket(GradientBucket):
         layout: The plan. Its slots refer to positions in ``parameters``.
         parameters: All parameters of the plan.
         place: Which shard belongs to this process, and of which copy.
-        reduce_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
+        comm_dtype: The dtype in which gradients are sent. By default, the gradients' dtype.
         gather_dtype: The dtype in which parameters are sent. By default, the parameters' dtype.
         master_dtype: The dtype in which this rank's shard is kept. By default, the parameters' dtype, without a copy.
     """
@@ -288,11 +288,11 @@ class ParameterBucket(GradientBucket):
         layout: BucketLayout,
         parameters: Sequence[Tensor],
         place: ShardPlace,
-        reduce_dtype: torch.dtype | None = None,
+        comm_dtype: torch.dtype | None = None,
         gather_dtype: torch.dtype | None = None,
         master_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(index, layout, parameters, place, reduce_dtype)
+        super().__init__(index, layout, parameters, place, comm_dtype)
         self.gather_dtype = gather_dtype or self.dtype
         # Padding is sent with the parameters: as zeros, not as uninitialized memory.
         self.flat = torch.zeros(layout.numel, dtype=self.dtype, device=self.device)

@@ -105,7 +105,7 @@ class ShardedDataParallel:
         gradients = make_collectives(groups.gradients, device, self.topology, shard_groups)
         if gradients.widens:
             # Otherwise gradients would be rounded, and then sent in fp32 all the same.
-            policy = self.policy = replace(policy, reduce_dtype=None)
+            policy = self.policy = replace(policy, comm_dtype=None)
         self.reducer = GradientReducer(gradients, messages, policy.bound_in_flight(device.type), streams_of(device))
         self.gatherer = ParameterGatherer(
             make_collectives(groups.parameters, device, self.topology, shard_groups), streams_of(device)

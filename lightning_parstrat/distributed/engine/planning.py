@@ -96,8 +96,8 @@ class BucketPlanner:
         self._check(specs, layouts)
         made = []
         for index, layout in enumerate(layouts, first):
-            reduce_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
-            made.append(GradientBucket(index, layout, ordered, self._place, reduce_dtype))
+            comm_dtype = self._policy.reduced_in(ordered[layout.slots[0].parameter].dtype)
+            made.append(GradientBucket(index, layout, ordered, self._place, comm_dtype))
         return made
 
     def _in_order_of_gradients(self, parameters: Sequence[Tensor] | Mapping[Tensor, Owners]) -> list[Tensor]:

@@ -119,5 +119,5 @@ class _KeptWrites:
                 raise RefusedWriteError(
                     f"Parameter {part.name!r} was written to while it was gathered in {part.own.dtype}. Its shards are"
                     f" in {part.parameter.dtype}, so the write would be rounded. Write between steps, such as in"
-                    " `on_train_batch_start`; or set gather_dtype=None."
+                    " `on_train_batch_start`; or set param_dtype=None."
                 )

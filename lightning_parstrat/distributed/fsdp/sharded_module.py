@@ -125,7 +125,7 @@ class ShardedModule:
         self._evaluation_digest = 0
         self._before_gradients: Callable[[], None] | None = None
         # An earlier training may have had another precision.
-        self._choose_gather_dtypes(autocasts)
+        self._choose_param_dtypes(autocasts)
         self._choose_reduce_scatter(collectives, device)
         self.leaves = self._find_leaves()
         if is_new:
@@ -153,12 +153,12 @@ class ShardedModule:
         # An exception may have ended an earlier training while gradients accumulated.
         root.set_requires_gradient_sync(True)
 
-    def _choose_gather_dtypes(self, autocasts: bool) -> None:
+    def _choose_param_dtypes(self, autocasts: bool) -> None:
         self._free()
         narrow: set[Tensor] = set()
-        if self._policy.gather_dtype == "bf16":
+        if self._policy.param_dtype == "bf16":
             narrow = {parameter for parameter in self.module.parameters() if parameter.dtype == torch.float32}
-        elif self._policy.gather_dtype == "auto" and autocasts:
+        elif self._policy.param_dtype == "auto" and autocasts:
             narrow = rounded_by_autocast(self.module)
         for part in self._parts:
             for parameter, fsdp_param in fsdp_params_of(part):
@@ -168,10 +168,10 @@ class ShardedModule:
         if collectives.world_size == 1:
             return
         collectives.connect(device)
-        reduce_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[self._policy.reduce_dtype]
+        comm_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[self._policy.comm_dtype]
         for part in self._parts:
             own = next((shard.dtype for shard, _ in fsdp_params_of(part)), None)
-            travels_in = reduce_dtype if own == torch.float32 or reduce_dtype == torch.float32 else own
+            travels_in = comm_dtype if own == torch.float32 or comm_dtype == torch.float32 else own
             if travels_in not in (torch.bfloat16, torch.float16) or collectives.widens:
                 travels_in = None
             # For all parts: an earlier training of the module may have had another setting.
@@ -340,7 +340,7 @@ class ShardedModule:
             raise DifferentModulesError(
                 "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
                 " module's parameters are gathered from all ranks, which must call the same modules. Call a module on"
-                " all ranks or on none; or leave such modules to the root by `wrap`, which names the others."
+                " all ranks or on none; or leave such modules to the root by `auto_wrap_policy`, which names the others."
             )
 
     # Training steps.
@@ -411,7 +411,7 @@ class ShardedModule:
                 "The ranks have called different modules in a training step, or in another order, or the loss is made"
                 " of what different ones have returned. Each gathers its parameters from all ranks and sends gradients"
                 " to all, so all must use the same: call a module that a rank has no use for, too, and add its result"
-                " multiplied by 0; or leave such modules to the root by `wrap`, which names the others."
+                " multiplied by 0; or leave such modules to the root by `auto_wrap_policy`, which names the others."
             )
         for part, is_left in zip(self._parts, combined.flags[len(used) : -1], strict=True):
             if is_left:

@@ -58,7 +58,7 @@ def shard(
                 " that has trained. Leave these calls out, as zero3_custom shards the module. Or make the module anew,"
                 " and load weights into it before the training."
             )
-    units = find_units(module, policy.wrap or (), policy.min_num_params, by_child)
+    units = find_units(module, policy.auto_wrap_policy or (), policy.min_num_params, by_child)
     whole = whole_parameters(module, units)
     if by_child:
         inside = {parameter for unit in units for parameter in unit.parameters()}

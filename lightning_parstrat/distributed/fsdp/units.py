@@ -15,30 +15,33 @@ MIN_NUM_PARAMS = 100_000
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def find_units(module: nn.Module, wrap: Collection[str], min_num_params: int, each_child: bool) -> list[nn.Module]:
+def find_units(
+    module: nn.Module, auto_wrap_policy: Collection[str | type], min_num_params: int, each_child: bool
+) -> list[nn.Module]:
     """The modules below ``module`` whose parameters are gathered, used and freed together. Inner ones come first.
 
-    Without ``wrap``, these are blocks: modules of one class in the same container. If a module has no ``forward``, or
-    shares a parameter with a module outside (tied weights), it stays with its parent. Not collective. The result is the
-    same on all ranks with the same module.
+    Without ``auto_wrap_policy``, these are blocks: modules of one class in the same container. If a module has no
+    ``forward``, or shares a parameter with a module outside (tied weights), it stays with its parent. Not collective.
+    The result is the same on all ranks with the same module.
 
     Args:
         module: The root, which is not among them.
-        wrap: Names of classes (their bases count) to take instead of blocks. If it is empty, blocks are taken.
+        auto_wrap_policy: Classes or their names (bases count) to take instead of blocks. If it is empty, blocks are
+            taken.
         min_num_params: The smallest number of parameters of a block.
         each_child: Whether each of the root's remaining children is also a unit. Then only parameters of the root
             itself are left to the root.
 
     Raises:
-        ValueError: No module is of a class in ``wrap``.
+        ValueError: No module is of a class in ``auto_wrap_policy``.
     """
-    if wrap:
-        chosen = {m for m in module.modules() if m is not module and _class_names(m) & set(wrap)}
-        known = {name for m in chosen for name in _class_names(m)}
-        if missing := sorted(set(wrap) - known):
+    if auto_wrap_policy:
+        wanted = set(auto_wrap_policy)
+        chosen = {m for m in module.modules() if m is not module and _classes(m) & wanted}
+        if missing := wanted.difference(*map(_classes, chosen)):
             raise ValueError(
-                f"Invalid wrap: {missing}. No module within {type(module).__name__} is of such a class; print it to"
-                " see their names."
+                f"Invalid auto_wrap_policy: {sorted(map(str, missing))}. No module within {type(module).__name__} is of"
+                " such a class; print it to see their names."
             )
     else:
         chosen = {m for m in _outermost(module, each_child=False) if _numel(m) >= min_num_params}
@@ -112,8 +115,10 @@ def _can_be_sharded(parameter: Tensor) -> bool:
     return has_elements and parameter.is_floating_point() and parameter.is_contiguous()
 
 
-def _class_names(module: nn.Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__} - {"Module", "object"}
+def _classes(module: nn.Module) -> set[str | type]:
+    """A module's class and its bases, and their names."""
+    classes = set(type(module).__mro__) - {nn.Module, object}
+    return {*classes, *(cls.__name__ for cls in classes)}
 
 
 def _outermost(module: nn.Module, each_child: bool) -> Iterator[nn.Module]:

@@ -171,7 +171,7 @@ def local_path_of_folder(filepath: str | Path) -> Path:
     local = local_path(filepath)
     if local is None:
         raise MisconfigurationException(
-            f"checkpoint_format='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
-            " a local `dirpath`, or checkpoint_format='full'."
+            f"state_dict_type='sharded' writes to a folder that all nodes share, and {filepath} is elsewhere. Choose"
+            " a local `dirpath`, or state_dict_type='full'."
         )
     return local

@@ -96,7 +96,7 @@ class Checkpoints(Part):
     @property
     def are_sharded(self) -> bool:
         """Whether checkpoints are folders of shards."""
-        return self._policy.checkpoint_format == "sharded"
+        return self._policy.state_dict_type == "sharded"
 
     @override
     def setup_optimizers(self) -> None:

@@ -56,7 +56,7 @@ class Ranks(Part):
         strategy: The strategy that it is a part of.
         flag: The strategy's name. Messages begin with it.
         timeout: How long a collective may take. None leaves the backend's default.
-        warn_after_seconds: After how many seconds without progress a rank logs which ranks it waits for. None: never.
+        stall_warning_seconds: After so many seconds without progress a rank logs which ranks it waits for. None: never.
         module_called: Returns the submodule that is being called, for logs of other ranks. Empty if it is not known.
     """
 
@@ -67,13 +67,13 @@ class Ranks(Part):
         strategy: DDPStrategy,
         flag: str,
         timeout: timedelta | None,
-        warn_after_seconds: float | None,
+        stall_warning_seconds: float | None,
         module_called: Callable[[], str],
     ) -> None:
         super().__init__(strategy)
         self.flag = flag
         self._timeout = timeout
-        self._policy = WaitPolicy(warn_after_seconds=warn_after_seconds)
+        self._policy = WaitPolicy(stall_warning_seconds=stall_warning_seconds)
         self._module_called = module_called
         self._known_liveness: Liveness | None = None
         self._known_messages: ControlMessages | None = None
@@ -162,7 +162,7 @@ class Ranks(Part):
         # The agreement below may fail: until it ends, a name that needs no agreement.
         self._known_liveness = Liveness("set-up")
         self._known_liveness = begin_liveness(strategy.broadcast(uuid.uuid4().hex))
-        warn_after = self._policy.warn_after_seconds
+        warn_after = self._policy.stall_warning_seconds
         if warn_after is not None and self.world_size > 1:
             name = self._known_liveness.name
             self._waits = Waits(name, self.flag, self.rank, self.world_size, warn_after, self._progress)

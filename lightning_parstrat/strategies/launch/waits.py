@@ -1,8 +1,8 @@
 """Logs which ranks a rank waits for, and the place that each has reached, long before a timeout ends the wait.
 
 A step sends and records nothing for it. Once a second, a thread reads the counters of the Trainer and torch. It
-publishes them to the process group's store every few seconds. If nothing moves for ``warn_after_seconds``, the thread
-reads the entries of all ranks, and logs one line.
+publishes them to the process group's store every few seconds. If nothing moves for ``stall_warning_seconds``, the
+thread reads the entries of all ranks, and logs one line.
 """
 
 import atexit

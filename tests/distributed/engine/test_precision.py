@@ -48,7 +48,7 @@ WHOLE, NO_MASTERS, EACH, ONE = (
     {"bucket_cap_mb": 1e-6},
     {"bucket_cap_mb": 1.0},
 )
-AWAY, HOME = {"reduce_dtype": "bf16"}, {"gather_dtype": "bf16"}
+AWAY, HOME = {"comm_dtype": "bf16"}, {"gather_dtype": "bf16"}
 ROWS = {
     "masters of bf16": Row(adamw, BF16),
     "masters of fp16, whole parameters": Row(adamw, FP16, WHOLE),
@@ -98,7 +98,7 @@ class ByHand:
             gradients = torch.autograd.grad(squared_error(self.module, first + rank), self.parameters)
             if self.row.dtype == FP16:
                 gradients = tuple(one * (1 / ranks) for one in gradients)
-            if "reduce_dtype" in self.row.policy:
+            if "comm_dtype" in self.row.policy:
                 gradients = tuple(one.bfloat16() for one in gradients)
             wide = [one.to(master.dtype) for one, master in zip(gradients, self.masters, strict=True)]
             total = [one + other for one, other in zip(total, wide, strict=True)] if total else wide

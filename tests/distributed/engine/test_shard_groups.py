@@ -75,15 +75,15 @@ def native_everywhere() -> Any:
 # What parity in groups has not: narrow wires, and groups that GPUs would have.
 TRAININGS: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("aabb", "node", "adamw", {"dtype": torch.bfloat16}),
-    ("abba", 2, "adamw", {"reduce_dtype": "bf16"}),
+    ("abba", 2, "adamw", {"comm_dtype": "bf16"}),
     ("aabb", 2, "adamw", {"gather_dtype": "bf16"}),
     ("aabb", 1, "adafactor", {}),
     ("aabb", "node", "adamw", {"native": True}),
     ("abba", "node", "adafactor", {"native": True}),
-    ("aabb", 1, "adamw", {"native": True, "reduce_dtype": "bf16"}),
-    ("aabb", 2, "adamw", {"native": True, "reduce_dtype": "bf16", "gather_dtype": "bf16"}),
+    ("aabb", 1, "adamw", {"native": True, "comm_dtype": "bf16"}),
+    ("aabb", 2, "adamw", {"native": True, "comm_dtype": "bf16", "gather_dtype": "bf16"}),
     ("aabbcc", "node", "adafactor", {}),
-    ("aaaaaa", 3, "adamw", {"reduce_dtype": "bf16", "gather_dtype": "bf16"}),
+    ("aaaaaa", 3, "adamw", {"comm_dtype": "bf16", "gather_dtype": "bf16"}),
 ]
 
 
@@ -95,7 +95,7 @@ def test_trains_as_one_group_does_and_copies_stay_alike(pool: RankPool, training
         ranks = len(nodes)
         alone = partial(train, optimizer, nodes, **{**policy, "native": False})
         expected, expected_state, _ = pool.run(ranks, alone)[0]
-        narrow = policy.keys() & {"reduce_dtype", "gather_dtype", "dtype"}
+        narrow = policy.keys() & {"comm_dtype", "gather_dtype", "dtype"}
         found = pool.run(ranks, partial(train, optimizer, nodes, **policy, shard_group=shard_group))
         by_shard: dict[int, Any] = {}
         for parameters, state, (shard, held) in found:

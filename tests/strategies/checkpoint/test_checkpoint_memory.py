@@ -96,7 +96,7 @@ def growth_of_saving(path: str, arguments: dict[str, Any], make: Callable[..., A
     return saves.growth[-1]
 
 
-SHARDED = {"checkpoint_format": "sharded"}
+SHARDED = {"state_dict_type": "sharded"}
 ASYNC = {**SHARDED, "async_save": True}
 COPIED = 3 / 2 * PARAMETER_BYTES
 """Half of the parameters and of the state."""

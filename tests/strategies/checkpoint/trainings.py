@@ -36,8 +36,8 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 }
 FORMATS: dict[str, dict[str, Any]] = {
     "full": {},
-    "sharded": {"checkpoint_format": "sharded"},
-    "async": {"checkpoint_format": "sharded", "async_save": True},
+    "sharded": {"state_dict_type": "sharded"},
+    "async": {"state_dict_type": "sharded", "async_save": True},
 }
 
 

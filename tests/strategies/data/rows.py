@@ -350,7 +350,7 @@ def unsized() -> DataLoader[Any]:
     return loader(sampler=Unsized(20))
 
 
-SHARDED = {"checkpoint_format": "sharded"}
+SHARDED = {"state_dict_type": "sharded"}
 ASYNC = {**SHARDED, "async_save": True}
 BY_TWO = {"accumulate_grad_batches": 2}
 QUICK: dict[str, Row] = {
