@@ -1,10 +1,11 @@
 """``zero3_custom``: the results of DDP, with parameters, gradients and optimizer state sharded by torch's FSDP2."""
 
 import socket
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_parstrat.core.policy import FullShardingPolicy
+from lightning_parstrat.core.policy import FullShardingPolicy, WrapPolicy
 from lightning_parstrat.core.topology import Node
 from lightning_parstrat.core.wording import counted
 from lightning_parstrat.distributed.comm.agreement import any_rank, topology_of_ranks
@@ -54,9 +55,9 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
     :class:`~torch.distributed.tensor.DTensor`. To read one, call ``full_tensor()`` on all ranks.
 
     Args:
-        auto_wrap_policy: Names of classes whose modules are a unit each, such as ``["Block"]``. By default units are found: modules
-            of one class that follow each other in a container. All other parameters are gathered for the whole of
-            ``training_step``, which may read them freely.
+        auto_wrap_policy: Classes whose modules are a unit each, or their names, such as ``["Block"]``. By default units
+            are found: modules of one class that follow each other in a container. All other parameters are gathered for
+            the whole of ``training_step``, which may read them freely.
         min_num_params: The smallest number of parameters of a unit that is found. Smaller modules stay with the rest.
         reshard_after_forward: Whether units free their parameters between forward and backward. ``False`` gathers once
             in a step instead of twice, and holds all parameters from forward to backward.
@@ -82,16 +83,16 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
 
     def __init__(
         self,
-        auto_wrap_policy: Sequence[str] | None = None,
+        auto_wrap_policy: WrapPolicy = None,
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool = True,
         shard_gradients: bool = True,
-        comm_dtype: Literal["bf16", "fp32"] | None = None,
-        param_dtype: Literal["auto", "bf16"] | None = "auto",
+        comm_dtype: Literal["bf16", "fp32"] | torch.dtype | None = None,
+        param_dtype: Literal["auto", "bf16"] | torch.dtype | None = "auto",
         **kwargs: Any,
     ) -> None:
         self._policy = FullShardingPolicy(
-            auto_wrap_policy=wrap,
+            auto_wrap_policy=auto_wrap_policy,
             min_num_params=min_num_params,
             reshard_after_forward=reshard_after_forward,
             shard_gradients=shard_gradients,
@@ -206,7 +207,8 @@ class ZeRO3Strategy(ComposedStrategy, WrapperlessDDPStrategy):
             raise RuntimeError(
                 "What `training_step` returned was computed from a weight of a block, which is a shard there."
                 " For a penalty on weights take the optimizer's `weight_decay`. Or compute it within the block's own"
-                " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger `min_num_params`."
+                " `forward`, or have the block gathered with all else: by `auto_wrap_policy`, or a larger"
+                " `min_num_params`."
             )
         return output
 

@@ -52,7 +52,7 @@ def test_norms_of_weights_are_logged_as_under_ddp(pool: RankPool) -> None:
 def count_graphs() -> list[tuple[int, int]]:
     """Of modules whose blocks are compiled: graphs that were made, and where a graph had to be broken."""
     found, counters = [], torch._dynamo.utils.counters
-    for module, auto_wrap_policy in ((odd.CompiledBlocks, None), (odd.WrappedBlocks, ["Block"])):
+    for module, wrap in ((odd.CompiledBlocks, None), (odd.WrappedBlocks, ["Block"])):
         torch._dynamo.reset()
         counters.clear()
         train(lambda module=module: module(zoo.adamw), zero3(auto_wrap_policy=wrap), validate=True)

@@ -168,7 +168,8 @@ class ShardedModule:
         if collectives.world_size == 1:
             return
         collectives.connect(device)
-        comm_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[self._policy.comm_dtype]
+        dtypes: dict[object, torch.dtype | None] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
+        comm_dtype = dtypes[self._policy.comm_dtype]
         for part in self._parts:
             own = next((shard.dtype for shard, _ in fsdp_params_of(part)), None)
             travels_in = comm_dtype if own == torch.float32 or comm_dtype == torch.float32 else own
@@ -340,7 +341,7 @@ class ShardedModule:
             raise DifferentModulesError(
                 "The ranks called different modules in an evaluation, or in another order. Its results are wrong: a"
                 " module's parameters are gathered from all ranks, which must call the same modules. Call a module on"
-                " all ranks or on none; or leave such modules to the root by `auto_wrap_policy`, which names the others."
+                " all ranks or on none; or leave such modules to the root: name the others in `auto_wrap_policy`."
             )
 
     # Training steps.
@@ -411,7 +412,7 @@ class ShardedModule:
                 "The ranks have called different modules in a training step, or in another order, or the loss is made"
                 " of what different ones have returned. Each gathers its parameters from all ranks and sends gradients"
                 " to all, so all must use the same: call a module that a rank has no use for, too, and add its result"
-                " multiplied by 0; or leave such modules to the root by `auto_wrap_policy`, which names the others."
+                " multiplied by 0; or leave such modules to the root: name the others in `auto_wrap_policy`."
             )
         for part, is_left in zip(self._parts, combined.flags[len(used) : -1], strict=True):
             if is_left:
