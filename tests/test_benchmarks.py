@@ -1,8 +1,6 @@
 """The benchmarks, run as their reader would run them, but tiny."""
 
-import datetime
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,6 @@ from tests.scripts import run_python
 ROOT = Path(__file__).resolve().parent.parent
 TWO_NODES = ["-m", "benchmarks.two_nodes"]
 TINY = ["--width", "32", "--depth", "1", "--pairs", "1", "--steps", "2", "--warm-up", "2"]
-
-
-def on_day(number: int) -> pytest.MarkDecorator:
-    """Every third day, as each of these programs starts many processes; by ``PARSTRAT_ALL_BENCHMARKS=1`` at once."""
-    is_due = os.environ.get("PARSTRAT_ALL_BENCHMARKS") or datetime.date.today().toordinal() % 3 == number
-    return pytest.mark.skipif(not is_due, reason="its turn is on another day")
 
 
 def run_benchmark(command: str, arguments: Sequence[str], folder: Path) -> dict[str, Any]:
@@ -51,7 +43,6 @@ def test_step_time_of_every_strategy_on_an_emulated_accelerator(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@on_day(0)
 def test_memory(tmp_path: Path) -> None:
     result = run_benchmark("memory", [*TINY, "--width", "64", "--strategies", "ddp", "zero1_custom"], tmp_path)
     for memory in result["memory"].values():
@@ -62,7 +53,6 @@ def test_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_day(1)
 def test_full_sharding_beside_what_is_written_by_hand(tmp_path: Path) -> None:
     # Wide enough for layers to be found.
     result = run_benchmark("full_sharding", [*TINY, "--width", "128", "--depth", "2"], tmp_path)
@@ -75,7 +65,6 @@ def test_full_sharding_beside_what_is_written_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_day(0)
 def test_checkpoints(tmp_path: Path) -> None:
     costs = run_benchmark("checkpoints", [*TINY, "--steps", "6", "--every", "2"], tmp_path)["checkpoints"]
     assert set(costs) == {"ddp", "zero1_custom(full)", "zero1_custom(sharded)", "zero1_custom(async)"}
@@ -83,7 +72,6 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_day(1)
 def test_bucketing(tmp_path: Path) -> None:
     options = ["--cases", "delay per collective", "--scale", "0.1", "--pairs", "1", "--steps", "2"]
     for case in run_benchmark("bucketing", options, tmp_path)["cases"].values():
@@ -93,7 +81,6 @@ def test_bucketing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_day(2)
 def test_overlap_and_overhead(tmp_path: Path) -> None:
     steps = run_benchmark("overlap", TINY, tmp_path)["overlap"]
     alone = steps.pop("single_process")["median"]
@@ -105,7 +92,6 @@ def test_overlap_and_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@on_day(2)
 def test_unfrozen_layers_stay_in_step_where_gradients_of_all_ranks_count(tmp_path: Path) -> None:
     result = run_benchmark("unfrozen", [], tmp_path)
     assert set(result["unfrozen"]) == {"own hook", "BackboneFinetuning"}

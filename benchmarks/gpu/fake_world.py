@@ -32,6 +32,6 @@ def fake_world(ranks: int) -> Iterator[None]:
     # A torchrun of as many nodes: Lightning would look for as many GPUs as a node has ranks.
     with (
         mock.patch.dict(os.environ, environment),
-        playing(QuietRecorder(), 0, ranks, "nccl", min(ranks, RANKS_PER_NODE)),
+        playing(QuietRecorder(), 0, ranks, min(ranks, RANKS_PER_NODE)),
     ):
         yield
