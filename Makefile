@@ -84,7 +84,7 @@ test-deliberate-faults: install  ## put faults into a copy of the package, one b
 
 test-lightning: install  ## Lightning's own tests on LIGHTNING_STRATEGY; LIGHTNING=a checkout of Lightning, of the version installed
 	test -d "$(LIGHTNING)/tests/tests_pytorch" || { echo "LIGHTNING=$(LIGHTNING): no checkout of Lightning is there"; exit 1; }
-	$(RUN) pip install -q -c $(PINS) cloudpickle scikit-learn
+	$(RUN) pip install -q -c $(PINS) cloudpickle scikit-learn tensorboard
 	cd "$(LIGHTNING)/tests" && PYTHONPATH="$(CURDIR):$$PWD" "$(CURDIR)/$(VENV)/bin/python" -m pytest -p tests.lightning_suite.plugin \
 		--ddp-is=$(LIGHTNING_STRATEGY) --single-devices $(PYTEST_ARGS) $(addprefix tests_pytorch/,$(LIGHTNING_TESTS))
 

@@ -14,7 +14,7 @@ from lightning_parstrat.distributed import durable_files
 from lightning_parstrat.distributed.checkpoint import dcp
 from lightning_parstrat.distributed.checkpoint.reading import ShardedCheckpoint
 from lightning_parstrat.distributed.engine import state
-from lightning_parstrat.strategies.checkpoint import checkpoints
+from lightning_parstrat.strategies.checkpoint import resume
 from lightning_parstrat.strategies.checkpoint.checkpoints import Checkpoints
 from lightning_parstrat.strategies.data.positions import LoaderPositions
 
@@ -101,7 +101,7 @@ def _mid_removal(kills: KillsAt) -> None:
 
 def _between_ranks(kills: KillsAt) -> None:
     """When the others have sent or written their parts."""
-    for module, name in ((state, "_send"), (dcp.PiecesWriter, "write_data"), (checkpoints, "gather_object")):
+    for module, name in ((state, "_messages"), (dcp.PiecesWriter, "write_data"), (resume, "gather_object")):
         _before(module, name, lambda: (time.sleep(0.3), kills()))
 
 

@@ -59,6 +59,8 @@ class CopiesCallbacks(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: object) -> None:
         self.last = copy.deepcopy([one for one in trainer.callbacks if one is not self])
+        # Lightning's progress bar, for one, has the trainer.
+        copy.deepcopy(trainer, {id(self): None})
 
 
 def copy_and_pickle(strategy: str) -> tuple[int, int]:

@@ -168,6 +168,10 @@ class Collectives(ABC):
         self.traffic = Traffic()
         self._counting = threading.Lock()
 
+    def __deepcopy__(self, _: object) -> "Collectives":
+        """Returns itself: users copy a trainer in training, and a process group has no copy."""
+        return self
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group.
