@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from tests.strategies.late import delayed, late
 from tests.strategies.odd import Blocks
 from tests.strategies.parity import by_flag, largest_difference, train
 
-STRATEGIES: dict[str, Callable[..., Any]] = {"by flag": by_flag, "late": late, "delayed": delayed}
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "by flag": by_flag,
+    "late": late,
+    "delayed": delayed,
+    "in shards": partial(late, shard_gradients=True),
+}
 # Captured kernels may sum in another order.
 TOLERANCE = 1e-4
 

@@ -57,6 +57,10 @@ def sgd(parameters: Any) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.01)
 
 
+def plain_sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
 def adagrad(parameters: Any) -> Optimizer:
     return torch.optim.Adagrad(parameters, lr=0.05, initial_accumulator_value=0.1)
 
@@ -115,6 +119,7 @@ def searching(parameters: Any) -> Optimizer:
 CLIP = {"gradient_clip_val": 0.05}
 DOUBLE = {"precision": "64-true"}
 EXPOSED = {"expose_gradients": "auto"}
+DENSE = "Use `sparse=False`"
 MIXED = "mixed torch.Tensor and DTensor"
 FORGETS = "torch forgets what is assigned to `data` of a shard"
 DIFFERENT = "The ranks have called different modules in a training step"
@@ -172,6 +177,9 @@ CASES = {
     "foreach": Case(zoo.Attention, foreach, world_sizes=(2, 3)),
     "fused": Case(zoo.Attention, fused, world_sizes=(2, 3)),
     "adafactor, which looks at whole matrices": Case(zoo.Convolutional, adafactor, world_sizes=(2, 3)),
+    "sparse gradients": Case(
+        odd.Sparse, plain_sgd, oracle="ddp", world_sizes=(2,), zero1=DENSE, zero2=DENSE, zero3=DENSE
+    ),
     # Clipping and accumulation.
     "clip by norm": Case(zoo.MLP, trainer=CLIP),
     "clip by value": Case(zoo.MLP, trainer={"gradient_clip_val": 0.003, "gradient_clip_algorithm": "value"}),

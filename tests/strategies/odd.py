@@ -30,6 +30,17 @@ class SharedMemory(Zoo):
         return (self.head(hidden).pow(2).mean(1) + hidden @ self.of_head).mean()
 
 
+class Sparse(MLP):
+    """The gradient of a table has the rows that were looked up alone."""
+
+    def build(self) -> None:
+        super().build()
+        self.table = nn.Embedding(5, FEATURES, sparse=True)
+
+    def compute_loss(self, batch: Tensor) -> Tensor:
+        return super().compute_loss(batch + self.table(torch.zeros(len(batch), dtype=torch.long, device=batch.device)))
+
+
 class NeverTrained(MLP):
     """A parameter without gradients of its own, in the optimizer, of a dtype that has none."""
 

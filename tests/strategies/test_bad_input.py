@@ -49,12 +49,6 @@ def test_arguments_that_a_wrapper_needs_are_said_to_be_needless(caplog: pytest.L
             assert strategy._ddp_kwargs == ({} if value is None else {name: value})
 
 
-class SparseEmbedding(zoo.TiedLanguageModel):
-    def build(self) -> None:
-        super().build()
-        self.extra = nn.Embedding(3, 2, sparse=True)
-
-
 class SeveralDevices(zoo.MLP):
     def configure_optimizers(self) -> Any:
         return zoo.adamw([*self.parameters(), nn.Parameter(torch.zeros(3, device="meta"))])
@@ -113,7 +107,6 @@ def error_of(make: Callable[[], zoo.Zoo]) -> tuple[str, int]:
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank(pool: RankPool) -> None:
     refused: list[tuple[type[zoo.Zoo], list[str]]] = [
-        (SparseEmbedding, ["ValueError", "'extra'", "sparse=False"]),
         (SeveralDevices, ["ValueError", "cpu", "meta"]),
         (EvaluatesAgain, ["ClosureEvaluatedAgainError", "ClosureTwice", "closure more than once", "'auto'"]),
         (CutMatrices, ["ValueError", "partition='element'", "Adafactor", "'parameter'"]),

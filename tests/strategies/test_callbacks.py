@@ -7,6 +7,7 @@ in the module at the end. With ``--device`` one rank of that device takes the pa
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,6 +84,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "zero1_custom": by_flag,
     # Parameters arrive as late as they may.
     "late": late,
+    "zero2": partial(by_flag, shard_gradients=True),
     "zero3": zero3,
 }
 
@@ -90,7 +92,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 class Case(NamedTuple):
     """``callbacks`` gets a folder of its own; ``look`` says what more to compare.
 
-    ``zero1_custom``, ``late``, ``zero3`` and ``ddp_tuned`` are ``EQUAL``, or a part of the error that comes instead.
+    Each strategy is ``EQUAL``, or a part of the error that comes instead.
     """
 
     callbacks: Callable[[Path], list[Callback]] = lambda folder: []
@@ -105,6 +107,7 @@ class Case(NamedTuple):
     logger: Callable[[Path], Any] = lambda folder: False
     zero1_custom: str = EQUAL
     late: str = EQUAL
+    zero2: str = EQUAL
     zero3: str = EQUAL
     ddp_tuned: str = EQUAL
 
@@ -256,6 +259,7 @@ CASES = {
         for where, (error, size) in zip(("backward", "training_step"), ERRORS, strict=True)
     },
 }
+BY_ZERO2 = ("exponential averaging", "stochastic weight averaging, batch norm", "pruning")
 
 
 def observe(case: Case, strategy: str, folder: Path) -> Run:
@@ -316,6 +320,8 @@ def plan(on_device: bool) -> Iterator[tuple[tuple[str, str, int], bool]]:
                 if number % 9 == 6:
                     yield (name, "zero1_custom", 2), False
             continue
+        if name in BY_ZERO2:
+            yield (name, "zero2", 2), False
         for turn, strategy in enumerate(("late", "zero1_custom", "zero3", "ddp_tuned")):
             if strategy != case.oracle and (turn % 2 == number % 2 or getattr(case, strategy) != EQUAL):
                 size = 3 if 3 in case.world_sizes and (strategy == "late" or 2 not in case.world_sizes) else 2
