@@ -228,8 +228,8 @@ FAULTS = (
     Fault(
         "a rank counts as waiting in what it has not launched",
         "strategies/launch/waits.py",
-        "if not (where.waits or now is None or any(",
-        "if not (where.waits or now is None or all(",
+        "sign.waits or any(other.is_behind",
+        "sign.waits or all(other.is_behind",
         ("tests/strategies/test_waits.py::test_the_line_names_who_is_not_there",),
     ),
     Fault(

@@ -187,42 +187,43 @@ def test_nothing_is_said_while_all_move_and_no_thread_is_left(pool: RankPool, tm
     assert pool.run(1, fit, "zero1_custom", "moves", "")[0][1] == []
 
 
-WAITING = Sign(9, "", "step 8", "`backward`", {"default": 5}, True, "train.py:3")
+WAITING = Sign(9, "", "step 8", "`backward`", {"default": 5}, True, "train.py:3", "Call it.", 15.0)
 BEHIND = WAITING._replace(within="`training_step`", launched={"default": 4}, waits=False, line="train.py:9")
 UNSEEN = WAITING._replace(waits=False)
 IS_BEHIND = "is in `training_step` (step 8) at train.py:9"
-LINES: list[tuple[Sign, list[Sign | None] | None, str]] = [
-    (WAITING, [BEHIND], f" for rank 1, which {IS_BEHIND}."),
-    (WAITING, [WAITING], ". All ranks are there, and none goes on: "),
-    (WAITING, [WAITING, BEHIND], f" for rank 2, which {IS_BEHIND}."),
-    (WAITING, [BEHIND, BEHIND._replace(number=7), WAITING], f" for ranks 1, 2, each of which {IS_BEHIND}."),
-    (WAITING, [None], " for rank 1, which has given no sign of life since training was set up."),
-    (WAITING, [WAITING._replace(silent=20.0)], " for rank 1, which has given no sign of life for 20 s or more (ended,"),
+NO_SIGN = "has given no sign of life"
+LINES: list[tuple[list[Sign | None], str]] = [
+    ([WAITING, BEHIND], f" for rank 1, which {IS_BEHIND}. Call it."),
+    ([WAITING, WAITING], ". All ranks are there, and none goes on: "),
+    ([WAITING, WAITING, BEHIND], f" for rank 2, which {IS_BEHIND}. "),
+    ([WAITING, BEHIND, BEHIND._replace(number=7), WAITING], f" for ranks 1, 2, each of which {IS_BEHIND}. "),
+    ([BEHIND, WAITING, WAITING], f" for rank 0, which {IS_BEHIND}. "),
+    ([WAITING._replace(still=14.0), BEHIND], ""),
+    ([WAITING, None], f" for rank 1, which {NO_SIGN} since training was set up."),
+    ([WAITING, WAITING._replace(silent=20.0)], f" for rank 1, which {NO_SIGN} for 20 s or more (ended,"),
     (
-        WAITING,
-        [BEHIND._replace(ended="ended its training by ValueError", silent=9.0)],
-        " 1, which ended its training by V",
+        [WAITING, BEHIND._replace(ended="ended its training by ValueError", silent=9.0)],
+        " for rank 1, which ended its training by V",
     ),
-    (WAITING, [BEHIND._replace(line=str(n)) for n in range(6)], " at 3; 2 more, which are elsewhere."),
+    ([WAITING, *(BEHIND._replace(line=str(n)) for n in range(6))], " at 3; 2 more, which are elsewhere."),
     # Another call of the same kind: by how many were launched.
     (
-        WAITING,
-        [WAITING._replace(launched={"default": 4})],
+        [WAITING, WAITING._replace(launched={"default": 4})],
         " for rank 1, which is in `backward` (step 8) at train.py:3.",
     ),
     # If the stack shows no wait, it is one if others have launched less.
-    (UNSEEN, [BEHIND], f" for rank 1, which {IS_BEHIND}."),
-    (UNSEEN, [BEHIND._replace(launched={"default": 5})], ""),
-    (UNSEEN, [UNSEEN, BEHIND._replace(launched={"default": 6})], ""),
-    (UNSEEN, None, ". Where the others are is not known: the store does not answer, which rank 0's process "),
+    ([UNSEEN, BEHIND], f" for rank 1, which {IS_BEHIND}. "),
+    ([UNSEEN, BEHIND._replace(launched={"default": 5})], ""),
 ]
-"""Where rank 0 is, where the others are, and what it says of them."""
+"""Where the ranks are, and what rank 0 says of them."""
 
 
 def test_the_line_names_who_is_not_there() -> None:
-    for where, others, expected in LINES:
-        line = line_of_wait(0, 15.0, where, None if others is None else [where, *others])
-        begin = "rank 0 has waited 15 s in `backward` (step 8) at train.py:3" if expected else ""
+    for signs, expected in LINES:
+        _, line = line_of_wait(signs, 15.0)
+        waits = [rank for rank, sign in enumerate(signs) if sign in (WAITING, UNSEEN)]
+        named = f"ranks {', '.join(map(str, waits))} have" if len(waits) > 1 else f"rank {waits[:1] and waits[0]} has"
+        begin = f"{named} waited 15 s in `backward` (step 8) at train.py:3" if expected else ""
         assert line.startswith(begin) and expected in line and bool(line) == bool(expected), (line, expected)
 
 

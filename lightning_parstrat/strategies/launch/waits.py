@@ -1,8 +1,8 @@
-"""Logs which ranks a rank waits for, and the place that each has reached, long before a timeout ends the wait.
+"""Logs which ranks wait for which others, and the place that each has reached, long before a timeout ends the wait.
 
-A step sends and records nothing for it. Once a second, a thread reads the counters of the Trainer and torch. It
-publishes them to the process group's store every few seconds. If nothing moves for ``stall_warning_seconds``, the
-thread reads the entries of all ranks, and logs one line.
+A step sends and records nothing for it. Every few seconds, a thread of each rank reads the counters of the Trainer and
+torch, and publishes them to the process group's store. Rank 0's thread reads all of them. If a rank has waited at one
+point for ``stall_warning_seconds``, it logs one line.
 """
 
 import atexit
@@ -20,22 +20,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
-from lightning_parstrat.core.digests import digest
 from lightning_parstrat.distributed.comm import process_groups
 from lightning_parstrat.distributed.comm.liveness import names_of, store_under
 from lightning_parstrat.strategies.lightning_compat import current_hook, trainer_of
 
 log = logging.getLogger(__name__)
 
-_SECONDS_TO_ANSWER = 2.5
-
-_SECONDS_TO_CONNECT = 5.0
+_SECONDS_TO_ANSWER = 5.0
 
 _THREADS_NAME = "lightning_parstrat waits"
 
@@ -55,6 +52,8 @@ class Sign(NamedTuple):
         waits: Whether its stack shows that it waits in a collective. The stack does not show waits in torch's C++, as
             in DDP's backward. On GPUs it does not show what streams wait for.
         line: The line of the user's program that it executes.
+        advice: What to do if other ranks do not make the named call.
+        still: For how many seconds it has been at this point, measured by the reader.
         silent: For how many seconds it has published nothing, measured by the reader. 0 if it publishes in time.
     """
 
@@ -65,6 +64,8 @@ class Sign(NamedTuple):
     launched: dict[str, int] = {}  # noqa: RUF012
     waits: bool = False
     line: str = ""
+    advice: str = ""
+    still: float = 0.0
     silent: float = 0.0
 
     @property
@@ -76,29 +77,26 @@ class Sign(NamedTuple):
         """Whether the other rank has launched a collective that this one has not."""
         return any(self.launched.get(group, 0) < number for group, number in other.launched.items())
 
+    def after(self, before: "Sign | None", passed: float) -> "Sign":
+        """This sign with its times, if the last one that was read, some seconds before, is ``before``."""
+        still = before.still + passed if before and before.point == self.point else 0.0
+        silent = before.silent + passed if before and before.number == self.number else 0.0
+        return self._replace(still=still, silent=silent)
+
     def __str__(self) -> str:
         position = f"({self.position})" if self.within and self.position else self.position
         return " ".join(filter(None, ("in", self.within, position, self.line and f"at {self.line}")))
 
 
-class _Still:
-    """The state since the last progress. ``looks`` is whether this rank reads the store for all ranks at its point."""
-
-    def __init__(self, point: tuple[object, ...]) -> None:
-        self.point, self.seconds = point, 0.0
-        self.lines = 0
-        self.looks: bool | None = None
-
-
 class Waits:
-    """The thread of one training that logs which ranks this rank waits for.
+    """The thread of one training that publishes the point that this rank has reached. Rank 0's logs waits.
 
     Args:
         name: The same on all ranks, and different for each training.
         speaker: The name that lines begin with.
         rank: This rank.
         world_size: The number of ranks.
-        warn_after: After how many seconds without progress a rank logs that it waits.
+        warn_after: After how many seconds without progress of a rank it is logged that it waits.
         progress: Returns how far the training has come, and its hook. A bound method, held by a weak reference.
     """
 
@@ -109,15 +107,16 @@ class Waits:
         self._rank, self._world_size = rank, world_size
         # All ranks together publish at most 200 signs a second, because one process serves the store.
         self._period = max(warn_after / 3, self._world_size / 200)
-        # A separate client: with the training's timeout, it would try for that long to reach a lost store.
+        # A separate client, because the calls of one client wait for each other, and the training's may be waiting.
         self._store = store_under(f"waits/{name}").clone()
-        self._store.set_timeout(timedelta(seconds=_SECONDS_TO_CONNECT))
+        # With the training's timeout, it would try for that long to reach a lost store.
+        self._store.set_timeout(timedelta(seconds=_SECONDS_TO_ANSWER))
         # Some launchers train in another thread than the main thread.
         self._trains_in, self._process = threading.get_ident(), os.getpid()
         self._stopping, self._ended, self._signs = threading.Event(), "", 0
-        self._still = _Still(())
-        # Each rank's latest number, and the time of its first read.
-        self._read_at: dict[int, tuple[int, float]] = {}
+        self._read_before: list[Sign | None] = [None] * world_size
+        self._logged: tuple[object, ...] = ()
+        self._lines = 0
         self._thread = threading.Thread(target=self._run, name=_THREADS_NAME, daemon=True)
         for other in list(_BEGUN):
             other.end()
@@ -135,136 +134,94 @@ class Waits:
             _BEGUN.remove(self)
             self._ended = how
             self._stopping.set()
-            self._thread.join(_SECONDS_TO_ANSWER)
+            self._thread.join(_SECONDS_TO_ANSWER / 2)
 
     def _run(self) -> None:
         # The store ends with the process that serves it. Then there is nothing to publish to, or to read.
         with suppress(RuntimeError):
-            # A separate client, because the calls of one client wait for each other, and the training's may be waiting.
-            client = self._store.clone()
-            look = min(1.0, self._warn_after / 10)
-            self._publish(client)
-            before = published = time.monotonic()
-            while not self._stopping.wait(look):
+            before = time.monotonic()
+            self._publish()
+            while not self._stopping.wait(self._period):
                 passed, before = time.monotonic() - before, time.monotonic()
-                # A process that was stopped has not waited for ranks meanwhile, only for the store's answers.
-                self._look(min(passed, 2 * look + 2 * _SECONDS_TO_ANSWER))
-                if before - published >= self._period:
-                    self._publish(client)
-                    published = before
-            self._publish(client)
+                self._publish()
+                if self._rank == 0:
+                    # A process that was stopped has not waited for ranks meanwhile.
+                    self._log(self._read(min(passed, 2 * self._period)))
+            self._publish()
 
-    def _publish(self, client: Any) -> None:
+    def _publish(self) -> None:
         # A request of some 300 bytes, without an answer.
         self._signs += 1
-        client.set(f"sign/{self._rank}", json.dumps(self._sign()))
-
-    def _sign(self) -> Sign:
-        frames = _frames_of_thread(self._trains_in)
-        return self._where()._replace(waits=_waits(frames), line=_line_of(frames))
-
-    def _where(self) -> Sign:
-        """The point that this rank has reached, without a look at its stack."""
         position = hook = ""
         progress = self._progress()
-        # The values may change while they are read. A later look reads them again.
+        # The values may change while they are read. The next sign reads them again.
         with suppress(Exception):
             position, hook = progress() if progress is not None else ("", "")
-        within = process_groups.current_call()[0] or (f"`{hook}`" if hook else "")
-        return Sign(self._signs, self._ended, position, within, process_groups.launched_by_group())
+        call, advice = process_groups.current_call()
+        frames = _frames_of_thread(self._trains_in)
+        sign = Sign(
+            number=self._signs,
+            ended=self._ended,
+            position=position,
+            within=call or (f"`{hook}`" if hook else ""),
+            launched=process_groups.launched_by_group(),
+            waits=_waits(frames),
+            line=_line_of(frames),
+            advice=advice,
+        )
+        self._store.set(f"sign/{self._rank}", json.dumps(sign))
 
-    def _look(self, passed: float) -> None:
-        """Logs a wait if it is due. It compares what ranks published some time ago with what they publish now."""
-        where, still = self._where(), self._still
-        if where.point != still.point:
-            self._still = _Still(where.point)
-            return
-        still.seconds += passed
-        times = (1, 4, 20 * (still.lines - 1))[min(still.lines, 2)]
-        # Rank 0 logs first, because more people read its output than that of other ranks.
-        due = self._warn_after * times + min(1.0, self._warn_after / 10) * (self._rank > 0)
-        if still.looks is None and still.seconds >= due - 1.5 * self._period:
-            sign = self._sign()
-            # Ranks that wait at the same point would read and log the same.
-            turn = f"turn/{still.lines}/{digest((sign.waits, *sign.point))}"
-            taken = self._ask(lambda client: client.add(turn, 1))
-            still.looks = taken in (1, None)
-            if taken == 1:
-                # A rank that publishes nothing between two looks is silent.
-                self._ask(self._read)
-        if still.seconds >= due:
-            line = self._line(self._sign(), self._ask(self._read)) if still.looks else ""
-            still.lines, still.looks = still.lines + 1, None
-            # The training may have continued meanwhile.
-            if line and self._where().point == still.point and not self._stopping.is_set():
-                log.warning(line)
-
-    def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """The store's answer, over a separate connection. None if it does not answer in time."""
-        answers: list[Any] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                answers.append(question(self._store.clone()))
-
-        thread = threading.Thread(target=ask, name=_THREADS_NAME, daemon=True)
-        thread.start()
-        thread.join(_SECONDS_TO_ANSWER)
-        return answers[0] if answers else None
-
-    def _read(self, client: Any) -> list[Sign | None]:
+    def _read(self, passed: float) -> list[Sign | None]:
+        """The latest signs of all ranks, some seconds after the last read. For a rank that has published none, None."""
         keys = [f"sign/{rank}" for rank in range(self._world_size)]
         # If a key is missing, `multi_get` would wait for it.
-        there = [True] * len(keys) if client.check(keys) else [client.check([key]) for key in keys]
-        found = iter(client.multi_get([key for key, is_there in zip(keys, there, strict=True) if is_there]))
-        signs = [Sign(*json.loads(next(found))) if is_there else None for is_there in there]
-        return [sign and sign._replace(silent=self._silence(rank, sign)) for rank, sign in enumerate(signs)]
+        there = [True] * len(keys) if self._store.check(keys) else [self._store.check([key]) for key in keys]
+        found = iter(self._store.multi_get([key for key, is_there in zip(keys, there, strict=True) if is_there]))
+        read = [Sign(*json.loads(next(found))) if is_there else None for is_there in there]
+        # Clocks of other nodes are not read.
+        read = [sign and sign.after(before, passed) for sign, before in zip(read, self._read_before, strict=True)]
+        self._read_before = read
+        # A rank publishes its next sign within a period.
+        return [sign and (sign if sign.silent > 2.2 * self._period else sign._replace(silent=0.0)) for sign in read]
 
-    def _silence(self, rank: int, sign: Sign) -> float:
-        # A rank publishes its next sign within a period. Clocks of other nodes are not read.
-        if self._read_at.get(rank, (0, 0.0))[0] != sign.number:
-            self._read_at[rank] = sign.number, time.monotonic()
-        silence = time.monotonic() - self._read_at[rank][1]
-        return silence if silence > 1.2 * self._period else 0.0
-
-    def _line(self, where: Sign, now: list[Sign | None] | None) -> str:
-        said = line_of_wait(self._rank, self._still.seconds, where, now)
-        return f"{self._speaker}: {said} {process_groups.current_call()[1]}".rstrip() if said else ""
+    def _log(self, signs: Sequence[Sign | None]) -> None:
+        where, line = line_of_wait(signs, self._warn_after)
+        if where.point != self._logged:
+            self._logged, self._lines = where.point, 0
+        if line and where.still >= self._warn_after * (1, 4, 20 * (self._lines - 1))[min(self._lines, 2)]:
+            self._lines += 1
+            log.warning(f"{self._speaker}: {line}")
 
 
 _BEGUN: list[Waits] = []
 
 
-def line_of_wait(rank: int, seconds: float, where: Sign, now: Sequence[Sign | None] | None) -> str:
-    """The line about a wait. Empty if it is not certain that the rank waits.
+def line_of_wait(signs: Sequence[Sign | None], seconds: float) -> tuple[Sign, str]:
+    """The line about the lowest rank that waits for others, and its sign. Both are empty if no rank certainly waits.
 
     Args:
-        rank: This rank.
-        seconds: For how long nothing has moved.
-        where: The point that this rank has reached.
-        now: The signs that all ranks have published. None if the store does not answer.
+        signs: The signs that all ranks have published.
+        seconds: For how long a rank must have been at one point.
     """
-    if not (where.waits or now is None or any(sign and sign.is_behind(where) for sign in now)):
-        return ""
-    line = f"rank {rank} has waited {seconds:.0f} s {where}"
-    if now is None:
-        return (
-            f"{line}. Where the others are is not known: the store does not answer, which rank 0's process or its"
-            " launcher serves. It is stopped, or cannot be reached."
-        )
-    ranks_at: dict[str, list[int]] = defaultdict(list)
-    for other, sign in enumerate(now):
+    known = [sign for sign in signs if sign]
+    stays = (sign for sign in known if sign.still >= seconds and not sign.ended and not sign.silent)
+    where = next((sign for sign in stays if sign.waits or any(other.is_behind(sign) for other in known)), None)
+    if where is None:
+        return Sign(), ""
+    waiting, others = list[int](), defaultdict[str, list[int]](list)
+    for rank, sign in enumerate(signs):
         is_there = sign and not sign.silent and sign.point == where.point and sign.waits == where.waits
-        if other != rank and not is_there:
-            ranks_at[_described(sign)].append(other)
-    if not ranks_at:
-        return f"{line}. All ranks are there, and none goes on: a connection or a disk is slow or cut off."
+        (waiting if is_there else others[_described(sign)]).append(rank)
+    line = f"{names_of(waiting)} {'has' if len(waiting) == 1 else 'have'} waited {where.still:.0f} s {where}"
+    if not others:
+        return where, f"{line}. All ranks are there, and none goes on: a connection or a disk is slow or cut off."
     shown = [
         f"{names_of(ranks)}, {'which' if len(ranks) == 1 else 'each of which'} {described}"
-        for described, ranks in list(ranks_at.items())[:4]
+        for described, ranks in list(others.items())[:4]
     ]
-    left = sum(map(len, list(ranks_at.values())[4:]))
-    return f"{line} for {'; '.join(shown)}{f'; {left} more, which are elsewhere' if left else ''}."
+    left = sum(map(len, list(others.values())[4:]))
+    more = f"; {left} more, which are elsewhere" if left else ""
+    return where, f"{line} for {'; '.join(shown)}{more}. {where.advice}".rstrip()
 
 
 def _described(sign: Sign | None) -> str:
