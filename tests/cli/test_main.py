@@ -20,7 +20,14 @@ def test_every_argument_has_a_line_of_help(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["slurm", "--nodes", "0"], ["slurm", "--nodes=many"], ["slurm", "--what"], ["plan"], [], ["x"]):
+    for arguments in (
+        ["slurm", "--nodes", "0", "--devices=1"],
+        ["slurm", "--nodes=2"],
+        ["slurm", "--what"],
+        ["plan"],
+        [],
+        ["x"],
+    ):
         with pytest.raises(SystemExit) as ended:
             cli.main(arguments)
         assert ended.value.code == 2

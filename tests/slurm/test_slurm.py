@@ -126,12 +126,13 @@ srun --open-mode=append --output=run/rank-0.log {sys.executable} -m torch.distri
 
 
 def test_jobs_in_one_folder_do_not_share_what_they_save(cluster: SlurmCluster, tmp_path: Path) -> None:
-    write_program(tmp_path, steps=60, seconds=0.1, default_root_dir="all")
-    first = submit(cluster, tmp_path, "--nodes", "1", "--devices", "1")
+    write_program(tmp_path, steps=60, seconds=0.1)
+    one = ("--nodes", "1", "--devices", "1", "--runs", "all")
+    first = submit(cluster, tmp_path, *one)
     wait_for_step(cluster, first, 0, step=3)
     cluster.run("scancel", "--signal=USR1", str(first.number))
     cluster.wait_until(lambda: list(first.folder.glob("hpc_ckpt_*.ckpt")), 30, first.says)
-    second = submit(cluster, tmp_path, "--nodes", "1", "--devices", "1")
+    second = submit(cluster, tmp_path, *one)
     for job in (first, second):
         assert cluster.wait_for_end(job.number, START + 60, job.says) == "COMPLETED"
     assert second.begun(0) == list(range(60))
